@@ -1,0 +1,1 @@
+"""Train drafters for speculative decoding and prove what they gain."""

@@ -1,0 +1,131 @@
+"""`spectrain bench`: times measured side by side in one process, so that ratios mean something on a busy machine."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from .acceptance import Greedy
+from .config import build
+from .data.dataset import Dataset
+from .decode import decode
+from .errors import UserError
+from .packing import unpack_linears
+from .run import fresh_drafter, processor
+from .target import Target
+from .tree import TokenTree
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def decode_table(config: DictConfig, repeats: int = 9) -> None:
+    """Time of a target forward against rows, plain and packed, then our autoregressive decoding against `generate`."""
+    from spectrain.eval.run import prompt_tokens
+
+    target: Target = build(config.target)
+    evaluation = build(config.eval)
+    if evaluation is None:
+        raise UserError("eval=none: bench decode needs prompts; leave it out")
+    console = Console()
+    prompts = [
+        prompt_tokens(target, [*prompt.before, {"role": "user", "content": prompt.turns[0]}])
+        for prompt in evaluation.prompts[: min(8, len(evaluation.prompts))]
+    ]
+    where = (
+        torch.cuda.get_device_name() if target.device.type == "cuda" else f"{processor()}, {torch.get_num_threads()} threads"
+    )
+    table = Table(title=f"one forward of {target.name}, ms, median of {repeats}; {where}")
+    for title in ("rows", "plain linears", "packed linears", "packed / one row"):
+        table.add_column(title, justify="right")
+    times = {rows: forward_times(target, prompts[0], rows, repeats) for rows in ROWS}
+    for rows, (plain, packed) in times.items():
+        table.add_row(str(rows), f"{plain * 1e3:.1f}", f"{packed * 1e3:.1f}", f"{packed / times[1][1]:.2f}")
+    console.print(table)
+    ours, theirs = against_generate(target, prompts, min(evaluation.max_new_tokens, 64))
+    ratios = sorted(b / a for a, b in zip(ours, theirs))
+    console.print(
+        f"autoregressive decoding of {len(prompts)} prompts, prefill included, interleaved: generate with a static cache takes "
+        f"{median(ratios):.2f} times as long as ours (from {ratios[0]:.2f} to {ratios[-1]:.2f})"
+    )
+
+
+def forward_times(target: Target, prompt: list[int], rows: int, repeats: int) -> tuple[float, float]:
+    """Seconds of a chain of `rows` nodes behind a prompt, with plain and with packed linears, alternating."""
+    cache = target.new_cache(1, len(prompt) + rows)
+    tokens = torch.tensor([prompt], device=target.device)
+    chain = TokenTree.chain(torch.randint(0, target.head.vocab_size, (1, rows), device=target.device))
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    with torch.inference_mode():
+        target.prefill(tokens, torch.tensor([len(prompt)], device=target.device), cache, ())
+        for repeat in range(repeats + 1):
+            for packed in (False, True):
+                target.pack() if packed else unpack_linears(target.model)
+                target.verify(chain, cache)  # the first call after packing reorders the weights
+                cache.forget()
+                took = timed(target, lambda: target.verify(chain, cache))
+                cache.forget()
+                if repeat:
+                    seconds[packed].append(took)
+    return median(seconds[False]), median(seconds[True])
+
+
+def against_generate(target: Target, prompts: list[list[int]], max_new_tokens: int) -> tuple[list[float], list[float]]:
+    """Seconds a prompt, ours and those of transformers' `generate` with a static cache, in alternating order."""
+    from spectrain.eval.baselines import generate, plain_model
+
+    ours: list[float] = []
+    theirs: list[float] = []
+
+    def run_ours(prompt: list[int]) -> None:
+        target.pack()
+        decode(target, [prompt], Greedy(), 2)  # reorders the weights outside the timer
+        ours.append(timed(target, lambda: decode(target, [prompt], Greedy(), max_new_tokens)))
+
+    def run_theirs(prompt: list[int]) -> None:
+        with plain_model(target) as model:
+            theirs.append(timed(target, lambda: generate(model, prompt, max_new_tokens, target.stop_ids, static=True)))
+
+    for number, prompt in enumerate([prompts[0], *prompts]):
+        for run in (run_ours, run_theirs) if number % 2 else (run_theirs, run_ours):
+            run(prompt)
+    return ours[1:], theirs[1:]  # the first prompt warmed up
+
+
+def timed(target: Target, work: Callable[[], Any]) -> float:
+    """Seconds that `work` takes, the device included."""
+    began = time.perf_counter()
+    work()
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return time.perf_counter() - began
+
+
+def training_throughput(config: DictConfig, steps: int = 12) -> None:
+    """Train for a few steps on the recipe's data and print tokens per second and what took the time."""
+    import json
+
+    trainer = build(config.trainer)
+    target: Target = build(config.target)
+    target.pack()
+    data = build(config.data)
+    data.limit = min(data.limit or 200, 200)
+    dataset = Dataset.build(data, target.tokenizer)
+    drafter = fresh_drafter(config, target, dataset)
+    trainer.max_steps, trainer.log_every, trainer.save_every = steps, steps // 3, None
+    with TemporaryDirectory() as folder:
+        trainer.fit(drafter, target, dataset, build(config.source), Path(folder))
+        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    share = ", ".join(f"{part} {value:.0%}" for part, value in last["time_share"].items())
+    Console().print(
+        f"{last['tokens_per_second']:.0f} tokens/s, {last['supervised_per_second']:.0f} supervised, over the last "
+        f"{steps // 3} of {steps} steps, features computed live\n"
+        f"time: {share} (target: its forward; drafter: loss, backward and optimiser)"
+    )

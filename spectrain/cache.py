@@ -1,0 +1,96 @@
+"""The static key-value cache, for the target and for drafters. Shapes: B batch, T slots, H key-value heads, D head size.
+
+One allocation [layers, 2, B, T, H, D]. A row holds `lengths[b]` committed tokens; a forward appends N nodes behind them
+(a prompt, a tree, or one more level of a tree); `commit` keeps one path of what was appended and forgets the rest.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .errors import UserError
+
+
+class TreeCache(Cache):
+    """Keys and values of `num_layers` layers for `batch_size` rows of at most `max_length` tokens, tree nodes included."""
+
+    def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device | str) -> None:
+        self.max_length = max_length
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # committed tokens a row
+        self.longest = 0  # the largest of them, known without asking the device
+        self.pending = 0  # nodes appended behind the committed tokens and not yet committed or forgotten
+        self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
+        super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
+
+    def slots(self, num_nodes: int) -> Tensor:
+        """[B, N] where the next `num_nodes` nodes of every row will be written."""
+        return (self.lengths + self.pending)[:, None] + torch.arange(num_nodes, device=self.lengths.device)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [B, H, N, D] behind what layer `layer` holds; return all its slots up to the newest, [B, H, T', D]."""
+        batch, heads, num_nodes, width = keys.shape
+        if self.storage is None:
+            shape = (len(self.layers), 2, batch, self.max_length, heads, width)
+            self.storage = torch.zeros(shape, dtype=keys.dtype, device=keys.device)
+        if (batch, heads, width) != (*self.storage.shape[2:3], *self.storage.shape[4:]) or values.shape != keys.shape:
+            raise UserError("target: its layers differ in key-value shape, which the static cache does not support")
+        end = self.longest + self.pending + num_nodes
+        assert end <= self.max_length, f"cache of {self.max_length} slots cannot hold {end} tokens"
+        store = self.storage[layer]
+        if batch == 1:
+            store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
+            store[1, :, end - num_nodes : end] = values.transpose(1, 2)
+        else:
+            rows = torch.arange(batch, device=keys.device)[:, None]
+            slots = self.slots(num_nodes)
+            store[0, rows, slots] = keys.transpose(1, 2)
+            store[1, rows, slots] = values.transpose(1, 2)
+        return store[0, :, :end].transpose(1, 2), store[1, :, :end].transpose(1, 2)
+
+    def advance(self, num_nodes: int) -> None:
+        """Say that a forward over every layer has appended `num_nodes` nodes."""
+        self.pending += num_nodes
+
+    def commit(self, path: Tensor, counts: Tensor, layers: slice = slice(None)) -> None:
+        """Keep the first `counts[b]` of the appended nodes `path[b]` [B, P], in that order; forget the other ones."""
+        if self.storage is not None:
+            source = self.lengths[:, None] + path
+            target = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
+            target = target.clamp(max=self.max_length - 1)
+            if not torch.equal(source, target):
+                rows = torch.arange(path.shape[0], device=path.device)[:, None]
+                self.storage[layers, :, rows, target] = self.storage[layers, :, rows, source]
+        self.lengths = self.lengths + counts
+        self.longest = int(self.lengths.max())
+        self.pending = 0
+
+    def forget(self) -> None:
+        """Drop every node that was appended and not committed."""
+        self.pending = 0
+
+
+class _Layer(CacheLayerMixin):
+    """One layer as `transformers` sees it: everything is kept by the cache that owns it."""
+
+    is_sliding = False
+
+    def __init__(self, owner: TreeCache, index: int) -> None:
+        super().__init__()
+        self.owner, self.index = owner, index
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.owner.append(self.index, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.longest + self.owner.pending
+
+    def get_max_length(self) -> int:
+        return self.owner.max_length

@@ -1,0 +1,194 @@
+"""The command line: it composes a configuration, checks it, and calls one function. Logic lives elsewhere.
+
+Exit status: 0 success, 1 a failed run, 2 the user's mistake, told in one sentence.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+USAGE = """spectrain: train drafters for speculative decoding and prove what they gain
+
+  spectrain train recipe=eagle3                    train a drafter for the default target, then score it
+  spectrain eval run=runs/NAME                     score it again: other prompts, tree, acceptance rule
+  spectrain data inspect data=jsonl data.path=F    a conversation, its supervised tokens in colour
+  spectrain bench decode | train                   time against rows; training tokens per second
+  spectrain doctor                                 what this machine has, and what is missing
+
+Settings are key=value; spectrain train --help lists their groups."""
+
+
+def main() -> None:
+    """Run the command in sys.argv; never shows a traceback for a mistake in the settings."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # lets errors through to us; hydra would exit with 1
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    arguments = sys.argv[1:]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        sys.exit(0 if arguments else 2)
+    from .errors import RunError, UserError
+
+    try:
+        dispatch(arguments)
+    except UserError as error:
+        sys.exit(fail(str(error), 2))
+    except RunError as error:
+        sys.exit(fail(str(error), 1))
+    except KeyboardInterrupt:
+        sys.exit(fail("stopped; go on with the same command and trainer.resume=auto run=DIR", 1))
+    except Exception as error:
+        message = hydra_mistake(error)
+        if message is None:
+            raise
+        sys.exit(fail(message, 2))
+
+
+def fail(message: str, status: int) -> int:
+    print(f"spectrain: {message}", file=sys.stderr)
+    return status
+
+
+def dispatch(arguments: list[str]) -> None:
+    """Find the command that the first words name and run it with the others."""
+    commands: dict[str, tuple[str, Callable[[Any], None]]] = {
+        "train": ("train", train),
+        "eval": ("eval", evaluate),
+        "data inspect": ("inspect", inspect_data),
+        "bench decode": ("train", bench_decode),
+        "bench train": ("train", bench_train),
+        "doctor": ("train", doctor),
+    }
+    words = 2 if arguments[0] in ("data", "bench") else 1
+    name, rest = " ".join(arguments[:words]), arguments[words:]
+    if name not in commands:
+        from .config import nearest
+        from .errors import UserError
+
+        raise UserError(f"{name}: there is no such command; {nearest(name, commands)}")
+    if name == "doctor":
+        return doctor(rest)
+    if name == "bench decode" and not any(argument.startswith("drafter=") for argument in rest):
+        rest = ["drafter=ngram", *rest]
+    config_name, task = commands[name]
+    compose_and_call(config_name, task, rest)
+
+
+def compose_and_call(config_name: str, task: Callable[[Any], None], arguments: list[str]) -> None:
+    """Let hydra compose the configuration and call `task` with it, once or, with -m, for every point of a sweep."""
+    import hydra
+
+    from .config import register_resolvers
+
+    register_resolvers()
+    groups = config_groups(arguments)
+    sys.argv = ["spectrain", *(allow_new_keys(argument, groups) for argument in arguments)]
+    hydra.main(version_base="1.3", config_path="pkg://spectrain.conf", config_name=config_name)(task)()
+
+
+def config_groups(arguments: list[str]) -> set[str]:
+    """The names of configuration groups: ours, and those below --config-dir."""
+    folders = [Path(__file__).parent / "conf"]
+    for flag in ("--config-dir", "-cd"):
+        if flag in arguments[:-1]:
+            folders.append(Path(arguments[arguments.index(flag) + 1]))
+    return {entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir() if entry.is_dir()}
+
+
+def allow_new_keys(argument: str, groups: set[str]) -> str:
+    """`a.b=c` as hydra's `++a.b=c`: a default lives in its constructor, so a key need not stand in a yaml to be set.
+
+    Unknown keys are caught afterwards, by `check_config`, which knows the constructors.
+    """
+    match = re.match(r"([A-Za-z_][\w.]*)=", argument)
+    return f"++{argument}" if match and match.group(1) not in groups else argument
+
+
+def train(config: Any) -> None:
+    from . import run
+
+    run.train(checked(config, TRAIN_KEYS))
+
+
+def evaluate(config: Any) -> None:
+    from . import run
+    from .evaluation import complete
+
+    completed, folder = complete(config)
+    run.evaluate(checked(completed, TRAIN_KEYS), folder)
+
+
+def inspect_data(config: Any) -> None:
+    from .data.inspect import show
+
+    show(checked(config, ("target", "data", "index")))
+
+
+def bench_decode(config: Any) -> None:
+    from .bench import decode_table
+
+    decode_table(checked(config, TRAIN_KEYS))
+
+
+def bench_train(config: Any) -> None:
+    from .bench import training_throughput
+
+    training_throughput(checked(config, TRAIN_KEYS))
+
+
+def doctor(arguments: list[str]) -> None:
+    from .doctor import examine
+
+    examine()
+
+
+TRAIN_KEYS = (
+    "target",
+    "drafter",
+    "source",
+    "data",
+    "trainer",
+    "tree",
+    "acceptance",
+    "eval",
+    "tracker",
+    "run",
+    "recipe_name",
+)
+
+
+def checked(config: Any, known: tuple[str, ...]) -> Any:
+    """The configuration after the schema check, with the recipe's name noted in it."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import open_dict
+
+    from .config import check_config
+
+    choice = HydraConfig.get().runtime.choices.get("recipe") if HydraConfig.initialized() else None
+    if choice is not None:
+        with open_dict(config):
+            config.recipe_name = choice
+    return check_config(config, known)
+
+
+def hydra_mistake(error: Exception) -> str | None:
+    """One sentence for a mistake that hydra or omegaconf found; None for any other error."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if not isinstance(error, (HydraException, OmegaConfBaseException)):
+        return None
+    text = str(error).strip()
+    options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
+    missing = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
+    if missing:
+        from .config import nearest
+
+        return f"{missing.group(1)}={missing.group(2)}: there is no such choice; {nearest(missing.group(2), options)}"
+    unsaid = re.search(r"You must specify '(\w+)'", text)
+    if unsaid and unsaid.group(1) == "drafter":
+        recipes = sorted(path.stem for path in (Path(__file__).parent / "conf" / "recipe").glob("*.yaml"))
+        return f"recipe: say what to train, as in recipe={recipes[0]}; there are {', '.join(recipes)}"
+    return " ".join(text.split())

@@ -1,0 +1,109 @@
+"""Composed configurations, checked against the constructors they name: each default has one home, the constructor."""
+
+import difflib
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from .errors import UserError
+
+PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
+
+
+def register_resolvers() -> None:
+    """`${cpu_gpu:A,B}` is A on a machine without a GPU and B on one with."""
+    OmegaConf.register_new_resolver("cpu_gpu", lambda cpu, gpu: gpu if torch.cuda.is_available() else cpu, replace=True)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The valid names closest to a wrong one, for an error message."""
+    options = sorted(known)
+    close = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
+    return f"the nearest are {', '.join(close)}" if close else f"valid are {', '.join(options)}"
+
+
+def check_config(config: DictConfig, known: Iterable[str]) -> DictConfig:
+    """The resolved configuration; stops at an unknown key, a missing one or a value of the wrong type."""
+    known = list(known)
+    for key in map(str, config):
+        if key not in known:
+            raise UserError(f"{key}: there is no such key; {nearest(key, known)}")
+    try:
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        where = str(error.full_key or "configuration")
+        raise UserError(f"{where}: {str(error).splitlines()[0]}") from error
+    for group, node in plain.items():
+        if isinstance(node, dict) and "_target_" in node:
+            plain[group] = check_node(str(group), node)
+    return OmegaConf.create(plain)
+
+
+def check_node(group: str, node: dict[str, Any]) -> dict[str, Any]:
+    """One group's settings against the constructor that its `_target_` names, values converted to the declared types."""
+    try:
+        target = get_object(node["_target_"])
+    except Exception as error:
+        raise UserError(f"{group}._target_={node['_target_']}: it cannot be imported ({error})") from error
+    parameters = inspect.signature(target).parameters
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target, _runtime_names(target))
+    settable = {name: p for name, p in parameters.items() if _is_plain(hints.get(name))}
+    checked = {"_target_": node["_target_"]}
+    for key, value in node.items():
+        if key in ("_target_", "_partial_", "_convert_", "init"):
+            checked[key] = value
+            continue
+        if key not in settable:
+            raise UserError(f"{group}.{key}: there is no such key; {nearest(key, settable)}")
+        if value == "???":
+            raise UserError(f"{group}.{key}: it must be given, as in {group}.{key}=VALUE")
+        try:
+            adapter = TypeAdapter(hints[key], config=ConfigDict(arbitrary_types_allowed=True))
+            checked[key] = adapter.validate_python(value)
+        except ValidationError as error:
+            allowed = str(hints[key]).replace("typing.", "") if not inspect.isclass(hints[key]) else hints[key].__name__
+            reason = error.errors()[0]["msg"]
+            raise UserError(f"{group}.{key}={value}: {reason[0].lower() + reason[1:]} ({allowed})") from error
+    for key, parameter in settable.items():
+        if parameter.default is inspect.Parameter.empty and key not in checked:
+            raise UserError(f"{group}.{key}: it must be given, as in {group}.{key}=VALUE")
+    return checked
+
+
+def build(node: Any, **runtime: Any) -> Any:
+    """Instantiate one group, or give None where it is empty."""
+    if not node or "_target_" not in node:
+        return None
+    plain = {key: value for key, value in dict(node).items() if key != "init"}
+    return instantiate(OmegaConf.create(plain), _convert_="all", **runtime)
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether a parameter is a setting, as opposed to a runtime object such as the target."""
+    if hint is None or hint is type(None):
+        return True
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return all(_is_plain(part) for part in typing.get_args(hint))
+    return origin in (list, tuple, dict, typing.Literal) or hint in PLAIN or hint is Any
+
+
+def _runtime_names(target: Any) -> dict[str, Any]:
+    """Names that annotations use under TYPE_CHECKING only; they stand for runtime objects."""
+    module = inspect.getmodule(target)
+    names = dict(vars(module)) if module else {}
+    source = inspect.getsource(module) if module else ""
+    for block in re.findall(r"if TYPE_CHECKING:\n((?:[ \t]+.*\n|\n)+)", source):
+        for name in re.findall(r"import (.+)", block):
+            for part in name.split(","):
+                names.setdefault(part.split(" as ")[-1].strip(), object)
+    return names

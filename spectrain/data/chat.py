@@ -1,0 +1,73 @@
+"""Chat templates and loss masks: which tokens of a rendered conversation the assistant wrote.
+
+Few templates mark the assistant's part, so it is found by rendering growing prefixes of the conversation.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import UserError
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One training sequence: token ids, and for each whether it carries loss."""
+
+    tokens: list[int]
+    mask: list[bool]
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: bool = False) -> str:
+    """The conversation as text; with `prompt`, up to where the assistant would go on."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+    except Exception as error:  # templates raise whatever their author chose
+        roles = ", ".join(message["role"] for message in messages)
+        raise UserError(f"data: the chat template refuses a conversation of {roles} ({error}); mend or drop it") from error
+
+
+def assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Texts to train on, each with the character spans that the assistant wrote, end-of-turn token included.
+
+    One text for the whole conversation where every turn stays as it was rendered when it was the last one; else, as with
+    reasoning models that drop earlier thoughts, one text for each assistant turn.
+    """
+    whole = render(tokenizer, messages)
+    shared: list[tuple[int, int]] = []
+    apart: list[tuple[str, list[tuple[int, int]]]] = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        text = render(tokenizer, messages[: index + 1])
+        opening = render(tokenizer, messages[:index], prompt=True)
+        start = len(os.path.commonprefix([opening, text]))  # noqa: RUF071 - characters are meant
+        span = (start, max(start, len(text.rstrip())))  # the line break after the end of turn is the template's
+        apart.append((text, [span]))
+        if whole.startswith(text[: span[1]]):
+            shared.append(span)
+    return [(whole, shared)] if len(shared) == len(apart) else apart
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[Example]:
+    """Token ids and loss masks of a conversation; stops where a mask comes out all zero or all one."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            "target: its tokenizer has no chat template; use an instruction-tuned model or add one to the tokenizer"
+        )
+    if not tokenizer.is_fast:
+        raise UserError("target: its tokenizer cannot tell where tokens lie in the text; save it as a fast tokenizer")
+    examples = []
+    for text, spans in assistant_spans(tokenizer, messages):
+        encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        mask = [any(low <= start and end <= high for low, high in spans) for start, end in encoded["offset_mapping"]]
+        mask = [keep and end > start for keep, (start, end) in zip(mask, encoded["offset_mapping"])]
+        if not any(mask) or all(mask):
+            what = "no token is the assistant's" if not any(mask) else "every token is the assistant's"
+            raise UserError(f"data: in this conversation {what}, so its chat template or its roles are wrong: {text!r}")
+        examples.append(Example(list(encoded["input_ids"]), mask))
+    return examples

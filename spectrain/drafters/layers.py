@@ -1,0 +1,100 @@
+"""Blocks that families share. Shapes: B batch, T tokens, H query heads, K key-value heads, D head size, W width."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from spectrain.kernels.tree_attention import Visibility, tree_attention_reference
+
+if TYPE_CHECKING:
+    from ..cache import TreeCache
+    from ..target import Target
+
+
+def llama_config(target: Target) -> LlamaConfig:
+    """One Llama layer of the target's width, heads and rotary embedding: the shape that engines expect of a drafter."""
+    config = target.config
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in rope and "rope_type" not in rope:  # one entry per kind of layer: take full attention's
+        rope = rope.get("full_attention", {})
+    options: dict[str, Any] = {"rope_parameters": dict(rope)} if rope else {}
+    return LlamaConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=target.head.vocab_size,
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        max_position_embeddings=config.max_position_embeddings,
+        **options,
+    )
+
+
+class Attention(nn.Module):
+    """Rotary attention over `in_width` inputs, with grouped key-value heads."""
+
+    def __init__(self, config: LlamaConfig, in_width: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(in_width, config.num_attention_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(in_width, config.num_key_value_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(in_width, config.num_key_value_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, T, D], keys and values [B, K, T, D], positions already rotated in."""
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *rope)
+        return q, k, v
+
+    def output(self, attended: Tensor) -> Tensor:
+        """[B, H, T, D] -> [B, T, W]"""
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+    def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Attention in training: causal, or where `mask` [.., T, S] is True."""
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return self.output(attended)
+
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor, layer: int = 0) -> Tensor:
+        """Attention in decoding: append to the cache, see its committed tokens and the nodes in `visible` [B, T, M]."""
+        lengths, longest = cache.lengths, cache.longest
+        keys, values = cache.append(layer, k, v)
+        seen = Visibility(lengths, longest, visible, lengths[:, None], None)
+        return self.output(tree_attention_reference(q, keys, values, seen, self.head_dim**-0.5))
+
+
+class Mlp(nn.Module):
+    """Llama's gated feed-forward block."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
+    """The rotary embedding of a configuration; call it with a tensor (for its dtype) and position ids."""
+    return LlamaRotaryEmbedding(config)
+
+
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Copy every parameter of `source` whose name and shape `target` shares."""
+    mine = dict(target.named_parameters())
+    with torch.no_grad():
+        for name, value in source.named_parameters():
+            if name in mine and mine[name].shape == value.shape:
+                mine[name].copy_(value)

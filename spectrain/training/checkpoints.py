@@ -1,0 +1,104 @@
+"""Resumable checkpoints: safetensors and JSON only, written beside and renamed, so a kill or a full disk loses nothing."""
+
+import errno
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import UserError
+
+
+@contextmanager
+def written_whole(directory: Path) -> Iterator[Path]:
+    """A scratch folder that becomes `directory` once it is complete; on any failure nothing of it is left."""
+    scratch = directory.with_name(directory.name + ".part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        old = directory.with_name(directory.name + ".old")
+        if directory.exists():
+            directory.rename(old)
+        scratch.rename(directory)
+        shutil.rmtree(old, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        full = full or "No space left" in str(error) or "File too large" in str(error)
+        if not full:
+            raise
+        raise UserError(
+            f"{directory}: the disk is full, so it was not saved and what was saved before is intact; free some space and go "
+            "on with trainer.resume=auto"
+        ) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def checkpoint_path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:06d}"
+
+
+def latest_checkpoint(run: Path) -> Path | None:
+    """The newest complete checkpoint of a run."""
+    found = sorted((run / "checkpoints").glob("step-*[0-9]"))
+    return found[-1] if found else None
+
+
+def save_checkpoint(
+    path: Path,
+    weights: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    progress: dict[str, Any],
+    keep: int,
+) -> None:
+    """Write weights, optimiser state, random state and `progress`, then drop all but the newest `keep` checkpoints."""
+    with written_whole(path) as scratch:
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, scratch / "model.safetensors")
+        state, scalars = flatten_optimizer(optimizer)
+        save_file({**state, "rng": torch.get_rng_state()}, scratch / "optimizer.safetensors")
+        (scratch / "progress.json").write_text(json.dumps({**progress, "optimizer": scalars}))
+    for old in sorted(path.parent.glob("step-*[0-9]"))[:-keep]:
+        shutil.rmtree(old)
+
+
+def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and progress of a checkpoint; the optimiser and the random state are set in place."""
+    try:
+        progress = json.loads((path / "progress.json").read_text())
+        weights = load_file(path / "model.safetensors")
+        state = load_file(path / "optimizer.safetensors")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(f"{path}: this checkpoint cannot be read ({error}); delete it to go on from the one before") from error
+    torch.set_rng_state(state.pop("rng"))
+    if optimizer is not None:
+        unflatten_optimizer(optimizer, state, progress["optimizer"])
+    return weights, progress
+
+
+def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Optimiser state as named tensors and named numbers."""
+    tensors, numbers = {}, {}
+    for index, entry in optimizer.state_dict()["state"].items():
+        for key, value in entry.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{key}"] = value.detach().cpu().contiguous()
+            else:
+                numbers[f"{index}.{key}"] = value
+    return tensors, numbers
+
+
+def unflatten_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
+    """Undo `flatten_optimizer` on an optimiser with the same parameters."""
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in {**tensors, **numbers}.items():
+        index, key = name.split(".", 1)
+        state.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

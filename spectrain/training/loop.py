@@ -1,0 +1,275 @@
+"""The training loop, on accelerate. It knows no family: it asks a drafter for losses and for parameter groups."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from ..data.dataset import Dataset
+from ..drafters.base import Drafter
+from ..errors import RunError, UserError
+from ..sources import Source
+from ..target import Target
+from .checkpoints import checkpoint_path, latest_checkpoint, load_checkpoint, save_checkpoint
+from .progress import Progress
+from .tracking import MetricsFile, Tracker
+
+
+@dataclass
+class Tally:
+    """What a logging interval added up."""
+
+    loss: float = 0.0
+    terms: dict[str, float] | None = None
+    hits: Tensor | None = None
+    counts: Tensor | None = None
+    steps: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    target_seconds: float = 0.0
+    drafter_seconds: float = 0.0
+    began: float = 0.0
+
+
+class Trainer:
+    """AdamW with warm-up and cosine decay over `epochs` of the data, or `max_steps` steps where that is given.
+
+    A step sees `accumulate` batches of up to `batch_tokens` tokens on each process, and its loss is divided by the number
+    of supervised tokens in all of them, so neither depends on how sequences were batched.
+    """
+
+    def __init__(
+        self,
+        lr: float = 1e-4,
+        epochs: float = 1.0,
+        max_steps: int | None = None,
+        batch_tokens: int = 4096,
+        accumulate: int = 1,
+        warmup: float = 0.05,
+        min_lr: float = 0.0,
+        clip: float = 0.5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.0,
+        seed: int = 0,
+        save_every: int | None = None,
+        keep_checkpoints: int = 2,
+        log_every: int = 10,
+        mixed_precision: str = "auto",
+        resume: str | None = None,
+    ) -> None:
+        positive = {"lr": lr, "epochs": epochs, "batch_tokens": batch_tokens, "accumulate": accumulate, "log_every": log_every,
+                    "keep_checkpoints": keep_checkpoints}  # fmt: skip
+        for key, value in positive.items():
+            if value <= 0:
+                raise UserError(f"trainer.{key}={value}: use a number above 0")
+        for key, whole in (("max_steps", max_steps), ("save_every", save_every)):
+            if whole is not None and whole < 1:
+                raise UserError(f"trainer.{key}={whole}: use 1 or more, or null")
+        if resume not in (None, "auto"):
+            raise UserError(f"trainer.resume={resume}: use auto, or leave it out")
+        self.lr, self.epochs, self.max_steps, self.min_lr = lr, epochs, max_steps, min_lr
+        self.batch_tokens, self.accumulate = batch_tokens, accumulate
+        self.warmup, self.clip, self.betas, self.weight_decay = warmup, clip, betas, weight_decay
+        self.seed, self.save_every, self.keep_checkpoints, self.log_every = (
+            seed,
+            save_every,
+            keep_checkpoints,
+            log_every,
+        )
+        self.mixed_precision, self.resume = mixed_precision, resume
+
+    def accelerator(self) -> Accelerator:
+        """bf16 autocast on a GPU, float32 on a CPU, unless `mixed_precision` says otherwise."""
+        precision = self.mixed_precision
+        if precision == "auto":
+            precision = "bf16" if torch.cuda.is_available() else "no"
+        return Accelerator(mixed_precision=precision, cpu=not torch.cuda.is_available())
+
+    def num_steps(self, dataset: Dataset, num_processes: int = 1) -> int:
+        """Optimiser steps of the whole run."""
+        if self.max_steps is not None:
+            return self.max_steps
+        batches = len(dataset.epoch(0, self.batch_tokens, self.seed))
+        return max(1, math.ceil(self.epochs * batches / (self.accumulate * num_processes)))
+
+    def lr_at(self, step: int, num_steps: int) -> float:
+        """The learning rate of a step: linear warm-up, then half a cosine down to `min_lr` of the peak."""
+        warm = max(1, round(self.warmup * num_steps))
+        if step < warm:
+            return self.lr * (step + 1) / warm
+        progress = (step - warm) / max(1, num_steps - warm)
+        return self.lr * (self.min_lr + (1 - self.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+    def fit(
+        self,
+        drafter: Drafter,
+        target: Target,
+        dataset: Dataset,
+        source: Source,
+        run: Path,
+        tracker: Tracker | None = None,
+        accelerator: Accelerator | None = None,
+        on_step: Callable[[int], None] | None = None,
+    ) -> None:
+        """Train `drafter` in place; go on from the run's newest checkpoint where there is one."""
+        accelerator = accelerator or self.accelerator()
+        num_steps = self.num_steps(dataset, accelerator.num_processes)
+        torch.manual_seed(self.seed)
+        step, begun = 0, latest_checkpoint(run)
+        stage = drafter.stage_at(0, num_steps)
+        if begun is not None:
+            step = int(begun.name.split("-")[1])
+            stage = drafter.stage_at(max(0, step - 1), num_steps)
+        optimizer = self._optimizer(drafter, target, stage)
+        batches_done = 0
+        if begun is not None:
+            weights, progress = load_checkpoint(begun, optimizer)
+            _load_weights(drafter, target, weights)
+            batches_done = progress["batches_done"]
+        model, optimizer = accelerator.prepare(drafter.to(accelerator.device), optimizer)
+        stream = dataset.stream(self.batch_tokens, self.seed, skip=batches_done)
+        metrics_file = MetricsFile(run / "metrics.jsonl", step) if accelerator.is_main_process else None
+        tally = Tally(began=time.perf_counter())
+        with Progress(num_steps, step, enabled=accelerator.is_main_process) as progress_line:
+            while step < num_steps:
+                if drafter.stage_at(step, num_steps) != stage:
+                    stage = drafter.stage_at(step, num_steps)
+                    optimizer = accelerator.prepare(self._optimizer(drafter, target, stage))
+                for group in optimizer.param_groups:
+                    group["lr"] = self.lr_at(step, num_steps) * group["lr_scale"]
+                share = list(islice(stream, self.accumulate * accelerator.num_processes))
+                batches_done += len(share)
+                mine = share[accelerator.process_index :: accelerator.num_processes]
+                self._step(accelerator, model, drafter, target, dataset, source, optimizer, mine, tally, step)
+                step += 1
+                if step % self.log_every == 0 or step == num_steps or step == 1:
+                    metrics = self._metrics(accelerator, tally, step, self.lr_at(step - 1, num_steps))
+                    tally = Tally(began=time.perf_counter())
+                    if metrics_file is not None:
+                        metrics_file.write(metrics)
+                        if tracker is not None:
+                            tracker.log({k: v for k, v in metrics.items() if k != "step"}, step)
+                    progress_line.update(step, metrics)
+                if self.save_every is not None and step % self.save_every == 0 and step < num_steps:
+                    if accelerator.is_main_process:
+                        self._save(run, drafter, target, optimizer, step, batches_done)
+                    accelerator.wait_for_everyone()
+                if on_step is not None:
+                    on_step(step)
+        drafter.finish(target)
+
+    def _optimizer(self, drafter: Drafter, target: Target, stage: int) -> torch.optim.Optimizer:
+        """AdamW over what a stage trains; every other parameter is frozen."""
+        groups = drafter.param_groups(stage)
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        for parameter in [*drafter.parameters(), *target.parameters()]:
+            parameter.requires_grad_(id(parameter) in trained)
+        groups = [{"lr_scale": 1.0, **group} for group in groups]
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+
+    def _step(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        drafter: Drafter,
+        target: Target,
+        dataset: Dataset,
+        source: Source,
+        optimizer: torch.optim.Optimizer,
+        share: list[list[int]],
+        tally: Tally,
+        step: int,
+    ) -> None:
+        """One optimiser step over this process's share of batches."""
+        began = time.perf_counter()
+        batches = [source.batch(dataset, indices, target, drafter.layers) for indices in share]
+        tally.target_seconds += time.perf_counter() - began
+        began = time.perf_counter()
+        supervised = torch.tensor(sum(batch.num_supervised for batch in batches), device=accelerator.device)
+        everywhere = int(accelerator.reduce(supervised, reduction="sum"))
+        scale = accelerator.num_processes / max(1, everywhere)  # data-parallel wrappers average gradients
+        model.train()
+        for number, batch in enumerate(batches):
+            last = number + 1 == len(batches)
+            with nullcontext() if last else accelerator.no_sync(model):
+                losses = model(batch, target)
+                total = losses.total * scale
+                if not torch.isfinite(total):
+                    raise RunError(f"training: the loss is {total.item()} at step {step + 1}; lower trainer.lr or trainer.clip")
+                accelerator.backward(total)
+            tally.loss += float(total.detach()) / accelerator.num_processes
+            tally.hits = losses.hits.detach() + (0 if tally.hits is None else tally.hits)
+            tally.counts = losses.counts.detach() + (0 if tally.counts is None else tally.counts)
+            tally.tokens += sum(len(dataset.examples[index].tokens) for index in share[number])
+        norm = accelerator.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], self.clip)
+        if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
+            raise RunError(f"training: the gradient is not finite at step {step + 1}; lower trainer.lr or trainer.clip")
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        tally.supervised += everywhere
+        tally.steps += 1
+        tally.drafter_seconds += time.perf_counter() - began
+
+    def _metrics(self, accelerator: Accelerator, tally: Tally, step: int, lr: float) -> dict[str, Any]:
+        """The means of an interval over all processes."""
+        assert tally.hits is not None and tally.counts is not None
+        seconds = time.perf_counter() - tally.began
+        sums = torch.tensor([tally.loss, tally.tokens], dtype=torch.float64, device=accelerator.device)
+        if accelerator.device.type == "mps":
+            sums = sums.float()
+        sums = accelerator.reduce(sums, reduction="sum")
+        hits = accelerator.reduce(tally.hits.float(), reduction="sum")
+        counts = accelerator.reduce(tally.counts.float(), reduction="sum")
+        return {
+            "step": step,
+            "loss": float(sums[0]) / tally.steps,
+            "agreement": [round(value, 4) for value in (hits / counts.clamp(min=1)).tolist()],
+            "lr": lr,
+            "tokens_per_second": float(sums[1]) / seconds,
+            "supervised_per_second": tally.supervised / seconds,
+            "time_share": {
+                "target": round(tally.target_seconds / seconds, 3),
+                "drafter": round(tally.drafter_seconds / seconds, 3),
+                "rest": round(max(0.0, 1 - (tally.target_seconds + tally.drafter_seconds) / seconds), 3),
+            },
+        }
+
+    def _save(
+        self,
+        run: Path,
+        drafter: Drafter,
+        target: Target,
+        optimizer: torch.optim.Optimizer,
+        step: int,
+        batches_done: int,
+    ) -> None:
+        inner: Any = getattr(optimizer, "optimizer", optimizer)
+        progress = {"step": step, "batches_done": batches_done}
+        save_checkpoint(checkpoint_path(run, step), _weights(drafter, target), inner, progress, self.keep_checkpoints)
+
+
+def _weights(drafter: Drafter, target: Target) -> dict[str, Tensor]:
+    """What a checkpoint keeps: the drafter, and the parameters of the target that are being trained."""
+    own = {id(parameter) for parameter in drafter.parameters()}
+    weights = {f"drafter.{name}": tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
+    for name, parameter in target.named_parameters():
+        if parameter.requires_grad and id(parameter) not in own:
+            weights[f"target.{name}"] = parameter.detach().cpu()
+    return weights
+
+
+def _load_weights(drafter: Drafter, target: Target, weights: dict[str, Tensor]) -> None:
+    drafter.load_state_dict({k.removeprefix("drafter."): v for k, v in weights.items() if k.startswith("drafter.")})
+    trained = {k.removeprefix("target."): v for k, v in weights.items() if k.startswith("target.")}
+    parameters = dict(target.named_parameters())
+    with torch.no_grad():
+        for name, value in trained.items():
+            parameters[name].copy_(value)

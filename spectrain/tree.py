@@ -1,0 +1,77 @@
+"""Token trees: what a drafter proposes and the target verifies. Shapes: B batch, N nodes, W words, V draft vocabulary.
+
+Node 0 is the root: the newest token of the sequence, chosen by the target and not yet run through it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Children = Literal["deterministic", "sampled", "without_replacement"]
+"""How the children of a node were chosen; an acceptance rule is valid for some of these only."""
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A batch of trees, parents before children, siblings with distinct tokens unless sampled with replacement."""
+
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int64, -1 at the root, parents[:, i] < i elsewhere
+    valid: Tensor  # [B, N] bool, False on padding
+    emitted: Tensor  # [B, N] bool, False on nodes that only draft, such as mask tokens
+    children: Children = "deterministic"
+    q: Tensor | None = None  # [B, N, V] the distribution each node's children were drawn from
+
+    @classmethod
+    def of(cls, tokens: Tensor, parents: Tensor, children: Children = "deterministic", q: Tensor | None = None) -> "TokenTree":
+        """A tree whose nodes are all valid and emitted."""
+        every = torch.ones_like(tokens, dtype=torch.bool)
+        return cls(tokens, parents, every, every, children, q)
+
+    @classmethod
+    def chain(cls, tokens: Tensor) -> "TokenTree":
+        """A tree of width one from `tokens` [B, N]; a single column is plain autoregressive decoding."""
+        parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
+        return cls.of(tokens, parents.expand_as(tokens))
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """[B, N, N] bool, True where node j is node i or one of its ancestors."""
+        num_nodes = self.tokens.shape[1]
+        eye = torch.eye(num_nodes, device=self.tokens.device)
+        if num_nodes == 1:
+            return eye.bool().expand(self.tokens.shape[0], 1, 1)
+        step = torch.zeros(*self.tokens.shape, num_nodes, device=self.tokens.device)
+        step.scatter_(2, self.parents.clamp(min=0)[..., None], (self.parents >= 0).float()[..., None])
+        reach = step + eye
+        for _ in range((num_nodes - 1).bit_length()):  # each squaring doubles the depth that is covered
+            reach = (reach @ reach).clamp(max=1)
+        return reach.bool()
+
+    @cached_property
+    def depths(self) -> Tensor:
+        """[B, N] int64, 0 at the root."""
+        return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def words(self) -> Tensor:
+        """[B, N, W] int64: bit j of word w of node i is set where node 64 w + j is i or an ancestor of it."""
+        batch, num_nodes, _ = self.ancestors.shape
+        num_words = (num_nodes + 63) // 64
+        bits = torch.zeros(batch, num_nodes, num_words * 64, dtype=torch.int64, device=self.tokens.device)
+        bits[..., :num_nodes] = self.ancestors
+        shifts = torch.arange(64, device=self.tokens.device)
+        return (bits.view(batch, num_nodes, num_words, 64) << shifts).sum(-1)
+
+    def check(self) -> None:
+        """Raise AssertionError where the tree breaks what kernels and rules rely on."""
+        index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        assert (self.parents[:, 0] == -1).all(), "node 0 must be the root"
+        assert (self.parents[:, 1:] >= 0).all() and (self.parents < index).all(), "parents must come before children"
+        if self.children != "sampled":
+            same = (self.parents[:, :, None] == self.parents[:, None]) & (self.tokens[:, :, None] == self.tokens[:, None])
+            twins = same & self.valid[:, :, None] & self.valid[:, None] & ~torch.eye(len(index), dtype=torch.bool)
+            assert not twins.any(), "siblings must carry distinct tokens"
