@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from spectrain.packing import pack_linears, unpack_linears
+from spectrain.packing import is_packed, pack_linears, unpack_linears
 from spectrain.target import ATTENTION, Target
 
 NEAR_TIE = 1e-4
@@ -17,7 +17,7 @@ NEAR_TIE = 1e-4
 def plain_model(target: Target) -> Iterator[Any]:
     """The target without anything of ours: transformers' attention and cache, torch's linears."""
     model: Any = target.model
-    packed = target.device.type == "cpu" and target.dtype == torch.float32
+    packed = any(is_packed(module) for module in model.modules())
     unpack_linears(model)
     model.set_attn_implementation("sdpa")
     try:

@@ -100,8 +100,7 @@ class Evaluation:
         systems = self.systems(target, drafter, builder, untrained)
         target.pack()
         for system in systems:
-            if target.device.type == "cpu":
-                pack_linears(system.drafter)
+            pack_linears(system.drafter)
         turns = self._decode_all(target, systems, rule)
         identity = self._identity(target, systems, rule, turns) if self.check else None
         summary = summarise(turns[systems[0].name])

@@ -29,21 +29,15 @@ def main() -> None:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE)
         sys.exit(0 if arguments else 2)
-    from .errors import RunError, UserError
-
     try:
         dispatch(arguments)
-    except UserError as error:
-        sys.exit(fail(str(error), 2))
-    except RunError as error:
-        sys.exit(fail(str(error), 1))
     except KeyboardInterrupt:
         sys.exit(fail("stopped; go on with the same command and trainer.resume=auto run=DIR", 1))
     except Exception as error:
-        message = hydra_mistake(error)
-        if message is None:
+        status = told(error)
+        if status is None:
             raise
-        sys.exit(fail(message, 2))
+        sys.exit(status)
 
 
 def fail(message: str, status: int) -> int:
@@ -83,9 +77,38 @@ def compose_and_call(config_name: str, task: Callable[[Any], None], arguments: l
     from .config import register_resolvers
 
     register_resolvers()
+    if not sys.stderr.isatty():
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()  # so that a mistake is one line in a log
     groups = config_groups(arguments)
     sys.argv = ["spectrain", *(allow_new_keys(argument, groups) for argument in arguments)]
-    hydra.main(version_base="1.3", config_path="pkg://spectrain.conf", config_name=config_name)(task)()
+    hydra.main(version_base="1.3", config_path="pkg://spectrain.conf", config_name=config_name)(quietly(task))()
+
+
+def quietly(task: Callable[[Any], None]) -> Callable[[Any], None]:
+    """The task, leaving by SystemExit where it fails: hydra would print a line of its own about any other exception."""
+
+    def run(config: Any) -> None:
+        try:
+            task(config)
+        except Exception as error:
+            status = told(error)
+            if status is None:
+                raise
+            sys.exit(status)
+
+    return run
+
+
+def told(error: Exception) -> int | None:
+    """Tell the user what went wrong; the exit status, or None where the error is nobody's mistake but ours."""
+    from .errors import RunError, UserError
+
+    if isinstance(error, (UserError, RunError)):
+        return fail(str(error), 2 if isinstance(error, UserError) else 1)
+    message = hydra_mistake(error)
+    return None if message is None else fail(message, 2)
 
 
 def config_groups(arguments: list[str]) -> set[str]:

@@ -9,12 +9,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from .errors import UserError
+from .errors import RunError, UserError
 
 PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
 
@@ -84,7 +85,12 @@ def build(node: Any, **runtime: Any) -> Any:
     if not node or "_target_" not in node:
         return None
     plain = {key: value for key, value in dict(node).items() if key != "init"}
-    return instantiate(OmegaConf.create(plain), _convert_="all", **runtime)
+    try:
+        return instantiate(OmegaConf.create(plain), _convert_="all", **runtime)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, (UserError, RunError)):
+            raise error.__cause__ from None
+        raise
 
 
 def _is_plain(hint: Any) -> bool:

@@ -16,7 +16,7 @@ def complete(config: DictConfig) -> tuple[DictConfig, Path]:
 
     A group that the command chose (tree=chain) replaces the run's; single keys (tree.depth=4) change it.
     """
-    named = config.drafter is not None and "_target_" in config.drafter
+    named = "_target_" in (config.get("drafter") or {})
     if config.run is None and not named:
         raise UserError("run: say what to score, as in run=runs/NAME; a drafter directory will do as well")
     defaults = compose("train", overrides=["drafter=ngram"])
@@ -28,7 +28,7 @@ def complete(config: DictConfig) -> tuple[DictConfig, Path]:
         asked = config.get(group)
         if asked is not None:
             keeps = "_target_" not in asked and whole.get(group)
-            whole[group] = OmegaConf.merge(whole[group], asked) if keeps else asked
+            whole[group] = OmegaConf.merge(_plain(whole[group]), _plain(asked)) if keeps else asked
     completed = OmegaConf.create({**{k: _plain(v) for k, v in whole.items()}, "run": str(folder)})
     prompts = completed.eval.get("prompts")
     if prompts is not None and "name" not in completed.eval:
@@ -52,7 +52,7 @@ def saved_settings(folder: Path, named: bool) -> dict[str, Any]:
         description = json.loads((directory / "config.json").read_text())
         saved = {key: description[key] for key in ("drafter", "target")}
         saved |= {key: description[key] for key in ("tree", "acceptance") if description.get(key)}
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{directory / 'config.json'}: this is not a drafter's description ({error!r})") from error
     saved["recipe_name"] = description.get("recipe")
     if (folder / "config.yaml").exists():

@@ -113,12 +113,18 @@ class Target(nn.Module):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name, self.path = name, path
-        self.decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
-        layers = getattr(self.decoder, "layers", None)
-        if not isinstance(layers, nn.ModuleList):
+        if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
-        self.layers = layers
         self._check_attention()
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The model without its output layer."""
+        return self.model.get_decoder()  # type: ignore[operator]
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.decoder.layers  # type: ignore[return-value]
 
     @property
     def config(self) -> Any:
@@ -163,8 +169,7 @@ class Target(nn.Module):
 
     def pack(self) -> None:
         """On a CPU, move decoding and feature capture to the faster linears."""
-        if self.device.type == "cpu" and self.dtype == torch.float32:
-            pack_linears(self.model)
+        pack_linears(self.model)
 
     def features(self, tokens: Tensor, layers: tuple[Layer, ...]) -> Features:
         """Frozen features of whole sequences [B, T], padded on the right; no logits are built."""
@@ -328,9 +333,9 @@ def default_dtype(device: str, dtype: str = "auto") -> torch.dtype:
     """bfloat16 on a GPU, float32 on a CPU, unless `dtype` names one."""
     if dtype == "auto":
         return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    value = getattr(torch, dtype, None)
-    if not isinstance(value, torch.dtype):
+    if dtype not in ("float32", "bfloat16", "float16"):
         raise UserError(f"target.dtype={dtype}: use auto, float32, bfloat16 or float16")
+    value: torch.dtype = getattr(torch, dtype)
     return value
 
 

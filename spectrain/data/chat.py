@@ -46,6 +46,9 @@ def assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message])
         text = render(tokenizer, messages[: index + 1])
         opening = render(tokenizer, messages[:index], prompt=True)
         start = len(os.path.commonprefix([opening, text]))  # noqa: RUF071 - characters are meant
+        if not text.startswith(opening):  # the answer may share its first characters with what the generation prompt adds
+            other = render(tokenizer, [*messages[:index], {**message, "content": "\u2400"}])
+            start = min(start, len(os.path.commonprefix([other, text])))  # noqa: RUF071
         span = (start, max(start, len(text.rstrip())))  # the line break after the end of turn is the template's
         apart.append((text, [span]))
         if whole.startswith(text[: span[1]]):
@@ -64,8 +67,7 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> lis
     examples = []
     for text, spans in assistant_spans(tokenizer, messages):
         encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        mask = [any(low <= start and end <= high for low, high in spans) for start, end in encoded["offset_mapping"]]
-        mask = [keep and end > start for keep, (start, end) in zip(mask, encoded["offset_mapping"])]
+        mask = [any(low <= start < high for low, high in spans) for start, _ in encoded["offset_mapping"]]
         if not any(mask) or all(mask):
             what = "no token is the assistant's" if not any(mask) else "every token is the assistant's"
             raise UserError(f"data: in this conversation {what}, so its chat template or its roles are wrong: {text!r}")

@@ -73,16 +73,21 @@ class Jsonl(Data):
         if not self.path.is_file():
             raise UserError(f"data.path={self.path}: there is no such file; give a JSON Lines file of conversations")
         opener = gzip.open if self.path.suffix == ".gz" else open
-        with opener(self.path, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                where = f"{self.path}, line {number}"
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{where}: it is not JSON ({error.msg}); write one object a line") from error
-                yield conversation(row, where)
+        number = 0
+        try:
+            with opener(self.path, "rt", encoding="utf-8") as lines:
+                for number, line in enumerate(lines, 1):
+                    if line.strip():
+                        yield self._parse(line, f"{self.path}, line {number}")
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise UserError(f"{self.path}, after line {number}: it cannot be read ({error}); save it as UTF-8 text") from error
+
+    def _parse(self, line: str, where: str) -> list[Message]:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{where}: it is not JSON ({error.msg}); write one object a line") from error
+        return conversation(row, where)
 
 
 class Hub(Data):
@@ -161,9 +166,9 @@ def conversation(row: Any, where: str) -> list[Message]:
     for turn in turns:
         role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
         content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
-        if role not in ROLES or not isinstance(content, str):
+        if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
             raise UserError(f"{where}: a turn has no text or an unknown role ({role!r}); use system, user and assistant")
-        if messages or ROLES[role] != "assistant":
+        if ROLES[role] != "assistant" or any(message["role"] != "system" for message in messages):
             messages.append({"role": ROLES[role], "content": content})
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(f"{where}: the conversation has no assistant turn to learn from; add one or drop the line")

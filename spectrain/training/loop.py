@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..data.dataset import Dataset
 from ..drafters.base import Drafter
 from ..errors import RunError, UserError
+from ..packing import pack_linears
 from ..sources import Source
 from ..target import Target
 from .checkpoints import checkpoint_path, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -120,6 +121,7 @@ class Trainer:
         on_step: Callable[[int], None] | None = None,
     ) -> None:
         """Train `drafter` in place; go on from the run's newest checkpoint where there is one."""
+        run.mkdir(parents=True, exist_ok=True)
         accelerator = accelerator or self.accelerator()
         num_steps = self.num_steps(dataset, accelerator.num_processes)
         torch.manual_seed(self.seed)
@@ -134,6 +136,7 @@ class Trainer:
             weights, progress = load_checkpoint(begun, optimizer)
             _load_weights(drafter, target, weights)
             batches_done = progress["batches_done"]
+        pack_linears(drafter)
         model, optimizer = accelerator.prepare(drafter.to(accelerator.device), optimizer)
         stream = dataset.stream(self.batch_tokens, self.seed, skip=batches_done)
         metrics_file = MetricsFile(run / "metrics.jsonl", step) if accelerator.is_main_process else None

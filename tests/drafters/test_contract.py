@@ -1,0 +1,152 @@
+"""Every drafter of conf/drafter, and three unlike test drafters, through the same trainer, engine, save and reload."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+
+from spectrain.acceptance import Greedy
+from spectrain.config import build
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.decode import decode
+from spectrain.drafters.base import Drafter
+from spectrain.run import load_weights, save_drafter
+from spectrain.shapes import Chain, Eagle2, TreeBuilder
+from spectrain.sources import Live
+from spectrain.target import Target, load_tiny
+from spectrain.training.loop import Trainer
+
+from .toys import EarlyExitLora, FrozenHeads, Independent
+
+FAMILIES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "drafter").glob("*.yaml"))
+SMALL: dict[str, dict[str, Any]] = {"eagle3": {"vocab_size": 512, "ttt_steps": 3}}
+TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent, "early exit": EarlyExitLora}
+
+
+def make(name: str, target: Target) -> Drafter:
+    """A drafter by the name of its yaml, or one of the toys."""
+    torch.manual_seed(0)
+    if name in TOYS:
+        return TOYS[name](target)  # type: ignore[call-arg]
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = compose("train", overrides=[f"drafter={name}"])
+    drafter: Drafter = build({**config.drafter, **SMALL.get(name, {})}, target=target)
+    return drafter
+
+
+def conversations(target: Target, count: int = 6) -> Dataset:
+    """Short made-up sequences of which the second half is the assistant's."""
+    rows = torch.randint(3, 60, (count, 24)).tolist()
+    return Dataset([Example(row[: 24 - n], [i >= 10 for i in range(24 - n)]) for n, row in enumerate(rows)], count, 0, 0)
+
+
+@pytest.fixture(params=[*FAMILIES, *TOYS])
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def target() -> Target:
+    """A target of its own, for a drafter may train it."""
+    return load_tiny()
+
+
+def prepared(name: str, target: Target) -> tuple[Drafter, Dataset]:
+    dataset = conversations(target)
+    drafter = make(name, target)
+    drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
+    return drafter, dataset
+
+
+def trainable(drafter: Drafter) -> bool:
+    return any(True for group in drafter.param_groups() for _ in group["params"])
+
+
+def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target) -> None:
+    """The loss is finite, and every parameter of param_groups, and no other, gets a gradient."""
+    drafter, dataset = prepared(name, target)
+    if not trainable(drafter):
+        return
+    Trainer()._optimizer(drafter, target, 0)
+    losses = drafter(Live().batch(dataset, [0, 1], target, drafter.layers), target)
+    losses.total.backward()
+    assert torch.isfinite(losses.total)
+    named = {id(p) for group in drafter.param_groups() for p in group["params"]}
+    for parameter in [*drafter.parameters(), *target.parameters()]:
+        assert (parameter.grad is not None) == (id(parameter) in named)
+
+
+def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
+    """Twenty steps on a few sequences lower the loss."""
+    drafter, dataset = prepared(name, target)
+    if not trainable(drafter):
+        return
+    seen: list[float] = []
+    Trainer(lr=3e-3, max_steps=20, batch_tokens=512, log_every=1).fit(drafter, target, dataset, Live(), tmp_path)
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        seen.append(__import__("json").loads(line)["loss"])
+    assert len(seen) == 20 and seen[-1] < 0.9 * seen[0]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("builder", [Chain(3), Eagle2(depth=3, budget=8, top_k=3)], ids=["chain", "eagle2"])
+def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: TreeBuilder) -> None:
+    """Greedy drafted output equals greedy autoregressive output, from well-formed trees rooted at the newest token."""
+    drafter, _ = prepared(name, target)
+    drafter.eval()
+    watch(drafter)
+    prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (5, 9, 2)[:batch]]
+    expected = [decode(target, [prompt], Greedy(), 20)[0].output for prompt in prompts]
+    assert [found.output for found in decode(target, prompts, Greedy(), 20, drafter, builder)] == expected
+
+
+def watch(drafter: Drafter) -> None:
+    """Check every tree that the drafter proposes."""
+    propose: Callable[..., Any] = drafter.propose
+
+    def checked(context: Any, budget: TreeBuilder) -> Any:
+        tree = propose(context, budget)
+        tree.check()
+        assert torch.equal(tree.tokens[:, 0], context.root)
+        return tree
+
+    drafter.propose = checked  # type: ignore[method-assign]
+
+
+def test_reloaded_equals_saved(name: str, target: Target, tmp_path: Path) -> None:
+    """A drafter that was trained, saved and loaded has the same weights, bit by bit, and drafts the same."""
+    drafter, dataset = prepared(name, target)
+    if trainable(drafter):
+        Trainer(lr=3e-3, max_steps=3, batch_tokens=512).fit(drafter, target, dataset, Live(), tmp_path)
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = compose("train", overrides=["drafter=ngram", "target=tiny"])
+    save_drafter(tmp_path / "drafter", drafter, config)
+    if drafter.trains_target:
+        target.save(tmp_path / "target")
+        again = build({"_target_": "spectrain.target.load_hf", "model": str(tmp_path / "target")})
+    else:
+        again = target
+    other = make(name, again)
+    load_weights(other, tmp_path / "drafter")
+    first, second = drafter.state_dict(), other.state_dict()
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+    if not drafter.trains_target:  # a trained target is saved in its own dtype
+        prompts = [[5, 6, 7, 8, 5, 6]]
+        found = [decode(again, prompts, Greedy(), 12, d.eval(), Chain(3))[0].accepted for d in (drafter, other)]
+        assert found[0] == found[1]
+
+
+def test_target_is_untouched(name: str, target: Target, tmp_path: Path) -> None:
+    """Training changes the target's weights only where the drafter says so."""
+    before = copy.deepcopy({key: value for key, value in target.model.state_dict().items()})
+    drafter, dataset = prepared(name, target)
+    if not trainable(drafter):
+        return
+    Trainer(lr=3e-3, max_steps=2, batch_tokens=512).fit(drafter, target, dataset, Live(), tmp_path)
+    changed = [key for key, value in target.model.state_dict().items() if not torch.equal(value, before[key])]
+    assert bool(changed) == drafter.trains_target

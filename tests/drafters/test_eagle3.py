@@ -1,0 +1,153 @@
+"""EAGLE-3: what is trained is what is decoded, and losses do not depend on batching."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.cache import TreeCache
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.eagle3 import Eagle3, _Eagle3Rollout, _Teacher
+from spectrain.features import Batch
+from spectrain.sources import Live
+from spectrain.target import Target
+
+
+def examples() -> Dataset:
+    """Sequences of unequal length, supervised in two separate spans."""
+    rows = torch.randint(3, 2000, (4, 30)).tolist()
+    found = []
+    for number, row in enumerate(rows):
+        length = 30 - 5 * number
+        found.append(Example(row[:length], [6 <= i < 11 or 15 <= i < 22 for i in range(length)]))
+    return Dataset(found, 4, 0, 0)
+
+
+def make(tiny: Target, **options: object) -> Eagle3:
+    torch.manual_seed(1)
+    drafter = Eagle3(tiny, **{"ttt_steps": 3, "vocab_size": 512, **options})  # type: ignore[arg-type]
+    drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+    return drafter
+
+
+def batch_of(dataset: Dataset, indices: list[int], tiny: Target, drafter: Eagle3) -> Batch:
+    return Live().batch(dataset, indices, tiny, drafter.layers)
+
+
+def gradients(drafter: Eagle3) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in drafter.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize("loss", ["forward_kl", "lk_hybrid"])
+def test_loss_and_gradient_do_not_depend_on_batching(tiny: Target, loss: str) -> None:
+    """One padded batch of four gives the loss, the gradient and the counts of four batches of one."""
+    dataset, results = examples(), []
+    for shares in ([[0, 1, 2, 3]], [[0], [1], [2], [3]]):
+        drafter = make(tiny, loss=loss)
+        total, hits, counts = torch.zeros(()), torch.zeros(3), torch.zeros(3)
+        for share in shares:
+            losses = drafter.loss(batch_of(dataset, share, tiny, drafter), tiny)
+            losses.total.backward()
+            total, hits, counts = total + losses.total.detach(), hits + losses.hits, counts + losses.counts
+        results.append((total, gradients(drafter), hits, counts))
+    for left, right in zip(*results):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+def test_supervised_positions_are_those_whose_prediction_is_the_assistants(tiny: Target) -> None:
+    """Index t at step i is supervised exactly where token t + 2 + i is the assistant's; the padded tail never is."""
+    dataset = examples()
+    drafter = make(tiny)
+    batch = batch_of(dataset, [0, 1, 2, 3], tiny, drafter)
+    teacher = _Teacher(drafter, batch)
+    for step in range(3):
+        rows = teacher.rows(step)
+        for b, example in enumerate(dataset.examples):
+            for t in range(batch.tokens.shape[1]):
+                predicted = t + 2 + step
+                wanted = predicted < len(example.tokens) and example.mask[predicted]
+                assert bool(rows[b, t]) == wanted
+
+
+def test_teacher_judges_the_predicted_token(tiny: Target) -> None:
+    """Step i at index t is compared with what the unmodified target says after token t + 1 + i."""
+    dataset = examples()
+    drafter = make(tiny)
+    batch = batch_of(dataset, [0, 1], tiny, drafter)
+    logits = tiny.run(batch.tokens, logits=True).logits
+    assert logits is not None
+    teacher = _Teacher(drafter, batch)
+    for step in range(3):
+        log_p, best, _ = teacher.judge(step)
+        after = [logits[b, t + 1 + step] for b, t in teacher.rows(step).nonzero().tolist()]
+        expected = torch.stack(after)
+        assert torch.equal(best, expected.argmax(-1))
+        torch.testing.assert_close(log_p, expected[:, drafter.draft_ids].log_softmax(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_training_unroll_equals_decoding(tiny: Target) -> None:
+    """The hidden states of the unrolled training forward are those that drafting the same tokens passes through."""
+    dataset = examples()
+    drafter = make(tiny).eval()
+    batch = batch_of(dataset, [0], tiny, drafter)
+    assert batch.features is not None
+    seen: list[Tensor] = []
+    hook = drafter.norm.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    everywhere = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
+    drafter.loss(everywhere, tiny)
+    hook.remove()
+    length = batch.tokens.shape[1]
+    for t in (4, 9, 17):
+        cache = TreeCache(1, 1, length + 8, "cpu")
+        hidden = drafter.fc(batch.features.fused(drafter.fused))[:, : t + 1]
+        causal = torch.ones(1, t + 1, t + 1, dtype=torch.bool).tril()
+        output = drafter.decode(batch.tokens[:, 1 : t + 2], hidden, torch.arange(t + 1)[None], cache, causal)
+        cache.commit(torch.arange(t + 1)[None], torch.tensor([t + 1]))
+        rollout = _Eagle3Rollout(drafter, cache, output[:, -1:])
+        for step in range(1, 3):
+            rollout.extend(batch.tokens[:, t + 1 + step][None], torch.tensor([[step - 1]]))
+        for step in range(3):
+            # with every token supervised, row t of step i is index t: the first prediction is made at index 0
+            torch.testing.assert_close(rollout.hidden[0, step], seen[step][t], rtol=1e-3, atol=1e-3)
+
+
+def test_token_outside_the_draft_vocabulary_is_a_miss(tiny: Target) -> None:
+    """Agreement is judged against the target's best token of its whole vocabulary, over every supervised token."""
+    dataset = examples()
+    drafter = make(tiny, vocab_size=16)
+    batch = batch_of(dataset, [0], tiny, drafter)
+    losses = drafter.loss(batch, tiny)
+    teacher = _Teacher(drafter, batch)
+    inside = drafter.t2d[teacher.judge(0)[1]]
+    assert losses.counts[0] == int(teacher.rows(0).sum()) and losses.hits[0] <= inside.sum() < losses.counts[0]
+
+
+def test_draft_vocabulary_is_the_most_used_tokens_as_sorted_offsets(tiny: Target) -> None:
+    """d2t holds offsets: draft id + d2t[draft id] is the target id, ascending; t2d marks the same ids."""
+    drafter = Eagle3(tiny, vocab_size=8)
+    counts = torch.zeros(tiny.head.vocab_size, dtype=torch.int64)
+    used = [7, 900, 31, 1200, 55, 2, 640, 1999]
+    counts[used] = torch.arange(1, 9)
+    drafter.prepare(tiny, counts)
+    assert drafter.draft_ids.tolist() == sorted(used)
+    assert drafter.t2d.nonzero().flatten().tolist() == sorted(used)
+    assert drafter.d2t.tolist() == [target_id - draft_id for draft_id, target_id in enumerate(sorted(used))]
+
+
+def test_feature_layers_are_the_papers(tiny: Target) -> None:
+    """Layers 2, L/2 and L - 3, sorted and without duplicates; other ones can be named."""
+    assert make(tiny).fused == (2, tiny.num_layers // 2, tiny.num_layers - 3)
+    assert Eagle3(tiny, layers=[5, 1, 5]).layers == (1, 5, "final")
+
+
+def test_gradient_flows_through_the_unroll(tiny: Target) -> None:
+    """The last step alone sends a gradient to fc, which only the first step reads: hidden states are not detached."""
+    dataset = examples()
+    drafter = make(tiny, step_decay=0.0)
+    losses = drafter.loss(batch_of(dataset, [0], tiny, drafter), tiny)
+    first = torch.autograd.grad(losses.total, drafter.fc.weight)[0]
+    deeper = make(tiny, step_decay=2.0)
+    weighted = torch.autograd.grad(deeper.loss(batch_of(dataset, [0], tiny, deeper), tiny).total, deeper.fc.weight)[0]
+    assert not torch.allclose(first, weighted)

@@ -1,0 +1,190 @@
+"""Three small drafters that are unlike each other, to hold the contract to what real families need."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from spectrain.cache import TreeCache
+from spectrain.decode import Context
+from spectrain.drafters.base import Drafter, Losses
+from spectrain.features import Batch, Features
+from spectrain.shapes import Rollout, TreeBuilder
+from spectrain.target import ATTENTION, Target
+from spectrain.tree import TokenTree
+
+
+def cross_entropy(logits: Tensor, batch: Batch, shift: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss of logits [B, T, V] at t for token t + shift, with hits and counts."""
+    labels, mask = batch.tokens[:, shift:], batch.loss_mask[:, shift:]
+    logits = logits[:, : labels.shape[1]][mask]
+    loss = F.cross_entropy(logits, labels[mask], reduction="sum")
+    return loss, (logits.argmax(-1) == labels[mask]).sum().float(), mask.sum().float()
+
+
+class FrozenHeads(Drafter):
+    """Reads frozen features: head k predicts token t + 2 + k from the target's state at t."""
+
+    layers = ("final",)
+
+    def __init__(self, target: Target, num_heads: int = 2) -> None:
+        super().__init__()
+        self.mix = nn.ModuleList(nn.Linear(target.width, target.width) for _ in range(num_heads))
+        self.head = [target.head]
+
+    def loss(self, batch: Batch, target: Target) -> Losses:
+        assert batch.features is not None
+        state = batch.features.at("final")
+        parts = [cross_entropy(target.head.logits(state + F.silu(m(state))), batch, 2 + k) for k, m in enumerate(self.mix)]
+        losses, hits, counts = (torch.stack(part) for part in zip(*parts))
+        return Losses({f"head{k}": loss for k, loss in enumerate(losses)}, hits.detach(), counts)
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        last = (context.counts - 1).clamp(min=0)[:, None]
+        state = context.fresh.gather(last).at("final")
+        return budget.grow(context.root, _Heads(self, state))
+
+
+class _Heads(Rollout):
+    def __init__(self, drafter: FrozenHeads, state: Tensor) -> None:
+        self.drafter, self.state, self.depth = drafter, state, torch.zeros(len(state), 1, dtype=torch.int64)
+
+    def _log_q(self, depth: Tensor) -> Tensor:
+        mix, head = self.drafter.mix, self.drafter.head[0]
+        every = torch.stack([head.logits(self.state + F.silu(m(self.state)))[:, 0].log_softmax(-1) for m in mix], dim=1)
+        return every.gather(1, depth.clamp(max=len(mix) - 1)[..., None].expand(-1, -1, every.shape[-1]))
+
+    def start(self) -> Tensor:
+        return self._log_q(self.depth)
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        depth = self.depth.gather(1, parents) + 1
+        self.depth = torch.cat([self.depth, depth], dim=1)
+        return self._log_q(depth)
+
+
+class Independent(Drafter):
+    """An independent model with its own cache: it reads no features and catches up on accepted tokens by itself."""
+
+    def __init__(self, target: Target, width: int = 32) -> None:
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=target.head.vocab_size, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=target.max_length,
+        )  # fmt: skip
+        config._attn_implementation = ATTENTION
+        self.model = Target(LlamaForCausalLM(config), target.tokenizer, "independent", "")
+        self.cache: TreeCache | None = None
+
+    def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
+        return [{"params": list(self.parameters())}]
+
+    def loss(self, batch: Batch, target: Target) -> Losses:
+        logits = self.model.run(batch.tokens, logits=True, grad=True).logits
+        assert logits is not None
+        loss, hits, count = cross_entropy(logits, batch, 1)
+        return Losses({"cross_entropy": loss}, hits[None], count[None])
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        if context.round == 0 or self.cache is None:
+            self.cache = self.model.new_cache(len(context.counts), context.cache.max_length)
+        behind = context.cache.lengths - self.cache.lengths  # committed tokens that this model has not run yet
+        width = int(behind.max())
+        index = (self.cache.lengths[:, None] + torch.arange(width)).clamp(max=context.tokens.shape[1] - 1)
+        self.model.run(context.tokens.gather(1, index), cache=self.cache)
+        self.cache.commit(torch.arange(width).expand(len(behind), -1), behind)
+        tree = budget.grow(context.root, _Model(self.model, self.cache, context.root))
+        self.cache.forget()
+        return tree
+
+
+class _Model(Rollout):
+    def __init__(self, model: Target, cache: TreeCache, root: Tensor) -> None:
+        self.model, self.cache, self.root = model, cache, root
+        self.visible = torch.zeros(len(root), 0, 0, dtype=torch.bool)
+        self.depth = torch.zeros(len(root), 0, dtype=torch.int64)
+
+    def _run(self, tokens: Tensor, depth: Tensor, above: Tensor) -> Tensor:
+        new = tokens.shape[1]
+        visible = torch.cat([above, torch.eye(new, dtype=torch.bool).expand(len(tokens), -1, -1)], dim=2)
+        seen = self.model.run(tokens, self.cache.lengths[:, None] + depth, visible, self.cache, logits=True)
+        self.visible = torch.cat([F.pad(self.visible, (0, new)), visible], dim=1)
+        self.depth = torch.cat([self.depth, depth], dim=1)
+        assert seen.logits is not None
+        return seen.logits.log_softmax(-1)
+
+    def start(self) -> Tensor:
+        nothing = torch.zeros(len(self.root), 1, 0, dtype=torch.bool)
+        return self._run(self.root[:, None], torch.zeros(len(self.root), 1, dtype=torch.int64), nothing)
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
+        return self._run(tokens, self.depth.gather(1, parents) + 1, above)
+
+
+class EarlyExitLora(Drafter):
+    """Trains the target through LoRA and proposes a chain from the target's own first layers, whose work is reused."""
+
+    trains_target = True
+
+    def __init__(self, target: Target, exit_layer: int = 4, rank: int = 4) -> None:
+        super().__init__()
+        self.exit_layer, self.rank = exit_layer, rank
+        self.adapters = nn.ModuleList()
+        self.states: list[Tensor] = []
+
+    def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
+        return [{"params": list(self.parameters()), "lr_scale": 10.0}]
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        inject_adapter_in_model(LoraConfig(r=self.rank, target_modules=["q_proj", "v_proj"]), target.model)
+        for module in target.model.modules():
+            if isinstance(module, LoraLayer):
+                self.adapters.extend([module.lora_A, module.lora_B])
+
+    def finish(self, target: Target) -> None:
+        for name, module in list(target.model.named_modules()):
+            if isinstance(module, LoraLayer):
+                module.merge()
+                parent, _, child = name.rpartition(".")
+                setattr(target.model.get_submodule(parent), child, module.get_base_layer())
+        self.adapters = nn.ModuleList()
+
+    def loss(self, batch: Batch, target: Target) -> Losses:
+        terms, hits, counts = {}, [], []
+        for name, last in (("exit", self.exit_layer), ("last", target.num_layers)):
+            logits = target.run(batch.tokens, last=last, logits=True, grad=True).logits
+            assert logits is not None
+            terms[name], hit, count = cross_entropy(logits, batch, 1)
+            hits.append(hit)
+            counts.append(count)
+        return Losses(terms, torch.stack(hits), torch.stack(counts))
+
+    def _draft(self, context: Context, token: Tensor, depth: int) -> Tensor:
+        positions = context.cache.lengths[:, None] + depth
+        seen = context.target.run(
+            token, positions, None, context.cache, layers=(self.exit_layer,), last=self.exit_layer, logits=True
+        )
+        self.states.append(seen.at(self.exit_layer))
+        assert seen.logits is not None
+        return seen.logits.argmax(-1)
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        self.states = []
+        tokens = [context.root[:, None]]
+        for depth in range(budget.depth):
+            tokens.append(self._draft(context, tokens[-1], depth))
+        return TokenTree.chain(torch.cat(tokens, dim=1))
+
+    def verify(self, context: Context, tree: TokenTree) -> Features:
+        self._draft(context, tree.tokens[:, -1:], tree.tokens.shape[1] - 1)  # the newest token has not been run at all
+        context.cache.forget()  # the early layers' keys stay in their slots; the other layers fill the same ones
+        positions = context.cache.lengths[:, None] + tree.depths
+        hidden = torch.cat(self.states, dim=1)
+        return context.target.run(
+            tree.tokens, positions, tree.ancestors, context.cache, first=self.exit_layer, hidden=hidden, logits=True
+        )

@@ -1,0 +1,150 @@
+"""The trainer: resumed equals uninterrupted, accumulated equals whole, and nothing is lost when something breaks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.errors import RunError, UserError
+from spectrain.sources import Live
+from spectrain.target import Target
+from spectrain.training import checkpoints
+from spectrain.training.loop import Trainer
+
+
+def dataset(count: int = 12) -> Dataset:
+    torch.manual_seed(5)
+    rows = torch.randint(3, 2000, (count, 20)).tolist()
+    return Dataset([Example(row[: 20 - n % 5], [i >= 6 for i in range(20 - n % 5)]) for n, row in enumerate(rows)], count, 0, 0)
+
+
+def drafter(tiny: Target) -> Eagle3:
+    torch.manual_seed(0)
+    made = Eagle3(tiny, ttt_steps=2, vocab_size=256)
+    made.prepare(tiny, torch.arange(tiny.head.vocab_size))
+    return made
+
+
+def trainer(**options: Any) -> Trainer:
+    return Trainer(**{"lr": 1e-3, "max_steps": 9, "batch_tokens": 60, "log_every": 1, "save_every": 3, **options})
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class Killed(Exception):
+    """Stands for a kill between two steps."""
+
+
+@pytest.mark.parametrize("step", [1, 4, 6, 8])
+def test_resumed_equals_uninterrupted(tiny: Target, tmp_path: Path, step: int) -> None:
+    """A run killed after any step and gone on with ends in the same weights and metrics, and no step appears twice."""
+    whole = drafter(tiny)
+    trainer().fit(whole, tiny, dataset(), Live(), tmp_path / "whole")
+
+    def kill(at: int) -> None:
+        if at == step:
+            raise Killed
+
+    with pytest.raises(Killed):
+        trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path / "cut", on_step=kill)
+    resumed = drafter(tiny)
+    trainer().fit(resumed, tiny, dataset(), Live(), tmp_path / "cut")
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+    one, two = metrics(tmp_path / "whole"), metrics(tmp_path / "cut")
+    assert [m["step"] for m in two] == list(range(1, 10))
+    assert [m["loss"] for m in one] == [m["loss"] for m in two]
+
+
+def test_accumulation_equals_one_large_batch(tiny: Target, tmp_path: Path) -> None:
+    """Four accumulated batches step like one batch of the same sequences."""
+    data = dataset(8)
+    data = Dataset([Example(example.tokens[:16], example.mask[:16]) for example in data.examples], 8, 0, 0)
+    found = []
+    for name, options in (("many", {"batch_tokens": 32, "accumulate": 4}), ("one", {"batch_tokens": 128})):
+        made = drafter(tiny)
+        (tmp_path / name).mkdir()
+        trainer(max_steps=1, warmup=0.0, save_every=None, **options).fit(made, tiny, data, Live(), tmp_path / name)
+        found.append(made)
+    for key, value in found[0].state_dict().items():
+        # Adam's first step is the sign of the gradient, so compare what it moved by, loosely where that is near zero
+        assert (value.float() - found[1].state_dict()[key].float()).abs().float().mean() < 1e-5, key
+
+
+def test_kept_features_equal_live_ones(tiny: Target, tmp_path: Path) -> None:
+    """Keeping features in memory changes nothing but the work."""
+    losses = []
+    for keep in (0.0, 1.0):
+        run = tmp_path / str(keep)
+        run.mkdir()
+        trainer().fit(drafter(tiny), tiny, dataset(), Live(keep_gb=keep), run)
+        losses.append(torch.tensor([m["loss"] for m in metrics(run)]))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
+
+
+def test_full_disk_keeps_the_previous_checkpoint(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that fills while saving is told in one sentence, leaves no half checkpoint, and the run goes on later."""
+    save = checkpoints.save_file
+
+    def full(tensors: Any, path: Path, *args: Any) -> None:
+        if "step-000006" in str(path) and "optimizer" in str(path):
+            Path(path).write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save(tensors, path, *args)
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    with pytest.raises(UserError, match=r"step-000006.*disk is full.*resume=auto"):
+        trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
+    monkeypatch.setattr(checkpoints, "save_file", save)
+    trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path)
+    assert [m["step"] for m in metrics(tmp_path)] == list(range(1, 10))
+
+
+def test_old_checkpoints_are_dropped(tiny: Target, tmp_path: Path) -> None:
+    """Only the newest `keep_checkpoints` stay."""
+    trainer(save_every=2, keep_checkpoints=2).fit(drafter(tiny), tiny, dataset(), Live(), tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000006", "step-000008"]
+
+
+def test_broken_checkpoint_is_named(tiny: Target, tmp_path: Path) -> None:
+    """A truncated checkpoint stops the resume with its path and the way out."""
+    trainer(max_steps=4).fit(drafter(tiny), tiny, dataset(), Live(), tmp_path)
+    weights = tmp_path / "checkpoints" / "step-000003" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"step-000003.*cannot be read.*delete it"):
+        trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path)
+
+
+def test_loss_that_is_not_finite_stops(tiny: Target, tmp_path: Path) -> None:
+    """Nothing is stepped on a NaN."""
+    made = drafter(tiny)
+    with torch.no_grad():
+        made.fc.weight[0, 0] = float("nan")
+    with pytest.raises(RunError, match=r"loss is nan at step 1"):
+        trainer().fit(made, tiny, dataset(), Live(), tmp_path)
+
+
+def test_learning_rate_warms_up_and_decays() -> None:
+    """Linear up to the peak, then half a cosine to the floor."""
+    made = Trainer(lr=1.0, warmup=0.1, min_lr=0.1)
+    rates = [made.lr_at(step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == pytest.approx(1.0) and rates[10] == pytest.approx(1.0)
+    assert all(a >= b for a, b in zip(rates[10:], rates[11:])) and rates[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+WRONG = [("lr", 0.0), ("epochs", -1), ("max_steps", 0), ("resume", "yes"), ("accumulate", 0)]
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG)
+def test_wrong_settings_are_named(key: str, value: Any) -> None:
+    """A setting out of range is refused with its key."""
+    with pytest.raises(UserError, match=f"trainer.{key}="):
+        Trainer(**{key: value})
