@@ -28,7 +28,7 @@ def read_prompts(path: str | None, limit: int | None) -> list[Prompt]:
     if not file.is_file():
         raise UserError(f"eval.prompts={path}: there is no such file; give a JSON Lines file of prompts")
     prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         where = f"{file}, line {number}"
@@ -57,7 +57,7 @@ def _prompt(row: Any, number: int, where: str) -> Prompt:
     if isinstance(row.get("prompt"), str):
         return Prompt(name, category, [row["prompt"]], [])
     messages = row.get("messages")
-    if isinstance(messages, list):
+    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
         while messages and messages[-1].get("role") == "assistant":
             messages = messages[:-1]
         if messages and isinstance(messages[-1].get("content"), str):

@@ -195,8 +195,9 @@ class Evaluation:
         while (position := first_difference(output, wanted)) is not None:
             where = {"id": turn.id, "turn": turn.turn, "position": position}
             prefix = wanted[:position]
-            gap = logit_gap(target, turn.drafted.prompt + prefix)
-            if gap >= NEAR_TIE or position >= len(wanted):
+            tied = isinstance(rule, Greedy)  # a sampled token is decided by logits and noise, so equal logits excuse nothing
+            gap = logit_gap(target, turn.drafted.prompt + prefix) if tied else None
+            if gap is None or gap >= NEAR_TIE or position >= len(wanted):
                 found.differences.append({**where, "gap": gap})
                 return
             found.near_ties.append({**where, "gap": gap})

@@ -75,7 +75,7 @@ def read_batches(batch_size: int) -> dict[str, list[dict]]:
     """Prompts with an id, in named batches: one subject each, as many turns and of like length together."""
     batches = {}
     for path in sorted(PROMPTS.glob("*.jsonl")):
-        lines = path.read_text().splitlines()
+        lines = path.read_text().strip().split("\n")
         prompts = [{"id": f"{path.stem}-{number}", **json.loads(line)} for number, line in enumerate(lines)]
         prompts.sort(key=lambda p: (len(p["turns"]), len(p["turns"][0]), p["id"]))
         for number, start in enumerate(range(0, len(prompts), batch_size)):
@@ -114,7 +114,7 @@ def main() -> None:
         )
     lines = "".join((args.work / f"{name}.jsonl").read_text() for name in batches)
     args.out.write_bytes(gzip.compress(lines.encode(), 9, mtime=0))
-    print(f"{args.out}: {len(lines.splitlines())} conversations, {args.out.stat().st_size / 1e6:.2f} MB")
+    print(f"{args.out}: {lines.count('\n')} conversations, {args.out.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from spectrain.data.readers import Embedded
+from spectrain.packing import pack_linears, unpack_linears
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -64,7 +65,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("spectrain/data/tiny"))
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--vocab-size", type=int, default=2048)
-    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--weight-decay", type=float, default=0.1)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -81,15 +83,16 @@ def main() -> None:
         bos_token_id=None, eos_token_id=end, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
+    pack_linears(model)
     print(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {sum(map(len, rows)) / 1e3:.0f} k tokens",
         flush=True,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
-    total = args.epochs * len(batches(rows, 8192, random.Random(0)))
+    total = args.epochs * len(batches(rows, args.batch_tokens, random.Random(0)))
     step, began = 0, time.time()
     for epoch in range(args.epochs):
-        for batch in batches(rows, 8192, order):
+        for batch in batches(rows, args.batch_tokens, order):
             scale = min((step + 1) / 50, 0.5 * (1 + math.cos(math.pi * min(1, step / total))))
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * scale
@@ -103,6 +106,7 @@ def main() -> None:
             parts = batches(held, 8192, random.Random(0))
             nats = sum(cross_entropy(model, part).item() * len(part) for part in parts) / len(held)
         print(f"epoch {epoch + 1}: train {loss.item():.3f}, held out {nats:.3f} nats, {time.time() - began:.0f} s", flush=True)
+    unpack_linears(model)
     model.generation_config.eos_token_id = end
     model.to(torch.bfloat16).save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

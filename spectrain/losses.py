@@ -4,6 +4,7 @@ Every function takes log-probabilities [R, V] and returns one loss a row [R]. `l
 vocabulary; `log_p` is either renormalised over it or carries the target's own mass, which then sums to less than 1.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -27,7 +28,7 @@ def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def jensen_shannon(log_p: Tensor, log_q: Tensor) -> Tensor:
     """The Jensen-Shannon divergence, half of each KL to the even mixture."""
-    log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0))
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
     return 0.5 * (forward_kl(log_p, log_m) + forward_kl(log_q, log_m))
 
 

@@ -35,6 +35,7 @@ class TreeBuilder(ABC):
     name: str
     depth: int  # longest path below the root: the most tokens a round can accept before its bonus
     budget: int  # nodes that the target verifies, the root included
+    drafted: int  # nodes at most that `grow` gives to a rollout, which its cache must hold
 
     @abstractmethod
     def grow(self, root: Tensor, rollout: Rollout) -> TokenTree:
@@ -49,7 +50,7 @@ class Chain(TreeBuilder):
     def __init__(self, depth: int = 3) -> None:
         if depth < 1:
             raise UserError(f"tree.depth={depth}: use 1 or more")
-        self.depth, self.budget = depth, depth + 1
+        self.depth, self.budget, self.drafted = depth, depth + 1, depth - 1
 
     def grow(self, root: Tensor, rollout: Rollout) -> TokenTree:
         tokens = [root[:, None]]
@@ -76,6 +77,7 @@ class Eagle2(TreeBuilder):
             if value < least:
                 raise UserError(f"tree.{key}={value}: use {least} or more")
         self.depth, self.budget, self.top_k = depth, budget, top_k
+        self.drafted = (depth - 1) * top_k
 
     def grow(self, root: Tensor, rollout: Rollout) -> TokenTree:
         log_q = rollout.start()

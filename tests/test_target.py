@@ -162,13 +162,13 @@ def test_verified_trees_equal_sequential_paths(models: tuple[Target, Any], lengt
 
 @pytest.mark.parametrize("lengths", [[9], [4, 9, 7]])
 def test_a_tree_in_stages_equals_one_stage(target: Target, lengths: list[int]) -> None:
-    """A chain, appended with neither mask nor positions, and then two more levels equal the whole tree, commit included."""
-    prompts, tree = words(len(lengths), max(lengths)), random_tree(len(lengths), 10, chain=3)
+    """A chain, appended in two calls with neither mask nor positions, and two more levels equal the whole tree, then commit."""
+    prompts, tree = words(len(lengths), max(lengths)), random_tree(len(lengths), 10, chain=4)
     whole, staged = prefilled(target, lengths, prompts), prefilled(target, lengths, prompts)
     expected = target.verify(tree, whole).logits
     positions = staged.lengths[:, None] + tree.depths
-    parts = [target.run(tree.tokens[:, :3], cache=staged, logits=True).logits]
-    for new in (slice(3, 6), slice(6, 10)):
+    parts = [target.run(tree.tokens[:, new], cache=staged, logits=True).logits for new in (slice(0, 2), slice(2, 4))]
+    for new in (slice(4, 6), slice(6, 10)):
         mask = tree.ancestors[:, new, : new.stop]
         parts.append(target.run(tree.tokens[:, new], positions[:, new], mask, staged, logits=True).logits)
     close(torch.cat([part for part in parts if part is not None], dim=1), expected)

@@ -54,7 +54,7 @@ class Embedded(Data):
     name = "embedded"
 
     def read(self) -> Iterator[list[Message]]:
-        lines = gzip.decompress((FOLDER / "conversations.jsonl.gz").read_bytes()).decode().splitlines()
+        lines = gzip.decompress((FOLDER / "conversations.jsonl.gz").read_bytes()).decode().strip().split("\n")
         rows = [json.loads(line) for line in lines]
         rows.sort(key=lambda row: (int(row["id"].rsplit("-", 1)[1]), row["id"]))  # so that a prefix covers every subject
         for row in rows:

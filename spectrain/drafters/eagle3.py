@@ -154,7 +154,7 @@ class Eagle3(Drafter):
         """Read the features of what was just accepted, then roll on from the last of them."""
         batch = len(context.counts)
         if context.round == 0 or self.cache is None:
-            self.cache = TreeCache(1, batch, context.cache.max_length, context.tokens.device)
+            self.cache = TreeCache(1, batch, context.cache.max_length + budget.drafted, context.tokens.device)
         num_new = context.fresh.tokens.shape[1]
         visible = torch.ones(num_new, num_new, dtype=torch.bool, device=context.tokens.device).tril().expand(batch, -1, -1)
         hidden = self.fc(context.fresh.fused(self.fused))

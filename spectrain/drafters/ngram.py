@@ -30,7 +30,7 @@ class Ngram(Drafter):
         rows = []
         lengths = (context.cache.lengths + 1).tolist()
         for tokens, length in zip(context.tokens.tolist(), lengths):
-            rows.append([tokens[length - 1], *self._lookup(tokens[:length], budget.depth)])
+            rows.append([tokens[length - 1], *self._lookup(tokens[:length], min(budget.depth, budget.budget - 1))])
         width = max(len(row) for row in rows)
         device = context.tokens.device
         padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)

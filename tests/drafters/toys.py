@@ -91,7 +91,7 @@ class Independent(Drafter):
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
         if context.round == 0 or self.cache is None:
-            self.cache = self.model.new_cache(len(context.counts), context.cache.max_length)
+            self.cache = self.model.new_cache(len(context.counts), context.cache.max_length + 1 + budget.drafted)
         behind = context.cache.lengths - self.cache.lengths  # committed tokens that this model has not run yet
         width = int(behind.max())
         index = (self.cache.lengths[:, None] + torch.arange(width)).clamp(max=context.tokens.shape[1] - 1)
