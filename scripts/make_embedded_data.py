@@ -114,7 +114,7 @@ def main() -> None:
         )
     lines = "".join((args.work / f"{name}.jsonl").read_text() for name in batches)
     args.out.write_bytes(gzip.compress(lines.encode(), 9, mtime=0))
-    print(f"{args.out}: {lines.count('\n')} conversations, {args.out.stat().st_size / 1e6:.2f} MB")
+    print(f"{args.out}: {sum(map(len, batches.values()))} conversations, {args.out.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

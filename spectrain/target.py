@@ -40,30 +40,28 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    visibility: Visibility | Tensor | None = None,
+    visibility: Visibility | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     calls: list[int] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What every layer of a target calls: tree attention over a cache, else causal or explicitly masked attention."""
+    """What every layer of a target calls: tree attention, or without a `visibility` causal attention."""
     if s_aux is not None:
         raise UserError("target: it uses attention sinks, which tree attention does not support")
     if calls is not None:
         calls.append(getattr(module, "layer_idx", 0))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(visibility, Visibility):
+    if visibility is not None:
         output = tree_attention_reference(query, key, value, visibility, scale, sliding_window, softcap)
         return output.transpose(1, 2).contiguous(), None
-    mask = visibility  # [B, 1, T, T] bool, or None for causal attention
     length = query.shape[2]
-    windowed = sliding_window is not None and length > sliding_window
-    if mask is None and (windowed or softcap is not None):
+    mask = None
+    if softcap is not None or (sliding_window is not None and length > sliding_window):
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    if windowed:
-        assert sliding_window is not None
-        mask = mask & torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1 - sliding_window)  # type: ignore[operator]
+        if sliding_window is not None:
+            mask = mask.triu(1 - sliding_window)
     if softcap is not None:
         output = attend_softcapped(query, key, value, mask, scale, softcap)
     else:
@@ -85,6 +83,7 @@ class Head(nn.Module):
         self.embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         self.output: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]
         self.softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        self.scale: float = getattr(model.config, "logit_scale", None) or 1 / getattr(model.config, "logits_scaling", 1.0)
 
     @property
     def vocab_size(self) -> int:
@@ -100,8 +99,12 @@ class Head(nn.Module):
 
     def logits(self, final: Tensor, rows: Tensor | None = None) -> Tensor:
         """Logits [..., V] in float32 from "final" features; with `rows`, of these vocabulary entries only."""
-        logits = self.output(final) if rows is None else F.linear(final, self.output.weight[rows])
-        logits = logits.float()
+        if rows is None:
+            logits = self.output(final)
+        else:
+            bias = self.output.bias
+            logits = F.linear(final, self.output.weight[rows], None if bias is None else bias[rows])
+        logits = logits.float() * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
@@ -209,13 +212,15 @@ class Target(nn.Module):
         """
         last = self.num_layers if last is None else last
         batch, num_new = tokens.shape
-        kwargs: dict[str, Any] = {"visibility": None if mask is None else mask[:, None]}
+        kwargs: dict[str, Any] = {"visibility": None}
         if cache is not None:
             if position_ids is None:
                 position_ids = cache.slots(num_new)
             kwargs["visibility"] = self._visibility(cache, num_new, position_ids, mask)
         elif position_ids is None:
             position_ids = torch.arange(num_new, device=tokens.device).expand(batch, -1)
+        if cache is None and mask is not None:  # a tree behind no committed tokens: windows count positions
+            kwargs["visibility"] = Visibility(tokens.new_zeros(batch), 0, mask, position_ids, position_ids)
         with ExitStack() as stack, torch.set_grad_enabled(grad):
             captured = stack.enter_context(self._capture(layers))
             stack.enter_context(self._only(first, last, hidden))
@@ -295,8 +300,10 @@ class Target(nn.Module):
 
         previous = [layer.__dict__.get("forward") for layer in skipped]
         handle = None
-        if hidden is not None and first < self.num_layers:
-            handle = self.layers[first].register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
+        if hidden is not None:  # with no layer left to run, the last one, skipped, passes it on to the final norm
+            handle = self.layers[min(first, self.num_layers - 1)].register_forward_pre_hook(
+                feed, with_kwargs=True, prepend=True
+            )
         for layer in skipped:
             layer.forward = skip
         try:
@@ -372,6 +379,13 @@ def load_hf(
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
         )
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+        raise UserError(
+            f"target.model={model}: its attention does not go through transformers' attention interface, so trees "
+            "cannot be verified with it; use a model whose layers are all ordinary attention"
+        ) from error
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"target.model={model}: it could not be loaded ({reason}); check the name or the directory") from error

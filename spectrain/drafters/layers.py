@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,9 +87,13 @@ class Mlp(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rotary(config: LlamaConfig) -> LlamaRotaryEmbedding:
-    """The rotary embedding of a configuration; call it with a tensor (for its dtype) and position ids."""
-    return LlamaRotaryEmbedding(config)
+def rotary(config: LlamaConfig) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The rotary embedding of a configuration: cosines and sines from a tensor (for its dtype) and position ids.
+
+    Not a submodule of the drafter, for casting one to bfloat16 would round its frequencies.
+    """
+    module = LlamaRotaryEmbedding(config)
+    return lambda x, position_ids: module(x, position_ids)
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:

@@ -85,15 +85,3 @@ def test_slots_that_no_node_sees_do_not_leak(num_nodes: int, window: int | None,
         inputs[1][row, :, length + num_nodes :] = 1e30
         inputs[2][row, :, length + num_nodes :] = 1e30
     agree(inputs, window, softcap)
-
-
-@pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("num_nodes", [1, 5])
-def test_nan_in_slots_that_no_node_sees_does_not_leak(num_nodes: int, window: int | None, softcap: float | None) -> None:
-    """Nor do leftovers that are not numbers."""
-    inputs = case([3, 0, 12], num_nodes, num_nodes, group=2)
-    for row, length in enumerate([3, 0, 12]):
-        inputs[1][row, :, length + num_nodes :] = math.nan
-        inputs[2][row, :, length + num_nodes :] = math.nan
-    agree(inputs, window, softcap)
