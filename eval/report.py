@@ -16,7 +16,7 @@ def print_table(summary: dict[str, Any]) -> None:
     table = Table(
         title=f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens"
     )
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for title in ("tokens per forward", "95 %", "tokens/s", "speedup", "95 %", "identical"):
         table.add_column(title, justify="right")
     base = summary["tokens_per_second"]["autoregressive"]

@@ -130,9 +130,11 @@ def allow_new_keys(argument: str, groups: set[str]) -> str:
 
 
 def train(config: Any) -> None:
+    from hydra.core.hydra_config import HydraConfig
+
     from . import run
 
-    run.train(checked(config, TRAIN_KEYS))
+    run.train(checked(config, TRAIN_KEYS), list(HydraConfig.get().overrides.task))
 
 
 def evaluate(config: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -37,8 +38,12 @@ PACKAGES = (
 )
 
 
-def train(config: DictConfig) -> Path:
-    """Train the drafter that `config` names and, unless eval=none, score it. Nothing is written before all input is read."""
+def train(config: DictConfig, asked: list[str]) -> Path:
+    """Train the drafter that `config` names and, unless eval=none, score it. Nothing is written before all input is read.
+
+    `asked` are the settings that the command gave itself, as opposed to those of a recipe.
+    """
+    take_shape(config, asked)
     trainer = build(config.trainer)
     accelerator = trainer.accelerator()
     run = choose_folder(config, accelerator)
@@ -56,6 +61,7 @@ def train(config: DictConfig) -> Path:
     if evaluation is not None:
         evaluation.check_prompts(target)
     dataset = Dataset.build(data, target.tokenizer)
+    drafter = fresh_drafter(config, target, dataset)
     if accelerator.is_main_process:
         open_run(run, config, dataset, target)
         print(
@@ -66,7 +72,6 @@ def train(config: DictConfig) -> Path:
             flush=True,
         )
     accelerator.wait_for_everyone()
-    drafter = fresh_drafter(config, target, dataset)
     if finished:
         load_weights(drafter, run / "drafter")
     else:
@@ -125,7 +130,7 @@ def score(
         "drafter": OmegaConf.to_container(config.drafter),
         "acceptance": OmegaConf.to_container(config.acceptance),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
         **provenance(),
     }
     trainable = dataset is not None and any(True for _ in drafter.parameters())
@@ -137,11 +142,43 @@ def score(
 
 
 def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Drafter:
-    """A drafter as training starts from it."""
+    """A drafter as training starts from it: prepared on the data, or with drafter.init the weights of another one."""
     torch.manual_seed(config.trainer.get("seed", 0))
     drafter: Drafter = build(config.drafter, target=target)
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
+    if config.drafter.get("init"):
+        load_weights(drafter, initial_directory(config))
     return drafter
+
+
+def initial_directory(config: DictConfig) -> Path:
+    """The drafter directory that drafter.init names."""
+    directory = drafter_directory(Path(config.drafter.init))
+    if directory is None:
+        raise UserError(
+            f"drafter.init={config.drafter.init}: there is no drafter in it; give a run folder or a drafter directory"
+        )
+    return directory
+
+
+def take_shape(config: DictConfig, asked: list[str]) -> None:
+    """With drafter.init, settings that its weights fix come from there; `asked` are the command's own settings."""
+    if not config.drafter.get("init"):
+        return
+    directory = initial_directory(config)
+    saved = json.loads((directory / "config.json").read_text())["drafter"]
+    if saved["_target_"] != config.drafter["_target_"]:
+        raise UserError(f"drafter.init={directory}: it holds a {saved['_target_']}; choose the recipe of that family")
+    for key in get_object(saved["_target_"]).shape:
+        given = any(override.lstrip("+").startswith(f"drafter.{key}=") for override in asked)
+        if given and config.drafter.get(key) != saved.get(key):
+            raise UserError(
+                f"drafter.{key}={config.drafter.get(key)}: the drafter in {directory} has {saved.get(key)}; leave it out"
+            )
+        if key in saved:
+            config.drafter[key] = saved[key]
+        else:
+            config.drafter.pop(key, None)
 
 
 def choose_folder(config: DictConfig, accelerator: Any) -> Path:
@@ -277,4 +314,4 @@ def processor() -> str:
                 return line.split(":", 1)[1].strip()
     except OSError:
         pass
-    return platform.processor()
+    return platform.processor() or platform.machine()

@@ -38,6 +38,7 @@ class Drafter(nn.Module, ABC):
     """Guesses what its target will say next. Runtime objects enter the constructor by one keyword, `target`."""
 
     layers: tuple[Layer, ...] = ()  # the features it reads, in training and decoding; none for an independent model
+    shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
     trains_target: bool = False  # its parameter groups hold parameters of the target: the run then saves the target too
 
     @abstractmethod

@@ -33,6 +33,7 @@ class Eagle3(Drafter):
     the step before. The head is the drafter's own, over the `vocab_size` tokens that the assistant uses most.
     """
 
+    shape = ("vocab_size", "layers")
     d2t: Tensor
     t2d: Tensor
 

@@ -55,7 +55,7 @@ class Attention(nn.Module):
         """Queries [B, H, T, D], keys and values [B, K, T, D], positions already rotated in."""
         q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         q, k = apply_rotary_pos_emb(q, k, *rope)
-        return q, k, v
+        return q.to(v.dtype), k.to(v.dtype), v  # under autocast the rotary product comes out wider
 
     def output(self, attended: Tensor) -> Tensor:
         """[B, H, T, D] -> [B, T, W]"""
