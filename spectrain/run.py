@@ -67,6 +67,7 @@ def train(config: DictConfig, asked: list[str]) -> Path:
         print(
             f"{run}: {dataset.num_conversations} conversations, {dataset.num_tokens} tokens, "
             f"{dataset.num_supervised} supervised"
+            + (f", {data.num_left_out} unusable conversations left out" if data.num_left_out else "")
             + (f", {dataset.num_cut} cut to {data.max_length} tokens" if dataset.num_cut else "")
             + (f", {dataset.num_dropped} without an answer left out" if dataset.num_dropped else ""),
             flush=True,
@@ -240,7 +241,7 @@ def save_drafter(directory: Path, drafter: Drafter, config: DictConfig) -> None:
     """Write config.json and model.safetensors: all that is needed to load the drafter again."""
     kept: Any = OmegaConf.to_container(config)
     description = {key: kept.get(key) for key in ("drafter", "target", "tree", "acceptance")}
-    description |= {"recipe": recipe_name(config), "spectrain_version": importlib.metadata.version("spectrain")}
+    description |= {"recipe": recipe_name(config), "spectrain_version": versions().get("spectrain")}
     with written_whole(directory) as scratch:
         weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
         save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
@@ -290,20 +291,25 @@ def provenance() -> dict[str, Any]:
         found = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         dirty = subprocess.run(["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False)
         commit = found.stdout.strip() + ("+changes" if dirty.stdout.strip() else "") if found.returncode == 0 else None
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return {
         "commit": commit,
-        "versions": {"python": platform.python_version(), **versions},
+        "versions": {"python": platform.python_version(), **versions()},
         "hardware": {"machine": platform.machine(), "processor": processor(), "cores": torch.get_num_threads(),
                      "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
         "command": " ".join(["spectrain", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """The installed packages that a result depends on; spectrain itself may run from a checkout, uninstalled."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def processor() -> str:

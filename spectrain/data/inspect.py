@@ -34,5 +34,7 @@ def show(config: DictConfig) -> None:
     console.rule(f"{data.name}")
     console.print(
         f"{dataset.num_conversations} conversations, {len(dataset.examples)} examples, {dataset.num_tokens} tokens, "
-        f"{dataset.num_supervised} supervised; {dataset.num_cut} cut to {data.max_length} tokens, {dataset.num_dropped} dropped"
+        f"{dataset.num_supervised} supervised; {dataset.num_cut} cut to {data.max_length} tokens, "
+        f"{dataset.num_dropped} dropped, "
+        f"{data.num_left_out} unusable conversations left out"
     )

