@@ -47,13 +47,13 @@ def fail(message: str, status: int) -> int:
 
 def dispatch(arguments: list[str]) -> None:
     """Find the command that the first words name and run it with the others."""
-    commands: dict[str, tuple[str, Callable[[Any], None]]] = {
+    commands: dict[str, tuple[str | None, Callable[[Any], None]]] = {
         "train": ("train", train),
         "eval": ("eval", evaluate),
         "data inspect": ("inspect", inspect_data),
         "bench decode": ("train", bench_decode),
         "bench train": ("train", bench_train),
-        "doctor": ("train", doctor),
+        "doctor": (None, doctor),
     }
     words = 2 if arguments[0] in ("data", "bench") else 1
     name, rest = " ".join(arguments[:words]), arguments[words:]
@@ -62,11 +62,11 @@ def dispatch(arguments: list[str]) -> None:
         from .errors import UserError
 
         raise UserError(f"{name}: there is no such command; {nearest(name, commands)}")
-    if name == "doctor":
-        return doctor(rest)
-    if name == "bench decode" and not any(argument.startswith("drafter=") for argument in rest):
-        rest = ["drafter=ngram", *rest]
     config_name, task = commands[name]
+    if config_name is None:
+        return task(rest)
+    if name == "bench decode" and not any(argument.startswith(("drafter=", "recipe=")) for argument in rest):
+        rest = ["drafter=ngram", *rest]  # the configuration wants one, though only the target is timed
     compose_and_call(config_name, task, rest)
 
 

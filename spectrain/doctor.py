@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .run import PACKAGES, processor
@@ -17,7 +18,7 @@ def examine() -> None:
     """Print one line a finding, with the remedy where something is missing."""
     table = Table(title="spectrain doctor", show_header=False)
     for name, (fine, text) in findings().items():
-        table.add_row(name, "[green]ok[/]" if fine else "[yellow]missing[/]", text)
+        table.add_row(name, "[green]ok[/]" if fine else "[yellow]missing[/]", escape(text))
     Console().print(table)
 
 

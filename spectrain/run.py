@@ -296,7 +296,7 @@ def provenance() -> dict[str, Any]:
         "versions": {"python": platform.python_version(), **versions()},
         "hardware": {"machine": platform.machine(), "processor": processor(), "cores": torch.get_num_threads(),
                      "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
-        "command": " ".join(["spectrain", *sys.argv[1:]]),
+        "command": " ".join(["spectrain", *sys.orig_argv[3 if sys.orig_argv[1:2] == ["-m"] else 2 :]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
 

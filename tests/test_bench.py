@@ -1,0 +1,36 @@
+"""The benchmarks and the doctor run and say what they measured; how fast it is, is not a test's business."""
+
+import re
+import sys
+
+import pytest
+
+from spectrain.cli import main
+from spectrain.doctor import findings
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["spectrain", *arguments])
+    main()
+
+
+def test_bench_decode_prints_ratios(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row for every number of rows, and our decoding against generate."""
+    run(monkeypatch, "bench", "decode", "target=tiny", "eval.limit=2", "eval.max_new_tokens=6")
+    printed = capsys.readouterr().out
+    assert all(re.search(rf"[|│]\s+{rows} [|│]", printed) for rows in (1, 8, 64))
+    assert "interleaved" in printed and "times as long as ours" in " ".join(printed.split())
+
+
+def test_bench_train_prints_throughput(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tokens per second, total and supervised, and the share of target, drafter and rest."""
+    run(monkeypatch, "bench", "train", "recipe=eagle3", "target=tiny", "data.limit=20")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"\d+ tokens/s, \d+ supervised", printed)
+    assert re.search(r"target \d+%, drafter \d+%, rest \d+%", printed)
+
+
+def test_doctor_names_remedies() -> None:
+    """Whatever is missing comes with what to do about it."""
+    for name, (fine, text) in findings().items():
+        assert fine or "pip install" in text or name in ("GPU", "packed linears", "disk"), name
