@@ -18,7 +18,8 @@ from .data.dataset import Dataset
 from .decode import decode
 from .errors import UserError
 from .packing import unpack_linears
-from .run import fresh_drafter, processor
+from .provenance import processor
+from .run import fresh_drafter
 from .target import Target
 from .tree import TokenTree
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .run import PACKAGES, processor
-from .target import cache_directory
+from .loading import cache_directory
+from .provenance import PACKAGES, processor
 
 
 def examine() -> None:

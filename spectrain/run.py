@@ -1,11 +1,6 @@
 """Run folders, and the two things that are done in them: train a drafter, score a drafter."""
 
-import datetime
-import importlib.metadata
 import json
-import platform
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +16,10 @@ from .config import build
 from .data.dataset import Dataset
 from .drafters.base import Drafter
 from .errors import UserError
+from .provenance import processor, provenance, versions
 from .shapes import TreeBuilder
 from .target import Target
 from .training.checkpoints import latest_checkpoint, written_whole
-
-PACKAGES = (
-    "spectrain",
-    "torch",
-    "transformers",
-    "accelerate",
-    "peft",
-    "triton",
-    "safetensors",
-    "datasets",
-    "hydra-core",
-)
 
 
 def train(config: DictConfig, asked: list[str]) -> Path:
@@ -101,7 +85,7 @@ def evaluate(config: DictConfig, run: Path) -> dict[str, Any]:
     evaluation = build(config.eval)
     saved_target = run / "target"
     trained = directory is not None and saved_target.is_dir()
-    target: Target = build({**config.target, "_target_": "spectrain.target.load_hf", "model": str(saved_target)}
+    target: Target = build({**config.target, "_target_": "spectrain.loading.load_hf", "model": str(saved_target)}
                            if trained else config.target)  # fmt: skip
     evaluation.check_prompts(target)
     dataset = None
@@ -281,43 +265,3 @@ def target_name(config: DictConfig) -> str:
 
 def evaluation_name(config: DictConfig) -> str:
     return str(config.eval.get("name", "heldout"))
-
-
-def provenance() -> dict[str, Any]:
-    """Everything a number should carry: commit, versions, hardware, command."""
-    root = Path(__file__).resolve().parents[1]
-    commit = None
-    if (root / ".git").exists():
-        found = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        dirty = subprocess.run(["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False)
-        commit = found.stdout.strip() + ("+changes" if dirty.stdout.strip() else "") if found.returncode == 0 else None
-    return {
-        "commit": commit,
-        "versions": {"python": platform.python_version(), **versions()},
-        "hardware": {"machine": platform.machine(), "processor": processor(), "cores": torch.get_num_threads(),
-                     "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
-        "command": " ".join(["spectrain", *sys.orig_argv[3 if sys.orig_argv[1:2] == ["-m"] else 2 :]]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }  # fmt: skip
-
-
-def versions() -> dict[str, str]:
-    """The installed packages that a result depends on; spectrain itself may run from a checkout, uninstalled."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def processor() -> str:
-    """The processor's own name, where the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

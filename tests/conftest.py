@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from spectrain.config import register_resolvers
-from spectrain.target import Target, load_tiny
+from spectrain.loading import load_tiny
+from spectrain.target import Target
 
 register_resolvers()
 torch.set_num_threads(1)  # two test processes share two cores

@@ -177,7 +177,7 @@ def saved(folder: Path) -> Path:
     folder.mkdir()
     node = {"_target_": "spectrain.drafters.ngram.Ngram", "longest": 5}
     tree = {"_target_": "spectrain.shapes.Chain", "depth": 7}
-    description = {"drafter": node, "target": {"_target_": "spectrain.target.load_tiny"}, "tree": tree, "recipe": "mine"}
+    description = {"drafter": node, "target": {"_target_": "spectrain.loading.load_tiny"}, "tree": tree, "recipe": "mine"}
     (folder / "config.json").write_text(json.dumps(description))
     save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
     return folder

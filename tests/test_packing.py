@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.loading import load_tiny
 from spectrain.packing import is_packed, pack_linears, unpack_linears
-from spectrain.target import load_tiny
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")
 

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from spectrain.cache import TreeCache
 from spectrain.errors import UserError
-from spectrain.target import Target, load_hf
+from spectrain.loading import load_hf
+from spectrain.target import Target
 from spectrain.tree import TokenTree
 
 VOCAB, LAYERS, WINDOW = 64, 3, 5

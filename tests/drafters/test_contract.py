@@ -15,10 +15,11 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decode import decode
 from spectrain.drafters.base import Drafter
+from spectrain.loading import load_tiny
 from spectrain.run import load_weights, save_drafter
 from spectrain.shapes import Chain, Eagle2, TreeBuilder
 from spectrain.sources import Live
-from spectrain.target import Target, load_tiny
+from spectrain.target import Target
 from spectrain.training.loop import Trainer
 
 from .toys import EarlyExitLora, FrozenHeads, Independent
@@ -128,7 +129,7 @@ def test_reloaded_equals_saved(name: str, target: Target, tmp_path: Path) -> Non
     save_drafter(tmp_path / "drafter", drafter, config)
     if drafter.trains_target:
         target.save(tmp_path / "target")
-        again = build({"_target_": "spectrain.target.load_hf", "model": str(tmp_path / "target")})
+        again = build({"_target_": "spectrain.loading.load_hf", "model": str(tmp_path / "target")})
     else:
         again = target
     other = make(name, again)

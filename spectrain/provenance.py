@@ -1,0 +1,53 @@
+"""The facts that every number carries: commit, versions, hardware, command."""
+
+import datetime
+import importlib.metadata
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("spectrain", "torch", "transformers", "accelerate", "peft", "triton", "safetensors", "datasets", "hydra-core")
+
+
+def provenance() -> dict[str, Any]:
+    """Everything a number should carry: commit, versions, hardware, command."""
+    root = Path(__file__).resolve().parents[1]
+    commit = None
+    if (root / ".git").exists():
+        found = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        dirty = subprocess.run(["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False)
+        commit = found.stdout.strip() + ("+changes" if dirty.stdout.strip() else "") if found.returncode == 0 else None
+    return {
+        "commit": commit,
+        "versions": {"python": platform.python_version(), **versions()},
+        "hardware": {"machine": platform.machine(), "processor": processor(), "cores": torch.get_num_threads(),
+                     "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None},
+        "command": " ".join(["spectrain", *sys.orig_argv[3 if sys.orig_argv[1:2] == ["-m"] else 2 :]]),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def versions() -> dict[str, str]:
+    """The installed packages that a result depends on; spectrain itself may run from a checkout, uninstalled."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def processor() -> str:
+    """The processor's own name, where the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
