@@ -34,10 +34,23 @@ class Wandb(Tracker):
         )  # fmt: skip
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.session.log(metrics, step=step)
+        self.session.log(flatten(metrics), step=step)
 
     def finish(self) -> None:
         self.session.finish()
+
+
+def flatten(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Nested metrics as curves of their own: agreement/1, time_share/target."""
+    flat: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if isinstance(value, list):
+            flat |= {f"{name}/{number}": entry for number, entry in enumerate(value, 1)}
+        elif isinstance(value, dict):
+            flat |= {f"{name}/{key}": entry for key, entry in value.items()}
+        else:
+            flat[name] = value
+    return flat
 
 
 class MetricsFile:
