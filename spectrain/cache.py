@@ -21,6 +21,7 @@ class TreeCache(Cache):
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # committed tokens a row
         self.longest = 0  # the largest of them, known without asking the device
         self.pending = 0  # nodes appended behind the committed tokens and not yet committed or forgotten
+        self.positions: Tensor | None = None  # [B, pending] the position ids of these nodes, as the target gave them
         self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
         super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
 
@@ -64,11 +65,12 @@ class TreeCache(Cache):
                 self.storage[layers, :, rows, target] = self.storage[layers, :, rows, source]
         self.lengths = self.lengths + counts
         self.longest = int(self.lengths.max())
-        self.pending = 0
+        self.forget()
 
     def forget(self) -> None:
         """Drop every node that was appended and not committed."""
         self.pending = 0
+        self.positions = None
 
 
 class _Layer(CacheLayerMixin):

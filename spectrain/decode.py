@@ -100,11 +100,13 @@ def decode(
     began = time.perf_counter()
     with clock("prefill"):
         context = _prefill(target, prompts, rule, max_new_tokens, drafter, builder, row_keys)
-    _record(generations, context.root[:, None].tolist(), None, target.stop_ids, max_new_tokens, 0)
+    stop_ids = target.stop_ids
+    _record(generations, context.root[:, None].tolist(), None, stop_ids, max_new_tokens, 0)
     while not all(generation.done for generation in generations):
         with clock("draft"):
-            tree = TokenTree.chain(context.root[:, None])
-            if drafter is not None and builder is not None:
+            if drafter is None or builder is None:
+                tree = TokenTree.chain(context.root[:, None])
+            else:
                 tree = drafter.propose(context, builder)
         with clock("verify"):
             seen = target.verify(tree, context.cache) if drafter is None else drafter.verify(context, tree)
@@ -119,7 +121,7 @@ def decode(
             if drafter is not None:
                 drafter.commit(context, accepted)
         depth = (tree.depths * tree.valid).amax(1).tolist()
-        _record(generations, emitted.tolist(), counts.tolist(), target.stop_ids, max_new_tokens, depth)
+        _record(generations, emitted.tolist(), counts.tolist(), stop_ids, max_new_tokens, depth)
     total = time.perf_counter() - began
     clock.seconds["other"] = total - sum(clock.seconds.values())
     for generation in generations:

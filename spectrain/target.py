@@ -69,11 +69,13 @@ AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
 
 
-class Head(nn.Module):
-    """The ends of the target that drafters borrow: its embedding and its output layer. Never copied into a drafter."""
+class Head:
+    """The ends of the target that drafters borrow: its embedding and its output layer.
+
+    Not a module, so a drafter that keeps one neither owns nor saves what is the target's.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self.embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         self.output: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]
         self.softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
@@ -243,10 +245,9 @@ class Target(nn.Module):
         if mask is None:
             ones = torch.ones(num_new, cache.pending + num_new, dtype=torch.bool, device=position_ids.device)
             mask = ones.tril(cache.pending).expand(position_ids.shape[0], -1, -1)
-        previous = getattr(cache, "positions", None) if cache.pending else None
-        keys = position_ids if previous is None else torch.cat([previous, position_ids], dim=1)
-        cache.positions = keys
-        return Visibility(cache.lengths, cache.longest, mask, position_ids, keys)
+        previous = cache.positions
+        cache.positions = position_ids if previous is None else torch.cat([previous, position_ids], dim=1)
+        return Visibility(cache.lengths, cache.longest, mask, position_ids, cache.positions)
 
     @contextmanager
     def _capture(self, layers: tuple[Layer, ...]) -> Iterator[dict[Layer, Tensor]]:
@@ -282,10 +283,9 @@ class Target(nn.Module):
     def _only(self, first: int, last: int, hidden: Tensor | None) -> Iterator[None]:
         """Let layers outside [first, last) pass their input on without working; feed `hidden` to layer `first`."""
         skipped = [layer for index, layer in enumerate(self.layers) if not first <= index < last]
-        returns_tuple = getattr(self, "_returns_tuple", False)
 
         def skip(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-            return (hidden_states,) if returns_tuple else hidden_states
+            return (hidden_states,) if self._returns_tuple else hidden_states
 
         def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args:

@@ -21,7 +21,7 @@ from .layers import Attention, Mlp, copy_weights, llama_config, rotary
 
 if TYPE_CHECKING:
     from ..decode import Context
-    from ..target import Head, Target
+    from ..target import Target
 
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "negative_log_acceptance", "lk_hybrid"]
 
@@ -55,7 +55,7 @@ class Eagle3(Drafter):
         self.layers = (*self.fused, "final")
         self.ttt_steps, self.divergence, self.step_decay, self.start = ttt_steps, loss, step_decay, start
         width, vocab_size = target.width, min(vocab_size, target.head.vocab_size)
-        self.embed_head = [target.head]  # in a list: borrowed, so not a parameter of this module
+        self.head = target.head
         self.fc = nn.Linear(len(self.fused) * width, width, bias=False)
         self.input_layernorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
@@ -69,10 +69,6 @@ class Eagle3(Drafter):
         self.register_buffer("t2d", torch.zeros(target.head.vocab_size, dtype=torch.bool))
         self._use_vocabulary(torch.arange(vocab_size))
         self.cache: TreeCache | None = None
-
-    @property
-    def head(self) -> Head:
-        return self.embed_head[0]
 
     def _use_vocabulary(self, ids: Tensor) -> None:
         self.d2t.copy_(ids - torch.arange(len(ids)))

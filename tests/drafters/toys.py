@@ -34,7 +34,7 @@ class FrozenHeads(Drafter):
     def __init__(self, target: Target, num_heads: int = 2) -> None:
         super().__init__()
         self.mix = nn.ModuleList(nn.Linear(target.width, target.width) for _ in range(num_heads))
-        self.head = [target.head]
+        self.head = target.head
 
     def loss(self, batch: Batch, target: Target) -> Losses:
         assert batch.features is not None
@@ -54,7 +54,7 @@ class _Heads(Rollout):
         self.drafter, self.state, self.depth = drafter, state, torch.zeros(len(state), 1, dtype=torch.int64)
 
     def _log_q(self, depth: Tensor) -> Tensor:
-        mix, head = self.drafter.mix, self.drafter.head[0]
+        mix, head = self.drafter.mix, self.drafter.head
         every = torch.stack([head.logits(self.state + F.silu(m(self.state)))[:, 0].log_softmax(-1) for m in mix], dim=1)
         return every.gather(1, depth.clamp(max=len(mix) - 1)[..., None].expand(-1, -1, every.shape[-1]))
 
