@@ -29,7 +29,6 @@ class Tally:
     """What a logging interval added up."""
 
     loss: float = 0.0
-    terms: dict[str, float] | None = None
     hits: Tensor | None = None
     counts: Tensor | None = None
     steps: int = 0
@@ -40,6 +39,20 @@ class Tally:
     began: float = 0.0
 
 
+@dataclass
+class Job:
+    """What one training works on."""
+
+    drafter: Drafter
+    target: Target
+    dataset: Dataset
+    source: Source
+    accelerator: Accelerator
+    model: nn.Module  # the drafter, as accelerate wraps it
+    optimizer: torch.optim.Optimizer
+
+
+@dataclass
 class Trainer:
     """AdamW with warm-up and cosine decay over `epochs` of the data, or `max_steps` steps where that is given.
 
@@ -47,45 +60,33 @@ class Trainer:
     of supervised tokens in all of them, so neither depends on how sequences were batched.
     """
 
-    def __init__(
-        self,
-        lr: float = 1e-4,
-        epochs: float = 1.0,
-        max_steps: int | None = None,
-        batch_tokens: int = 4096,
-        accumulate: int = 1,
-        warmup: float = 0.05,
-        min_lr: float = 0.0,
-        clip: float = 0.5,
-        betas: tuple[float, float] = (0.9, 0.95),
-        weight_decay: float = 0.0,
-        seed: int = 0,
-        save_every: int | None = None,
-        keep_checkpoints: int = 2,
-        log_every: int = 10,
-        mixed_precision: str = "auto",
-        resume: str | None = None,
-    ) -> None:
-        positive = {"lr": lr, "epochs": epochs, "batch_tokens": batch_tokens, "accumulate": accumulate, "log_every": log_every,
-                    "keep_checkpoints": keep_checkpoints}  # fmt: skip
-        for key, value in positive.items():
-            if value <= 0:
-                raise UserError(f"trainer.{key}={value}: use a number above 0")
-        for key, whole in (("max_steps", max_steps), ("save_every", save_every)):
+    lr: float = 1e-4
+    epochs: float = 1.0
+    max_steps: int | None = None
+    batch_tokens: int = 4096
+    accumulate: int = 1
+    warmup: float = 0.05
+    min_lr: float = 0.0
+    clip: float = 0.5
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    seed: int = 0
+    save_every: int | None = None
+    keep_checkpoints: int = 2
+    log_every: int = 10
+    mixed_precision: str = "auto"
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("lr", "epochs", "batch_tokens", "accumulate", "log_every", "keep_checkpoints"):
+            if getattr(self, key) <= 0:
+                raise UserError(f"trainer.{key}={getattr(self, key)}: use a number above 0")
+        for key in ("max_steps", "save_every"):
+            whole = getattr(self, key)
             if whole is not None and whole < 1:
                 raise UserError(f"trainer.{key}={whole}: use 1 or more, or null")
-        if resume not in (None, "auto"):
-            raise UserError(f"trainer.resume={resume}: use auto, or leave it out")
-        self.lr, self.epochs, self.max_steps, self.min_lr = lr, epochs, max_steps, min_lr
-        self.batch_tokens, self.accumulate = batch_tokens, accumulate
-        self.warmup, self.clip, self.betas, self.weight_decay = warmup, clip, betas, weight_decay
-        self.seed, self.save_every, self.keep_checkpoints, self.log_every = (
-            seed,
-            save_every,
-            keep_checkpoints,
-            log_every,
-        )
-        self.mixed_precision, self.resume = mixed_precision, resume
+        if self.resume not in (None, "auto"):
+            raise UserError(f"trainer.resume={self.resume}: use auto, or leave it out")
 
     def accelerator(self) -> Accelerator:
         """bf16 autocast on a GPU, float32 on a CPU, unless `mixed_precision` says otherwise."""
@@ -138,6 +139,7 @@ class Trainer:
             batches_done = progress["batches_done"]
         pack_linears(drafter)
         model, optimizer = accelerator.prepare(drafter.to(accelerator.device), optimizer)
+        job = Job(drafter, target, dataset, source, accelerator, model, optimizer)
         stream = dataset.stream(self.batch_tokens, self.seed, skip=batches_done)
         metrics_file = MetricsFile(run / "metrics.jsonl", step) if accelerator.is_main_process else None
         tally = Tally(began=time.perf_counter())
@@ -145,13 +147,13 @@ class Trainer:
             while step < num_steps:
                 if drafter.stage_at(step, num_steps) != stage:
                     stage = drafter.stage_at(step, num_steps)
-                    optimizer = accelerator.prepare(self._optimizer(drafter, target, stage))
-                for group in optimizer.param_groups:
+                    job.optimizer = accelerator.prepare(self._optimizer(drafter, target, stage))
+                for group in job.optimizer.param_groups:
                     group["lr"] = self.lr_at(step, num_steps) * group["lr_scale"]
                 share = list(islice(stream, self.accumulate * accelerator.num_processes))
                 batches_done += len(share)
                 mine = share[accelerator.process_index :: accelerator.num_processes]
-                self._step(accelerator, model, drafter, target, dataset, source, optimizer, mine, tally, step)
+                self._step(job, mine, tally, step)
                 step += 1
                 if step % self.log_every == 0 or step == num_steps or step == 1:
                     metrics = self._metrics(accelerator, tally, step, self.lr_at(step - 1, num_steps))
@@ -163,7 +165,7 @@ class Trainer:
                     progress_line.update(step, metrics)
                 if self.save_every is not None and step % self.save_every == 0 and step < num_steps:
                     if accelerator.is_main_process:
-                        self._save(run, drafter, target, optimizer, step, batches_done)
+                        self._save(job, run, step, batches_done)
                     accelerator.wait_for_everyone()
                 if on_step is not None:
                     on_step(step)
@@ -178,22 +180,11 @@ class Trainer:
         groups = [{"lr_scale": 1.0, **group} for group in groups]
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
-    def _step(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        drafter: Drafter,
-        target: Target,
-        dataset: Dataset,
-        source: Source,
-        optimizer: torch.optim.Optimizer,
-        share: list[list[int]],
-        tally: Tally,
-        step: int,
-    ) -> None:
+    def _step(self, job: Job, share: list[list[int]], tally: Tally, step: int) -> None:
         """One optimiser step over this process's share of batches."""
+        accelerator, model, optimizer = job.accelerator, job.model, job.optimizer
         began = time.perf_counter()
-        batches = [source.batch(dataset, indices, target, drafter.layers) for indices in share]
+        batches = [job.source.batch(job.dataset, indices, job.target, job.drafter.layers) for indices in share]
         tally.target_seconds += time.perf_counter() - began
         began = time.perf_counter()
         supervised = torch.tensor(sum(batch.num_supervised for batch in batches), device=accelerator.device)
@@ -203,7 +194,7 @@ class Trainer:
         for number, batch in enumerate(batches):
             last = number + 1 == len(batches)
             with nullcontext() if last else accelerator.no_sync(model):
-                losses = model(batch, target)
+                losses = model(batch, job.target)
                 total = losses.total * scale
                 if not torch.isfinite(total):
                     raise RunError(f"training: the loss is {total.item()} at step {step + 1}; lower trainer.lr or trainer.clip")
@@ -211,7 +202,7 @@ class Trainer:
             tally.loss += float(total.detach()) / accelerator.num_processes
             tally.hits = losses.hits.detach() + (0 if tally.hits is None else tally.hits)
             tally.counts = losses.counts.detach() + (0 if tally.counts is None else tally.counts)
-            tally.tokens += sum(len(dataset.examples[index].tokens) for index in share[number])
+            tally.tokens += sum(len(job.dataset.examples[index].tokens) for index in share[number])
         norm = accelerator.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], self.clip)
         if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
             raise RunError(f"training: the gradient is not finite at step {step + 1}; lower trainer.lr or trainer.clip")
@@ -226,8 +217,6 @@ class Trainer:
         assert tally.hits is not None and tally.counts is not None
         seconds = time.perf_counter() - tally.began
         sums = torch.tensor([tally.loss, tally.tokens], dtype=torch.float64, device=accelerator.device)
-        if accelerator.device.type == "mps":
-            sums = sums.float()
         sums = accelerator.reduce(sums, reduction="sum")
         hits = accelerator.reduce(tally.hits.float(), reduction="sum")
         counts = accelerator.reduce(tally.counts.float(), reduction="sum")
@@ -245,18 +234,10 @@ class Trainer:
             },
         }
 
-    def _save(
-        self,
-        run: Path,
-        drafter: Drafter,
-        target: Target,
-        optimizer: torch.optim.Optimizer,
-        step: int,
-        batches_done: int,
-    ) -> None:
-        inner: Any = getattr(optimizer, "optimizer", optimizer)
+    def _save(self, job: Job, run: Path, step: int, batches_done: int) -> None:
+        inner: Any = getattr(job.optimizer, "optimizer", job.optimizer)
         progress = {"step": step, "batches_done": batches_done}
-        save_checkpoint(checkpoint_path(run, step), _weights(drafter, target), inner, progress, self.keep_checkpoints)
+        save_checkpoint(checkpoint_path(run, step), _weights(job.drafter, job.target), inner, progress, self.keep_checkpoints)
 
 
 def _weights(drafter: Drafter, target: Target) -> dict[str, Tensor]:
