@@ -17,6 +17,11 @@ class Prompt:
     turns: list[str]
     before: list[dict[str, str]]
 
+    @property
+    def opening(self) -> list[dict[str, str]]:
+        """The messages up to the first answer that is wanted."""
+        return [*self.before, {"role": "user", "content": self.turns[0]}]
+
 
 def read_prompts(path: str | None, limit: int | None) -> list[Prompt]:
     """Prompts of a JSON Lines file, or the held-out ones that ship with the project.

@@ -63,7 +63,7 @@ class Evaluation:
     def check_prompts(self, target: Target) -> None:
         """Stop where a prompt and its answer do not fit the target's context."""
         for prompt in self.prompts:
-            length = len(prompt_tokens(target, [*prompt.before, {"role": "user", "content": prompt.turns[0]}]))
+            length = len(prompt_tokens(target, prompt.opening))
             if length + self.max_new_tokens > target.max_length:
                 raise UserError(
                     f"eval.prompts: prompt {prompt.id} has {length} tokens and, with "
@@ -139,7 +139,7 @@ class Evaluation:
                 for offset in range(len(contenders)):
                     system = contenders[(offset + number) % len(contenders)]
                     name = "autoregressive" if system is None else system.name
-                    runs[name] = self._run(target, system, rule, tokens, row)
+                    runs[name] = run(target, system, rule, tokens, self.max_new_tokens, row)
                 for system in systems:
                     pair = (runs["autoregressive"], runs[system.name])
                     turns[system.name].append(Turn(prompt.id, index, prompt.category, *pair))
@@ -148,16 +148,11 @@ class Evaluation:
                 row += 1
         return turns
 
-    def _run(self, target: Target, system: System | None, rule: AcceptanceRule, tokens: list[int], row: int) -> Generation:
-        drafter, builder = (None, None) if system is None else (system.drafter, system.builder)
-        return decode(target, [tokens], rule, self.max_new_tokens, drafter, builder, rows=[row])[0]
-
     def _warm_up(self, target: Target, systems: list[System], rule: AcceptanceRule) -> None:
         """One short run of each contender, outside every timer."""
-        tokens = prompt_tokens(target, [*self.prompts[0].before, {"role": "user", "content": self.prompts[0].turns[0]}])
+        tokens = prompt_tokens(target, self.prompts[0].opening)
         for system in (None, *systems):
-            drafter, builder = (None, None) if system is None else (system.drafter, system.builder)
-            decode(target, [tokens], rule, min(8, self.max_new_tokens), drafter, builder)
+            run(target, system, rule, tokens, min(8, self.max_new_tokens), 0)
 
     def _identity(
         self, target: Target, systems: list[System], rule: AcceptanceRule, turns: dict[str, list[Turn]]
@@ -207,9 +202,14 @@ class Evaluation:
                 output = prefix
                 continue
             context = turn.drafted.prompt + prefix
-            rest = decode(target, [context], rule, left, system.drafter, system.builder, rows=[row])[0]
-            output = prefix + rest.output
+            output = prefix + run(target, system, rule, context, left, row).output
         found.identical += 1
+
+
+def run(target: Target, system: System | None, rule: AcceptanceRule, prompt: list[int], limit: int, row: int) -> Generation:
+    """Decode one prompt with a system, or autoregressively; `row` keys its random draws."""
+    drafter, builder = (None, None) if system is None else (system.drafter, system.builder)
+    return decode(target, [prompt], rule, limit, drafter, builder, rows=[row])[0]
 
 
 def prompt_tokens(target: Target, messages: list[dict[str, str]]) -> list[int]:

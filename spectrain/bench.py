@@ -1,5 +1,6 @@
 """`spectrain bench`: times measured side by side in one process, so that ratios mean something on a busy machine."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,10 +36,7 @@ def decode_table(config: DictConfig, repeats: int = 9) -> None:
     if evaluation is None:
         raise UserError("eval=none: bench decode needs prompts; leave it out")
     console = Console()
-    prompts = [
-        prompt_tokens(target, [*prompt.before, {"role": "user", "content": prompt.turns[0]}])
-        for prompt in evaluation.prompts[: min(8, len(evaluation.prompts))]
-    ]
+    prompts = [prompt_tokens(target, prompt.opening) for prompt in evaluation.prompts[: min(8, len(evaluation.prompts))]]
     where = (
         torch.cuda.get_device_name() if target.device.type == "cuda" else f"{processor()}, {torch.get_num_threads()} threads"
     )
@@ -110,8 +108,6 @@ def timed(target: Target, work: Callable[[], Any]) -> float:
 
 def training_throughput(config: DictConfig, steps: int = 12) -> None:
     """Train for a few steps on the recipe's data and print tokens per second and what took the time."""
-    import json
-
     trainer = build(config.trainer)
     target: Target = build(config.target)
     target.pack()

@@ -30,14 +30,9 @@ def main() -> None:
         print(USAGE)
         sys.exit(0 if arguments else 2)
     try:
-        dispatch(arguments)
+        quietly(dispatch)(arguments)
     except KeyboardInterrupt:
         sys.exit(fail("stopped; go on with the same command and trainer.resume=auto run=DIR", 1))
-    except Exception as error:
-        status = told(error)
-        if status is None:
-            raise
-        sys.exit(status)
 
 
 def fail(message: str, status: int) -> int:
