@@ -2,15 +2,22 @@
 
 A round is one draft, one target forward and its acceptance. Acceptance length is the mean number of tokens that a target
 forward emits, the bonus token included, pooled over rounds; the token of the prefill belongs to no round, and a last round
-that EOS or the limit cut short is left out.
+that EOS or the limit cut short is left out. Rows decoded together share their batch's seconds: the share of each is the
+batch's over the number of rows. A prompt is all turns of one id.
+Shapes: P prompts, C columns, R resamples.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from spectrain.decode import Generation
+from spectrain.decode import PARTS, Generation
+
+Floats = NDArray[np.float64]
+Interval = list[float] | None
+TINY = 1e-9  # a standard error of a log below this is rounding
 
 
 @dataclass(frozen=True)
@@ -31,9 +38,14 @@ def pooled_acceptance(turns: Sequence[Turn]) -> float:
 
 
 def per_prompt_acceptance(turns: Sequence[Turn]) -> float:
-    """The mean over prompts of each prompt's acceptance length: the definition some papers use."""
-    means = [np.mean(turn.drafted.whole_rounds) for turn in turns if turn.drafted.whole_rounds]
-    return float(np.mean(means)) if means else 1.0
+    """The mean over prompts of each prompt's tokens per target forward; a prompt without a whole round has none."""
+    return _mean_of_ratios(_acceptance_columns(turns))
+
+
+def histogram(turns: Sequence[Turn]) -> list[int]:
+    """Entry k is the number of whole rounds that emitted k + 1 tokens: k drafted ones and the bonus."""
+    rounds = [count for turn in turns for count in turn.drafted.whole_rounds]
+    return [int(number) for number in np.bincount(rounds)[1:]] if rounds else []
 
 
 def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
@@ -42,7 +54,7 @@ def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
     tried: list[int] = []
     for turn in turns:
         generation = turn.drafted
-        for count, depth in list(zip(generation.accepted, generation.nodes))[: len(generation.whole_rounds)]:
+        for count, depth in list(zip(generation.accepted, generation.depths))[: len(generation.whole_rounds)]:
             for level in range(1, min(depth, count) + 1):
                 while len(tried) < level:
                     tried.append(0)
@@ -52,10 +64,40 @@ def acceptance_by_depth(turns: Sequence[Turn]) -> list[float]:
     return [round(k / n, 4) for k, n in zip(kept, tried)]
 
 
+def tau_by_convention(turns: Sequence[Turn], chain: bool) -> dict[str, float | None]:
+    """Other projects' definitions under their names; all count every round, the cut last one untrimmed, unlike ours.
+
+    spec_bench: tokens per round, bonus in, pooled; ours (pooled) where no round is cut.
+    eagle, medusa: the same number, there called tau (new tokens per target forward) and acceleration rate.
+    hass: the mean over prompts of accepted + 1; our per-prompt mean where no round is cut.
+    gpt_fast: spec_bench's without the bonus, thus 1 less.
+    layerskip: drafted tokens kept over tokens drafted, of a `chain` only: of a tree at most one of each depth can be kept.
+    """
+    tokens = sum(sum(turn.drafted.accepted) for turn in turns)
+    rounds = sum(len(turn.drafted.accepted) for turn in turns)
+    drafted = sum(sum(turn.drafted.depths) for turn in turns)
+    per_round = round(tokens / rounds, 4) if rounds else 1.0
+    every_round = _per_prompt(turns, lambda turn: (sum(turn.drafted.accepted), len(turn.drafted.accepted)))
+    return {
+        "spec_bench": per_round,
+        "eagle": per_round,
+        "medusa": per_round,
+        "hass": round(_mean_of_ratios(every_round), 4),
+        "gpt_fast": round(per_round - 1, 4),
+        "layerskip": round((tokens - rounds) / drafted, 4) if chain and drafted else None,
+    }
+
+
 def tokens_per_second(generations: Sequence[Generation]) -> float:
-    """Decoded tokens, up to EOS or the limit and without the prefill's, over decoding time."""
-    seconds = sum(generation.decode_seconds for generation in generations)
-    return sum(len(generation.output) - 1 for generation in generations) / seconds if seconds else 0.0
+    """Decoded tokens of all rows, up to EOS or the limit and without the prefill's, over decoding time."""
+    seconds = sum(_decode_share(generation) for generation in generations)
+    return sum(_decoded(generation) for generation in generations) / seconds if seconds else 0.0
+
+
+def per_user_tokens_per_second(generations: Sequence[Generation]) -> float:
+    """The mean over rows of a row's own decoded tokens over the undivided time until its last round ended."""
+    rates = [_decoded(generation) / generation.finish_seconds for generation in generations if generation.finish_seconds]
+    return float(np.mean(rates)) if rates else 0.0
 
 
 def speedup(turns: Sequence[Turn]) -> float:
@@ -65,33 +107,109 @@ def speedup(turns: Sequence[Turn]) -> float:
 
 
 def predicted_speedup(turns: Sequence[Turn]) -> float:
-    """Acceptance length times an autoregressive step's time over a round's draft, verify and accept times."""
+    """Acceptance length times a row's share of an autoregressive step over that of a round's draft, verify and accept."""
     steps = sum(len(turn.autoregressive.accepted) for turn in turns)
     rounds = sum(len(turn.drafted.accepted) for turn in turns)
     if not steps or not rounds:
         return 0.0
-    step = sum(turn.autoregressive.decode_seconds for turn in turns) / steps
-    parts = ("draft", "verify", "accept")
-    cycle = sum(turn.drafted.seconds[part] for turn in turns for part in parts) / rounds
+    step = sum(_decode_share(turn.autoregressive) for turn in turns) / steps
+    cycle = sum(_share(turn.drafted, part) for turn in turns for part in ("draft", "verify", "accept")) / rounds
     return pooled_acceptance(turns) * step / cycle
 
 
 def time_share(turns: Sequence[Turn]) -> dict[str, float]:
     """What part of the drafted decoding time each step of a round took."""
-    parts = ("draft", "verify", "accept", "other")
-    seconds = {part: sum(turn.drafted.seconds[part] for turn in turns) for part in parts}
+    seconds = {part: sum(_share(turn.drafted, part) for turn in turns) for part in PARTS}
     total = sum(seconds.values()) or 1.0
     return {part: round(value / total, 4) for part, value in seconds.items()}
 
 
-def bootstrap(turns: Sequence[Turn], statistic: Callable[[Sequence[Turn]], float], draws: int = 1000) -> list[float]:
-    """The 95 % confidence interval of a statistic, by resampling prompts."""
-    names = sorted({turn.id for turn in turns})
-    by_name = {name: [turn for turn in turns if turn.id == name] for name in names}
-    random = np.random.default_rng(0)
-    values = []
-    for _ in range(draws):
-        drawn = random.choice(len(names), len(names))
-        values.append(statistic([turn for index in drawn for turn in by_name[names[index]]]))
-    low, high = np.percentile(values, [2.5, 97.5])
-    return [round(float(low), 4), round(float(high), 4)]
+def acceptance_interval(turns: Sequence[Turn]) -> Interval:
+    """The 95 % confidence interval of `pooled_acceptance`, over draws of prompts."""
+    return interval(_acceptance_columns(turns), (1, -1))
+
+
+def speedup_interval(turns: Sequence[Turn]) -> Interval:
+    """The 95 % confidence interval of `speedup`, over draws of prompts."""
+
+    def row(turn: Turn) -> tuple[float, ...]:
+        pair = (turn.drafted, turn.autoregressive)
+        return tuple(value for generation in pair for value in (_decoded(generation), _decode_share(generation)))
+
+    return interval(_per_prompt(turns, row), (1, -1, -1, 1))
+
+
+def interval(columns: Floats, signs: Sequence[int], draws: int = 2000) -> Interval:
+    """The 95 % confidence interval of the product over columns [P, C] of (the column's sum) ** (its sign, 1 or -1).
+
+    Bootstrap-t on the log scale (Efron and Tibshirani, 1993, section 12.5): prompts are resampled with a fixed seed and
+    each resample's error is measured in its own standard error. Below 8 prompts, or where resamples have no spread,
+    Student's t takes its place. None below 2 prompts or where a sum is 0; the value itself where prompts do not differ.
+    A prompt of zeros only (without a round) says nothing and is not counted.
+    """
+    columns = columns[columns.any(-1)]
+    prompts = len(columns)
+    if prompts < 2 or not columns.sum(0).all():
+        return None
+    sign = np.asarray(signs, dtype=np.float64)
+    value, error = (float(part[0]) for part in _log_statistic(columns, sign, np.ones((1, prompts))))
+    low = high = student_quantile(prompts - 1)
+    if prompts >= 8 and error > TINY:
+        weights = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), draws).astype(np.float64)
+        values, errors = _log_statistic(columns, sign, weights[(weights @ columns).all(1)])
+        if np.mean(errors > TINY) > 0.99:
+            scores = (values - value)[errors > TINY] / errors[errors > TINY]
+            high, low = np.quantile(scores, [0.975, 0.025]) * (1, -1)
+    # a resample that errs upwards says that the truth lies below, so the upper score gives the lower end
+    return [round(float(np.exp(end)), 4) for end in (value - high * error, value + low * error)]
+
+
+def _log_statistic(columns: Floats, sign: Floats, weights: Floats) -> tuple[Floats, Floats]:
+    """The log statistic and its standard error [R] of resamples that take prompts `weights` [R, P] times."""
+    prompts = len(columns)
+    means = weights @ columns / prompts  # [R, C]
+    influence = (sign / means) @ columns.T - sign.sum()  # [R, P]
+    variance = (weights * influence**2).sum(1) / (prompts * (prompts - 1))
+    return np.log(means) @ sign, np.sqrt(variance)
+
+
+def student_quantile(freedom: int) -> float:
+    """Student's t at 97.5 %, to 0.2 %: exact for 1 and 2 degrees of freedom, else Cornish and Fisher's expansion."""
+    exact = {1: 12.7062, 2: 4.3027}
+    z = 1.959964
+    terms = (z, 2.372271, 2.822499, 2.555849, 1.589535)  # Abramowitz and Stegun, 26.7.5, at z
+    return exact.get(freedom) or sum(term / freedom**power for power, term in enumerate(terms))
+
+
+def _per_prompt(turns: Sequence[Turn], row: Callable[[Turn], tuple[float, ...]]) -> Floats:
+    """The sum of each prompt's rows [P, C], in the order of ids: turns of one prompt are not independent."""
+    rows: dict[str, list[tuple[float, ...]]] = {}
+    for turn in turns:
+        rows.setdefault(turn.id, []).append(row(turn))
+    return np.array([np.sum(rows[name], axis=0) for name in sorted(rows)], dtype=np.float64)
+
+
+def _acceptance_columns(turns: Sequence[Turn]) -> Floats:
+    """Tokens and number of each prompt's whole rounds [P, 2]."""
+    return _per_prompt(turns, lambda turn: (sum(turn.drafted.whole_rounds), len(turn.drafted.whole_rounds)))
+
+
+def _mean_of_ratios(columns: Floats) -> float:
+    """The mean over prompts that have a round of tokens per round."""
+    columns = columns[columns[:, 1] > 0] if len(columns) else columns
+    return float(np.mean(columns[:, 0] / columns[:, 1])) if len(columns) else 1.0
+
+
+def _decoded(generation: Generation) -> int:
+    """Tokens kept, without the prefill's."""
+    return len(generation.output) - 1
+
+
+def _share(generation: Generation, part: str) -> float:
+    """One row's share of its batch's seconds in a part of the round."""
+    return generation.seconds[part] / generation.batch
+
+
+def _decode_share(generation: Generation) -> float:
+    """One row's share of its batch's decoding time, the prefill left out."""
+    return generation.decode_seconds / generation.batch

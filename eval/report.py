@@ -5,40 +5,66 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-ROWS = {"chain": "the same, chain", "untrained": "untrained", "ngram": "n-gram lookup"}
-
 
 def print_table(summary: dict[str, Any]) -> None:
     """Acceptance length and speed of every system with 95 % intervals, then where the time went and what was checked."""
     setting = summary["setting"]
-    tree = setting["tree"]
-    console = Console(width=None if Console().is_terminal else 110)
+    console = Console(width=None if Console().is_terminal else 120)
     table = Table(
         title=f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens"
     )
     table.add_column("", no_wrap=True)
-    for title in ("tokens per forward", "95 %", "tokens/s", "speedup", "95 %", "identical"):
+    for title in ("tokens per forward", "95 %", "tokens/s", "speedup", "95 %", "predicted", "identical"):
         table.add_column(title, justify="right")
     base = summary["tokens_per_second"]["autoregressive"]
-    table.add_row("autoregressive", "1.00", "", f"{base:.1f}", "1.00", "", "")
-    nodes = f"{tree['name']}, {tree['budget']} nodes" if tree["name"] != "chain" else f"chain of {tree['depth']}"
-    rows = {f"drafter, {nodes}": summary}
-    rows |= {ROWS[name]: entry for name, entry in summary["compared"].items()}
-    for name, entry in rows.items():
+    table.add_row("autoregressive", "1.00", "", f"{base:.1f}", "1.00", "", "", "")
+    for entry in (summary, *summary["compared"].values()):
         length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry["lossless"]
+        identical = f"{lossless['identical']} of {lossless['checked']}" if lossless and lossless["checked"] else ""
         table.add_row(
-            name, f"{length['pooled']:.2f}", "{:.2f} to {:.2f}".format(*length["ci95"]),
-            f"{entry['tokens_per_second']['drafted']:.1f}", f"{speed['ratio']:.2f}", "{:.2f} to {:.2f}".format(*speed["ci95"]),
-            "" if lossless is None else f"{lossless['identical']} of {lossless['checked']}",
+            entry["label"], f"{length['pooled']:.2f}", _range(length["ci95"]),
+            f"{entry['tokens_per_second']['drafted']:.1f}", f"{speed['ratio']:.2f}", _range(speed["ci95"]),
+            f"{speed['predicted']:.2f}", identical,
         )  # fmt: skip
     console.print(table)
     share = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
-    console.print(f"time of a drafted round: {share}; speedup predicted from the parts {summary['speedup']['predicted']:.2f}")
-    depths = " ".join(f"{value:.2f}" for value in summary["acceptance_by_depth"])
-    console.print(f"kept by depth: {depths}; device {setting['device']}, {setting['dtype']}, batch 1")
+    console.print(f"time of a drafted round: {share}; tokens/s are of all {setting['batch_size']} rows of a batch")
+    console.print(f"kept by depth: {_rates(summary['acceptance_by_depth'])}; device {setting['device']}, {setting['dtype']}")
+    forced, limits = summary.get("teacher_forced"), summary["bounds"]
+    if forced:
+        console.print(f"right on the target's own text, by depth: {_rates(forced['agreement_by_depth'])}")
+    if limits.get("oracle"):
+        floors = 1 / limits["autoregressive_of_floor"]
+        console.print(
+            f"speedup if every draft were right (chain) {limits['oracle']:.2f}, if drafting were free "
+            f"{limits['zero_cost_draft']:.2f}; an autoregressive step takes {floors:.1f} times its floor"
+        )
+    for name, entry in summary.get("transformers", {}).items():
+        console.print(
+            f"transformers {name}: {entry['tokens_per_second']:.1f} tokens/s with prefill, {entry['speedup']:.2f} of its plain "
+            f"generate, {entry['tokens_per_forward']:.2f} tokens per forward"
+        )
+    if guard := summary.get("guard"):
+        console.print(f"guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not")
+    if setting["skipped"]:
+        console.print("left out: " + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items()))
     lossless = summary["lossless"]
-    if lossless is not None and lossless["differences"]:
+    if lossless is None:
+        return
+    if lossless["differences"]:
         console.print(f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from {lossless['reference']}")
-    elif lossless is not None:
+    elif not lossless["lossless"]:
+        console.print(f"LOSSY: acceptance={lossless['rule']} changes what the target would say")
+    elif lossless["checked"]:
         ties = len(lossless["near_ties"])
         console.print(f"output identical to {lossless['reference']}, rule {lossless['rule']}; near ties: {ties}")
+    else:
+        console.print(f"rule {lossless['rule']}: output follows {lossless['reference']}")
+
+
+def _range(interval: list[float] | None) -> str:
+    return "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+
+
+def _rates(values: list[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values)

@@ -8,81 +8,153 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from rich.console import Console
+from rich.progress import track
 
-from spectrain.acceptance import AcceptanceRule, Greedy
+from spectrain.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.calibration import Forced, calibrate
 from spectrain.data.chat import render
 from spectrain.decode import Generation, decode
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.lookahead import Lookahead
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval import metrics
-from spectrain.eval.baselines import NEAR_TIE, Identity, first_difference, generate, logit_gap, plain_model
+from spectrain.eval.baselines import (
+    NEAR_TIE,
+    TRANSFORMERS,
+    Identity,
+    first_difference,
+    generate,
+    logit_gap,
+    plain_model,
+    run_transformers,
+)
 from spectrain.eval.metrics import Turn
-from spectrain.eval.prompts import read_prompts
+from spectrain.eval.prompts import Prompt, read_prompts
 from spectrain.eval.report import print_table
+from spectrain.eval.summary import bounds, sample, summarise, teacher_forced, write_rounds, write_whole
+from spectrain.guard import Guard
 from spectrain.packing import pack_linears
-from spectrain.shapes import Chain, TreeBuilder
+from spectrain.shapes import Auto, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Sequoia, Static, TreeBuilder
 from spectrain.target import Target
+
+OURS = ("chain", "untrained", "ngram", "lookahead")
 
 
 @dataclass(frozen=True)
 class System:
-    """A drafter with a tree: one row of the table."""
+    """A drafter with a tree and a rule: one row of the table."""
 
     name: str
+    label: str
     drafter: Drafter
     builder: TreeBuilder
+    rule: AcceptanceRule
+    guard: Guard | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One turn that is decoded by everything: its prompt, and the row key of its random draws."""
+
+    prompt: Prompt
+    turn: int
+    tokens: list[int]
+    row: int
 
 
 class Evaluation:
-    """Which prompts, how long, and what else is decoded beside the drafter: `baselines` of chain, untrained, ngram."""
+    """Which prompts, how long, and what else is decoded beside the drafter.
+
+    `prompts`: a file or a known benchmark. `baselines`: chain, untrained, ngram, lookahead (this engine); generate,
+    prompt_lookup, assistant, early_exit (transformers' own). `guard`: decode autoregressively while drafting does not pay.
+    `sweep`: tree for every tree builder at `budgets`. `calibration`: prompts that trees are searched and timed on.
+    """
 
     def __init__(
         self,
         name: str = "heldout",
         prompts: str | None = None,
+        categories: list[str] | None = None,
         limit: int | None = None,
         max_new_tokens: int = 128,
+        batch_size: int = 1,
         baselines: tuple[str, ...] = ("chain", "untrained", "ngram"),
         check: bool = True,
+        oracle: bool = True,
+        guard: bool = False,
+        sweep: Literal["tree"] | None = None,
+        budgets: tuple[int, ...] = (8, 16, 32, 64),
+        calibration: str | None = None,
+        calibration_limit: int = 8,
+        assistant: str | None = None,
+        exit_layer: int | None = None,
     ) -> None:
-        if limit is not None and limit < 1:
-            raise UserError(f"eval.limit={limit}: use 1 or more, or null for all")
-        if max_new_tokens < 2:
-            raise UserError(f"eval.max_new_tokens={max_new_tokens}: use 2 or more")
-        unknown = set(baselines) - {"chain", "untrained", "ngram"}
-        if unknown:
-            raise UserError(f"eval.baselines: {min(unknown)!r} is unknown; use chain, untrained and ngram")
-        self.name, self.max_new_tokens, self.check = name, max_new_tokens, check
+        for key, value, least in (("limit", limit, 1), ("max_new_tokens", max_new_tokens, 2), ("batch_size", batch_size, 1),
+                                  ("calibration_limit", calibration_limit, 1), ("exit_layer", exit_layer, 1)):  # fmt: skip
+            if value is not None and value < least:
+                raise UserError(f"eval.{key}={value}: use {least} or more")
+        if any(budget < 2 for budget in budgets):
+            raise UserError(f"eval.budgets={list(budgets)}: a tree has 2 nodes or more, the root included")
+        known = (*OURS, *TRANSFORMERS)
+        if unknown := sorted(set(baselines) - set(known)):
+            raise UserError(f"eval.baselines: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
+        if "assistant" in baselines and assistant is None:
+            raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
+        if "early_exit" in baselines and exit_layer is None:
+            raise UserError("eval.baselines: early_exit needs eval.exit_layer=N")
+        self.name, self.max_new_tokens, self.batch_size = name, max_new_tokens, batch_size
+        self.check, self.oracle, self.guard, self.sweep, self.budgets = check, oracle, guard, sweep, budgets
         self.baselines = tuple(baselines)
-        self.prompts = read_prompts(prompts, limit)
+        self.assistant, self.exit_layer = assistant, exit_layer
+        read = read_prompts(prompts, limit, categories)
+        self.prompts, self.skipped = read.prompts, dict(read.skipped)
+        self.calibration, self.calibration_limit = calibration, calibration_limit
 
     def check_prompts(self, target: Target) -> None:
-        """Stop where a prompt and its answer do not fit the target's context."""
-        for prompt in self.prompts:
-            length = len(prompt_tokens(target, prompt.opening))
-            if length + self.max_new_tokens > target.max_length:
-                raise UserError(
-                    f"eval.prompts: prompt {prompt.id} has {length} tokens and, with "
-                    f"eval.max_new_tokens={self.max_new_tokens}, does not fit the context of {target.name} "
-                    f"({target.max_length} tokens); shorten one of them"
-                )
+        """Leave out prompts that do not fit the target's context with their answer; stop where none does."""
+        lengths = [len(prompt_tokens(target, prompt.opening)) for prompt in self.prompts]
+        room = target.max_length - self.max_new_tokens
+        fitting = [prompt for prompt, length in zip(self.prompts, lengths) if length <= room]
+        if not fitting:
+            raise UserError(
+                f"eval.prompts: the shortest prompt has {min(lengths)} tokens and, with "
+                f"eval.max_new_tokens={self.max_new_tokens}, none fits the context of {target.name} ({target.max_length} "
+                "tokens); shorten one of them"
+            )
+        if len(fitting) < len(self.prompts):
+            self.skipped["too long"] = len(self.prompts) - len(fitting)
+            self.prompts = fitting
 
     def systems(
-        self, target: Target, drafter: Drafter, builder: TreeBuilder, untrained: Callable[[], Drafter] | None
+        self,
+        target: Target,
+        drafter: Drafter,
+        builder: TreeBuilder,
+        rule: AcceptanceRule,
+        untrained: Callable[[], Drafter] | None,
     ) -> list[System]:
         """The drafter with its tree first, then what it is shown beside."""
-        systems = [System("drafter", drafter, builder)]
-        chain = Chain(min(3, builder.depth))
-        if "chain" in self.baselines and builder.name != "chain":
-            systems.append(System("chain", drafter, chain))
+        guard = Guard() if self.guard else None
+        systems = [System("drafter", f"drafter, {describe(builder)}", drafter, builder, rule, guard)]
+        chain = Chain(min(3, builder.depth), builder.children, builder.temperature, builder.seed)
+        plain = rule.matched()  # a drafter that copies text draws nothing, so p / q has no meaning for it
+        if self.sweep == "tree":
+            for other in sweep_builders(builder, self.budgets):
+                systems.append(System(f"{other.name}-{other.budget}", describe(other), drafter, other, rule))
+            return systems
+        if "chain" in self.baselines and not builder.is_chain and not isinstance(drafter, (Ngram, Lookahead)):
+            systems.append(System("chain", "the same, chain", drafter, chain, rule))
         if "untrained" in self.baselines and untrained is not None:
-            systems.append(System("untrained", untrained().to(target.device, target.dtype).eval(), builder))
+            fresh = untrained().to(target.device, target.dtype).eval()
+            systems.append(System("untrained", "untrained", fresh, builder, rule))
         if "ngram" in self.baselines and not isinstance(drafter, Ngram):
-            systems.append(System("ngram", Ngram(target), chain))
+            systems.append(System("ngram", "n-gram lookup", Ngram(target), Chain(chain.depth), plain))
+        if "lookahead" in self.baselines and not isinstance(drafter, Lookahead):
+            systems.append(System("lookahead", "lookahead", Lookahead(target), Eagle2(builder.depth, builder.budget), plain))
         return systems
 
     def score(
@@ -95,102 +167,161 @@ class Evaluation:
         setting: dict[str, Any],
         untrained: Callable[[], Drafter] | None = None,
     ) -> dict[str, Any]:
-        """Decode every prompt with every system, write summary.json and samples.jsonl to `folder`, print the table."""
+        """Decode every prompt with every system, write what was found to `folder`, print the table."""
+        if any(True for _ in drafter.parameters()):  # otherwise it copies text, whatever the builder is made for
+            rule.check(builder.children, builder.is_chain)
         drafter = drafter.to(target.device, target.dtype).eval()
-        systems = self.systems(target, drafter, builder, untrained)
+        systems = self.systems(target, drafter, builder, rule, untrained)
         target.pack()
         for system in systems:
             pack_linears(system.drafter)
-        turns = self._decode_all(target, systems, rule)
-        identity = self._identity(target, systems, rule, turns) if self.check else None
-        summary = summarise(turns[systems[0].name])
-        summary["lossless"] = None if identity is None else identity["drafter"].summary()
-        others = {system.name: summarise(turns[system.name]) for system in systems[1:]}
-        for name, other in others.items():
-            other["lossless"] = None if identity is None else identity[name].summary()
-        summary["compared"] = others
+        mine = [system.builder for system in systems if system.drafter is drafter]
+        calibration = None
+        if any(other.needs for other in mine):
+            calibration = calibrate(target, drafter, mine, rule, self._calibration_prompts(target))
+        forced = Forced({}, builder, rule) if self.oracle else None
+        turns = self._decode_all(target, systems, forced)
+        oracle = turns.pop("oracle", [])
+        identity = self._identity(target, systems, turns) if self.check else {}
+        summary = summarise(turns["drafter"], builder.is_chain)
+        if forced is not None and any(forced.counts):
+            summary["teacher_forced"] = teacher_forced(forced, summary)
+        else:
+            oracle = []
+        summary["bounds"] = bounds(target, drafter, turns["drafter"], oracle)
+        compared = {system.name: summarise(turns[system.name], system.builder.is_chain) for system in systems[1:]}
+        for system in systems:
+            entry = summary if system.name == "drafter" else compared[system.name]
+            entry["label"], entry["tree"] = system.label, system.builder.settings()
+            entry["lossless"] = identity[system.name].summary() if system.name in identity else None
+        if systems[0].guard is not None:
+            summary["guard"] = systems[0].guard.summary()
+        summary["compared"] = compared
+        if theirs := [name for name in self.baselines if name in TRANSFORMERS]:
+            summary["transformers"] = run_transformers(target, turns["drafter"], theirs, self.assistant, self.exit_layer)
         summary["setting"] = {
             **setting,
             "prompts": len(self.prompts),
+            "skipped": self.skipped,
             "max_new_tokens": self.max_new_tokens,
-            "batch_size": 1,
+            "batch_size": self.batch_size,
             "rule": rule.name,
-            "tree": {"name": builder.name, "depth": builder.depth, "budget": builder.budget},
+            "tree": builder.settings(),
+            "guard": self.guard,
             "threads": torch.get_num_threads(),
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         write_whole(folder / "samples.jsonl", "".join(json.dumps(sample(turn)) + "\n" for turn in turns["drafter"]))
+        write_rounds(folder / "rounds.parquet", turns)
+        if calibration is not None:
+            calibration.save(folder / "calibration.json")
         print_table(summary)
         return summary
 
-    def _decode_all(self, target: Target, systems: list[System], rule: AcceptanceRule) -> dict[str, list[Turn]]:
-        """Every prompt's turns, each decoded autoregressively and by every system, interleaved."""
-        self._warm_up(target, systems, rule)
+    def _calibration_prompts(self, target: Target) -> list[list[int]]:
+        """Openings of the embedded conversations, or of the prompts that eval.calibration names."""
+        if self.calibration is not None:
+            openings = [prompt.opening for prompt in read_prompts(self.calibration, self.calibration_limit).prompts]
+        else:
+            from spectrain.data.readers import Embedded
+
+            openings = [messages[:1] for messages in Embedded(limit=self.calibration_limit).conversations()]
+        tokens = [prompt_tokens(target, opening) for opening in openings]
+        return [prompt for prompt in tokens if len(prompt) + 64 <= target.max_length] or tokens[:1]
+
+    def _decode_all(self, target: Target, systems: list[System], forced: Forced | None) -> dict[str, list[Turn]]:
+        """Every prompt's turns, each decoded autoregressively and by every system, interleaved; with `forced`, once more
+        with every draft right."""
         turns: dict[str, list[Turn]] = {system.name: [] for system in systems}
-        row = 0
-        for number, prompt in enumerate(self.prompts):
-            messages = list(prompt.before)
-            for index, text in enumerate(prompt.turns):
-                messages.append({"role": "user", "content": text})
-                tokens = prompt_tokens(target, messages)
-                runs: dict[str, Generation] = {}
-                contenders: list[System | None] = [None, *systems]
+        contenders: list[System | None] = [None, *systems]
+        free = systems[0].rule.matched()
+        opening = prompt_tokens(target, self.prompts[0].opening)
+        for system in contenders:  # warm up, outside every timer
+            run(target, system, free, [opening], min(8, self.max_new_tokens), [0])
+        row = number = 0
+        starts = range(0, len(self.prompts), self.batch_size)
+        console = Console(stderr=True)
+        for first in track(starts, "prompts", console=console, disable=not console.is_terminal, transient=True):
+            chats = [(prompt, list(prompt.before)) for prompt in self.prompts[first : first + self.batch_size]]
+            index = 0
+            while chats:
+                jobs = []
+                for prompt, messages in chats:
+                    messages.append({"role": "user", "content": prompt.turns[index]})
+                    jobs.append(Job(prompt, index, prompt_tokens(target, messages), row := row + 1))
+                runs: dict[str, list[Generation]] = {}
+                batch, rows = [job.tokens for job in jobs], [job.row for job in jobs]
                 for offset in range(len(contenders)):
                     system = contenders[(offset + number) % len(contenders)]
                     name = "autoregressive" if system is None else system.name
-                    runs[name] = run(target, system, rule, tokens, self.max_new_tokens, row)
-                for system in systems:
-                    pair = (runs["autoregressive"], runs[system.name])
-                    turns[system.name].append(Turn(prompt.id, index, prompt.category, *pair))
-                answer = [token for token in runs["autoregressive"].output if token not in target.stop_ids]
-                messages.append({"role": "assistant", "content": str(target.tokenizer.decode(answer))})
-                row += 1
+                    runs[name] = run(target, system, free, batch, self.max_new_tokens, rows)
+                if forced is not None:
+                    answers = zip(rows, runs["autoregressive"])
+                    forced.sequences = {key: answer.prompt + answer.output for key, answer in answers}
+                    oracle = System("oracle", "every draft right", systems[0].drafter, forced, free)
+                    runs["oracle"] = run(target, oracle, free, batch, self.max_new_tokens, rows)
+                    forced = forced if any(forced.counts) else None  # the drafter drafts by itself: nothing can be forced on it
+                for name in runs.keys() - {"autoregressive"}:
+                    for job, plain, drafted in zip(jobs, runs["autoregressive"], runs[name]):
+                        turn = Turn(job.prompt.id, job.turn, job.prompt.category, plain, drafted)
+                        turns.setdefault(name, []).append(turn)
+                index, number = index + 1, number + 1
+                chats = self._going_on(target, chats, runs["autoregressive"], index)
         return turns
 
-    def _warm_up(self, target: Target, systems: list[System], rule: AcceptanceRule) -> None:
-        """One short run of each contender, outside every timer."""
-        tokens = prompt_tokens(target, self.prompts[0].opening)
-        for system in (None, *systems):
-            run(target, system, rule, tokens, min(8, self.max_new_tokens), 0)
+    def _going_on(
+        self, target: Target, chats: list[tuple[Prompt, list[dict[str, str]]]], answers: list[Generation], index: int
+    ) -> list[tuple[Prompt, list[dict[str, str]]]]:
+        """The chats that have another turn, with the target's own answer added; one that has grown too long ends here."""
+        left = []
+        for (prompt, messages), answer in zip(chats, answers):
+            text = str(target.tokenizer.decode([token for token in answer.output if token not in target.stop_ids]))
+            messages.append({"role": "assistant", "content": text})
+            if index >= len(prompt.turns):
+                continue
+            following = [*messages, {"role": "user", "content": prompt.turns[index]}]
+            if len(prompt_tokens(target, following)) + self.max_new_tokens > target.max_length:
+                self.skipped["turn too long"] = self.skipped.get("turn too long", 0) + len(prompt.turns) - index
+                continue
+            left.append((prompt, messages))
+        return left
 
-    def _identity(
-        self, target: Target, systems: list[System], rule: AcceptanceRule, turns: dict[str, list[Turn]]
-    ) -> dict[str, Identity]:
-        """Compare every output with its reference: `generate` for greedy decoding, our autoregressive run for sampling."""
-        greedy = isinstance(rule, Greedy)
-        reference = "transformers generate" if greedy else "autoregressive, same random draws"
-        found = {system.name: Identity(rule.name, reference) for system in systems}
-        outputs: list[list[int]] = []
-        everything = turns[systems[0].name]
+    def _identity(self, target: Target, systems: list[System], turns: dict[str, list[Turn]]) -> dict[str, Identity]:
+        """Compare every output with its reference: `generate` for greedy decoding, our autoregressive run for sampling.
+
+        A rule that weighs p against q is the target's in distribution, not token by token: nothing is compared.
+        """
+        found = {}
+        greedy = [system for system in systems if isinstance(system.rule, Greedy)]
+        references: list[list[int]] = []
         if greedy:
             with plain_model(target) as model:
-                for turn in everything:
-                    outputs.append(generate(model, turn.autoregressive.prompt, self.max_new_tokens, target.stop_ids))
-        else:
-            outputs = [turn.autoregressive.output for turn in everything]
+                for turn in turns[greedy[0].name]:
+                    references.append(generate(model, turn.autoregressive.prompt, self.max_new_tokens, target.stop_ids))
         for system in systems:
-            for row, (turn, wanted) in enumerate(zip(turns[system.name], outputs)):
-                self._compare(target, system, rule, found[system.name], turn, wanted, row)
+            if system in greedy:
+                identity = Identity(system.rule.name, True, "transformers generate")
+            elif isinstance(system.rule, Match):
+                identity = Identity(system.rule.name, True, "autoregressive, same random draws")
+                references = [turn.autoregressive.output for turn in turns[system.name]]
+            else:
+                reference = "the target's distribution, by proof" if system.rule.lossless else "none: the rule is lossy"
+                found[system.name] = Identity(system.rule.name, system.rule.lossless, reference)
+                continue
+            found[system.name] = identity
+            for row, (turn, wanted) in enumerate(zip(turns[system.name], references), 1):
+                self._compare(target, system, identity, turn, wanted, row)
         return found
 
-    def _compare(
-        self,
-        target: Target,
-        system: System,
-        rule: AcceptanceRule,
-        found: Identity,
-        turn: Turn,
-        wanted: list[int],
-        row: int,
-    ) -> None:
+    def _compare(self, target: Target, system: System, found: Identity, turn: Turn, wanted: list[int], row: int) -> None:
         """Count a turn as identical; where two logits are nearly equal, go on from the reference's token."""
         found.checked += 1
         output = list(turn.drafted.output)
         while (position := first_difference(output, wanted)) is not None:
             where = {"id": turn.id, "turn": turn.turn, "position": position}
             prefix = wanted[:position]
-            tied = isinstance(rule, Greedy)  # a sampled token is decided by logits and noise, so equal logits excuse nothing
+            tied = isinstance(system.rule, Greedy)  # a sampled token is decided by noise as well: equal logits excuse nothing
             gap = logit_gap(target, turn.drafted.prompt + prefix) if tied else None
             if gap is None or gap >= NEAR_TIE or position >= len(wanted):
                 found.differences.append({**where, "gap": gap})
@@ -202,14 +333,17 @@ class Evaluation:
                 output = prefix
                 continue
             context = turn.drafted.prompt + prefix
-            output = prefix + run(target, system, rule, context, left, row).output
+            output = prefix + run(target, system, system.rule, [context], left, [row])[0].output
         found.identical += 1
 
 
-def run(target: Target, system: System | None, rule: AcceptanceRule, prompt: list[int], limit: int, row: int) -> Generation:
-    """Decode one prompt with a system, or autoregressively; `row` keys its random draws."""
-    drafter, builder = (None, None) if system is None else (system.drafter, system.builder)
-    return decode(target, [prompt], rule, limit, drafter, builder, rows=[row])[0]
+def run(
+    target: Target, system: System | None, rule: AcceptanceRule, prompts: list[list[int]], limit: int, rows: list[int]
+) -> list[Generation]:
+    """Decode prompts with a system, or autoregressively by `rule`; `rows` key their random draws."""
+    if system is None:
+        return decode(target, prompts, rule, limit, rows=rows)
+    return decode(target, prompts, system.rule, limit, system.drafter, system.builder, rows, system.guard)
 
 
 def prompt_tokens(target: Target, messages: list[dict[str, str]]) -> list[int]:
@@ -218,54 +352,19 @@ def prompt_tokens(target: Target, messages: list[dict[str, str]]) -> list[int]:
     return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def summarise(turns: list[Turn]) -> dict[str, Any]:
-    """The numbers of one system, under the names of summary.json."""
-    pooled = metrics.pooled_acceptance(turns)
-    by_category = {}
-    for category in sorted({turn.category for turn in turns}):
-        part = [turn for turn in turns if turn.category == category]
-        by_category[category] = {
-            "acceptance_length": round(metrics.pooled_acceptance(part), 4),
-            "speedup": round(metrics.speedup(part), 4),
-        }
-    return {
-        "acceptance_length": {
-            "pooled": round(pooled, 4),
-            "ci95": metrics.bootstrap(turns, metrics.pooled_acceptance),
-            "without_bonus": round(pooled - 1, 4),
-            "per_prompt_mean": round(metrics.per_prompt_acceptance(turns), 4),
-        },
-        "acceptance_by_depth": metrics.acceptance_by_depth(turns),
-        "tokens_per_second": {
-            "autoregressive": round(metrics.tokens_per_second([turn.autoregressive for turn in turns]), 3),
-            "drafted": round(metrics.tokens_per_second([turn.drafted for turn in turns]), 3),
-        },
-        "speedup": {
-            "ratio": round(metrics.speedup(turns), 4),
-            "ci95": metrics.bootstrap(turns, metrics.speedup),
-            "predicted": round(metrics.predicted_speedup(turns), 4),
-        },
-        "time_share": metrics.time_share(turns),
-        "by_category": by_category,
-    }
+def describe(builder: TreeBuilder) -> str:
+    """A builder in a few words."""
+    drawn = "" if builder.children == "deterministic" else ", drawn"
+    shape = f"chain of {builder.depth}" if builder.is_chain else f"{builder.name}, {builder.budget} nodes"
+    return shape + drawn
 
 
-def sample(turn: Turn) -> dict[str, Any]:
-    """One line of samples.jsonl."""
-    drafted = turn.drafted
-    return {
-        "id": turn.id,
-        "turn": turn.turn,
-        "category": turn.category,
-        "prompt_tokens": drafted.prompt,
-        "output_tokens": drafted.output,
-        "rounds": len(drafted.accepted),
-        "accepted": drafted.accepted,
-    }
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside and rename it, so that a kill leaves no half of it."""
-    scratch = path.with_name(path.name + ".part")
-    scratch.write_text(text)
-    scratch.replace(path)
+def sweep_builders(builder: TreeBuilder, budgets: tuple[int, ...]) -> list[TreeBuilder]:
+    """Every kind of tree at every budget, as deep as `builder` is."""
+    depth = builder.depth
+    builders: list[TreeBuilder] = [Chain(depth)]
+    for budget in budgets:
+        builders += [Static(depth, budget), Sequoia(depth, budget), Eagle2(depth, budget), OptTree(depth, budget)]
+        builders += [DySpec(depth, budget, children="deterministic"), Entropy(depth, budget), Cast(depth, budget)]
+        builders += [Auto(depth, budget)]
+    return builders

@@ -15,8 +15,9 @@ from .acceptance import AcceptanceRule
 from .cache import TreeCache
 from .drafters.base import Drafter
 from .errors import UserError
-from .features import Features
-from .shapes import TreeBuilder
+from .features import Features, Layer
+from .guard import Guard
+from .shapes.base import Round, TreeBuilder
 from .target import Target
 from .tree import TokenTree
 
@@ -28,14 +29,23 @@ class Context:
     target: Target
     cache: TreeCache  # the target's, holding every committed token
     tokens: Tensor  # [B, capacity] committed tokens and, behind them, the root
-    fresh: Features  # the target's features at the positions committed since the last round, [B, P]
+    rows: Tensor  # [B] the key of each sequence's random draws
+    fresh: Features  # the target's features at the positions committed since the last proposal, [B, P]
     counts: Tensor  # [B] how many of these positions are real
-    round: int = 0
+    round: int = 0  # proposals made so far
+    waiting: list[tuple[Features, Tensor]] = field(default_factory=list)  # the same, of later rounds without a proposal
 
     @property
     def root(self) -> Tensor:
         """The newest token of each row [B], chosen and not yet run."""
         return self.tokens.gather(1, self.cache.lengths[:, None])[:, 0]
+
+    def catch_up(self) -> None:
+        """Add what rounds without a proposal committed to what the drafter will read."""
+        if self.waiting:
+            parts = [(self.fresh, self.counts), *self.waiting]
+            self.fresh, self.counts = Features.joined(parts), sum(counts for _, counts in parts)  # type: ignore[assignment]
+            self.waiting = []
 
     @property
     def following(self) -> Tensor:
@@ -52,14 +62,22 @@ class Generation:
     prompt: list[int]
     output: list[int] = field(default_factory=list)  # EOS included, nothing past it or the limit
     accepted: list[int] = field(default_factory=list)  # tokens emitted in each round, before trimming
-    nodes: list[int] = field(default_factory=list)  # depth of the proposal in each round
+    depths: list[int] = field(default_factory=list)  # depth of the proposal in each round
+    nodes: list[int] = field(default_factory=list)  # nodes that the target ran in each round, padding left out
+    times: list[dict[str, float]] = field(default_factory=list)  # draft, verify, accept, other of each round of the batch
     cut: bool = False  # EOS or the limit cut the last round short
     done: bool = False
-    seconds: dict[str, float] = field(default_factory=dict)  # draft, verify, accept, other, prefill; shared by a batch
+    seconds: dict[str, float] = field(default_factory=dict)  # of the whole batch: the sums of all rounds, and prefill
+    batch: int = 1  # prompts decoded together
 
     @property
     def decode_seconds(self) -> float:
         return sum(value for key, value in self.seconds.items() if key != "prefill")
+
+    @property
+    def finish_seconds(self) -> float:
+        """Decoding time until this row was done."""
+        return sum(sum(times.values()) for times in self.times)
 
     @property
     def whole_rounds(self) -> list[int]:
@@ -67,12 +85,16 @@ class Generation:
         return self.accepted[:-1] if self.cut else self.accepted
 
 
+PARTS = ("draft", "verify", "accept", "other")
+
+
 class Clock:
-    """Wall time by part; on a GPU each part ends with a synchronisation."""
+    """Wall time of a round by part; on a GPU each part ends with a synchronisation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.seconds = dict.fromkeys(("prefill", "draft", "verify", "accept", "other"), 0.0)
+        self.seconds: dict[str, float] = {}
+        self.began = time.perf_counter()
 
     @contextmanager
     def __call__(self, part: str) -> Iterator[None]:
@@ -80,7 +102,15 @@ class Clock:
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self.seconds[part] += time.perf_counter() - began
+        self.seconds[part] = time.perf_counter() - began
+
+    def lap(self) -> dict[str, float]:
+        """The seconds of the round that ends here."""
+        now = time.perf_counter()
+        seconds = {part: self.seconds.get(part, 0.0) for part in PARTS[:-1]}
+        seconds["other"] = now - self.began - sum(seconds.values())
+        self.began, self.seconds = now, {}
+        return seconds
 
 
 @torch.inference_mode()
@@ -92,40 +122,61 @@ def decode(
     drafter: Drafter | None = None,
     builder: TreeBuilder | None = None,
     rows: list[int] | None = None,
+    guard: Guard | None = None,
+    ignore_eos: bool = False,
 ) -> list[Generation]:
     """Continue every prompt; without a drafter, autoregressively. `rows` keys each sequence's random draws."""
-    generations = [Generation(prompt) for prompt in prompts]
+    generations = [Generation(prompt, batch=len(prompts)) for prompt in prompts]
     clock = Clock(target.device)
-    row_keys = torch.tensor(list(range(len(prompts))) if rows is None else rows)
-    began = time.perf_counter()
+    keys = torch.tensor(list(range(len(prompts))) if rows is None else rows, device=target.device)
+    layers, extra_nodes = ((), 0) if drafter is None else (drafter.layers, drafter.extra_nodes)
     with clock("prefill"):
-        context = _prefill(target, prompts, rule, max_new_tokens, drafter, builder, row_keys)
-    stop_ids = target.stop_ids
-    _record(generations, context.root[:, None].tolist(), None, stop_ids, max_new_tokens, 0)
+        context = _prefill(target, prompts, rule, max_new_tokens, layers, builder, keys, extra_nodes)
+    prefill = clock.seconds["prefill"]
+    stop_ids: frozenset[int] = frozenset() if ignore_eos else target.stop_ids
+    for generation, token in zip(generations, context.root.tolist()):
+        _emit(generation, [token], stop_ids, max_new_tokens)
+    clock.lap()
     while not all(generation.done for generation in generations):
+        asked = drafter if guard is None or guard.drafts() else None
         with clock("draft"):
-            if drafter is None or builder is None:
+            if asked is None or builder is None:
                 tree = TokenTree.chain(context.root[:, None])
             else:
-                tree = drafter.propose(context, builder)
+                context.catch_up()
+                tree = asked.propose(context, builder)
         with clock("verify"):
-            seen = target.verify(tree, context.cache) if drafter is None else drafter.verify(context, tree)
+            seen = target.verify(tree, context.cache, layers) if asked is None else asked.verify(context, tree)
         with clock("accept"):
             assert seen.logits is not None
             positions = context.cache.lengths[:, None] + tree.depths + 1
-            accepted = rule(tree, seen.logits, row_keys, positions)
+            accepted = rule(tree, seen.logits, keys, positions)
             emitted = accepted.emitted(tree)
             active = torch.tensor([not generation.done for generation in generations], device=target.device)
             counts = accepted.counts * active
-            _commit(context, seen, accepted.path, counts, emitted)
-            if drafter is not None:
-                drafter.commit(context, accepted)
-        depth = (tree.depths * tree.valid).amax(1).tolist()
-        _record(generations, emitted.tolist(), counts.tolist(), stop_ids, max_new_tokens, depth)
-    total = time.perf_counter() - began
-    clock.seconds["other"] = total - sum(clock.seconds.values())
+            _commit(context, seen, accepted.path, counts, emitted, asked is not None)
+            if asked is not None:
+                asked.commit(context, accepted)
+        proposed = tree.depths * (tree.valid & tree.emitted)
+        depths, nodes = proposed.amax(1).tolist(), tree.valid.sum(1).tolist()
+        rounds = list(zip(generations, emitted.tolist(), counts.tolist(), depths, nodes))
+        seconds = clock.lap()
+        for generation, tokens, count, depth, size in rounds:
+            if not generation.done:
+                generation.accepted.append(count)
+                generation.depths.append(depth)
+                generation.nodes.append(size)
+                generation.times.append(seconds)
+                generation.cut = _emit(generation, tokens[:count], stop_ids, max_new_tokens)
+        if asked is not None and builder is not None:
+            builder.observe(Round(tree, seen.logits, counts, accepted.path, seconds))
+        if guard is not None:
+            cost = sum(seconds.values()) if guard.cost is None else guard.cost(max(nodes))
+            guard.record(asked is not None, float(counts.sum() / active.sum()), cost)
+    longest = max((generation.times for generation in generations), key=len)
+    total = {part: sum(times[part] for times in longest) for part in PARTS}
     for generation in generations:
-        generation.seconds = dict(clock.seconds)
+        generation.seconds = {"prefill": prefill, **total}
     return generations
 
 
@@ -134,9 +185,10 @@ def _prefill(
     prompts: list[list[int]],
     rule: AcceptanceRule,
     max_new_tokens: int,
-    drafter: Drafter | None,
+    layers: tuple[Layer, ...],
     builder: TreeBuilder | None,
     rows: Tensor,
+    extra_nodes: int,
 ) -> Context:
     """Run the prompts; the first token is chosen from their last logits and belongs to no round."""
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
@@ -147,19 +199,19 @@ def _prefill(
             f"({target.max_length} tokens); shorten it or lower eval.max_new_tokens"
         )
     depth, budget = (0, 1) if builder is None else (builder.depth, builder.budget)
-    capacity = longest + max_new_tokens + depth + budget + 2
+    capacity = longest + max_new_tokens + depth + budget + extra_nodes + 2
     tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=target.device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt, device=target.device)
     cache = target.new_cache(len(prompts), capacity)
-    seen = target.prefill(tokens[:, :longest], lengths, cache, () if drafter is None else drafter.layers)
+    seen = target.prefill(tokens[:, :longest], lengths, cache, layers)
     assert seen.logits is not None
     first = rule.choose(seen.logits, rows, lengths[:, None])
     tokens.scatter_(1, lengths[:, None], first)
-    return Context(target, cache, tokens, seen, lengths)
+    return Context(target, cache, tokens, rows, seen, lengths)
 
 
-def _commit(context: Context, seen: Features, path: Tensor, counts: Tensor, emitted: Tensor) -> None:
+def _commit(context: Context, seen: Features, path: Tensor, counts: Tensor, emitted: Tensor, drafted: bool) -> None:
     """Move the accepted path into the cache and its tokens behind the committed ones."""
     steps = torch.arange(emitted.shape[1], device=emitted.device)
     slots = context.cache.lengths[:, None] + 1 + steps
@@ -167,29 +219,19 @@ def _commit(context: Context, seen: Features, path: Tensor, counts: Tensor, emit
     slots = slots.clamp(max=context.tokens.shape[1] - 1)
     context.tokens.scatter_(1, slots, torch.where(keep, emitted, context.tokens.gather(1, slots)))
     context.cache.commit(path, counts)
-    context.fresh, context.counts = seen.gather(path), counts
-    context.round += 1
+    fresh = seen.gather(path)
+    if drafted:
+        context.fresh, context.counts = fresh, counts
+        context.round += 1
+    else:
+        context.waiting.append((fresh, counts))
 
 
-def _record(
-    generations: list[Generation],
-    emitted: list[list[int]],
-    counts: list[int] | None,
-    stop_ids: frozenset[int],
-    limit: int,
-    depth: list[int] | int,
-) -> None:
-    """Add a round's tokens, up to EOS or the limit; without counts, the token of the prefill."""
-    for row, generation in enumerate(generations):
-        if generation.done:
-            continue
-        tokens = emitted[row] if counts is None else emitted[row][: counts[row]]
-        if counts is not None and isinstance(depth, list):
-            generation.accepted.append(len(tokens))
-            generation.nodes.append(depth[row])
-        for position, token in enumerate(tokens):
-            generation.output.append(token)
-            if token in stop_ids or len(generation.output) >= limit:
-                generation.done = True
-                generation.cut = counts is not None and position + 1 < len(tokens)
-                break
+def _emit(generation: Generation, tokens: list[int], stop_ids: frozenset[int], limit: int) -> bool:
+    """Add a round's tokens, up to EOS or the limit; whether that cut the round short."""
+    for position, token in enumerate(tokens, 1):
+        generation.output.append(token)
+        if token in stop_ids or len(generation.output) >= limit:
+            generation.done = True
+            return position < len(tokens)
+    return False

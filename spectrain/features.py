@@ -35,6 +35,18 @@ class Features:
         hidden = self.hidden.gather(1, index[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))
         return Features(self.tokens.gather(1, index), self.layers, hidden)
 
+    @staticmethod
+    def joined(parts: list[tuple["Features", Tensor]]) -> "Features":
+        """The first `counts[b]` positions of every part, one after another; layers are those of the last part."""
+        layers = parts[-1][0].layers
+        states = [part.hidden if part.layers == layers else torch.stack([part.at(layer) for layer in layers], 2)
+                  if layers else part.hidden[:, :, :0] for part, _ in parts]  # fmt: skip
+        real = torch.cat(
+            [torch.arange(part.tokens.shape[1], device=counts.device) < counts[:, None] for part, counts in parts], 1
+        )
+        order = (~real).long().argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
+        return Features(torch.cat([part.tokens for part, _ in parts], 1), layers, torch.cat(states, 1)).gather(order)
+
     def to(self, device: torch.device | str) -> "Features":
         return replace(self, tokens=self.tokens.to(device), hidden=self.hidden.to(device))
 

@@ -118,12 +118,23 @@ def score(
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
         **provenance(),
     }
-    trainable = dataset is not None and any(True for _ in drafter.parameters())
+    trainable = dataset is not None and any(True for _ in drafter.parameters()) and not drafter.trains_target
     untrained = (lambda: fresh_drafter(config, target, dataset)) if dataset is not None and trainable else None
     folder = run / "eval" / evaluation.name
+    keep_earlier(folder)
     summary: dict[str, Any] = evaluation.score(target, drafter, builder, rule, folder, setting, untrained)
     print(f"written to {folder}")
     return summary
+
+
+def keep_earlier(folder: Path) -> None:
+    """Move an earlier score of the same name aside, to NAME.1, NAME.2 and so on: the newest has the plain name."""
+    if not (folder / "summary.json").exists():
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(aside)
 
 
 def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Drafter:

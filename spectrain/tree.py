@@ -16,26 +16,34 @@ Children = Literal["deterministic", "sampled", "without_replacement"]
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A batch of trees, parents before children, siblings with distinct tokens unless sampled with replacement."""
+    """A batch of trees, parents before children, siblings in the order they were drawn, with distinct
+    tokens unless sampled with replacement."""
 
     tokens: Tensor  # [B, N] int64
     parents: Tensor  # [B, N] int64, -1 at the root, parents[:, i] < i elsewhere
     valid: Tensor  # [B, N] bool, False on padding
     emitted: Tensor  # [B, N] bool, False on nodes that only draft, such as mask tokens
     children: Children = "deterministic"
-    q: Tensor | None = None  # [B, N, V] the distribution each node's children were drawn from
+    q: Tensor | None = None  # [B, N, V] the distribution each node's children were drawn from, over draft ids
+    draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
 
     @classmethod
-    def of(cls, tokens: Tensor, parents: Tensor, children: Children = "deterministic", q: Tensor | None = None) -> "TokenTree":
-        """A tree whose nodes are all valid and emitted."""
+    def of(cls, tokens: Tensor, parents: Tensor, valid: Tensor | None = None) -> "TokenTree":
+        """A tree of deterministic children that are all emitted and, unless `valid` says so, none of them padding."""
         every = torch.ones_like(tokens, dtype=torch.bool)
-        return cls(tokens, parents, every, every, children, q)
+        return cls(tokens, parents, every if valid is None else valid, every)
 
     @classmethod
-    def chain(cls, tokens: Tensor) -> "TokenTree":
+    def chain(cls, tokens: Tensor, valid: Tensor | None = None) -> "TokenTree":
         """A tree of width one from `tokens` [B, N]; a single column is plain autoregressive decoding."""
         parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
-        return cls.of(tokens, parents.expand_as(tokens))
+        return cls.of(tokens, parents.expand_as(tokens), valid)
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether no node has two children."""
+        chain = torch.arange(-1, self.tokens.shape[1] - 1, device=self.tokens.device)
+        return bool(((self.parents == chain) | ~self.valid).all())
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -73,5 +81,6 @@ class TokenTree:
         assert (self.parents[:, 1:] >= 0).all() and (self.parents < index).all(), "parents must come before children"
         if self.children != "sampled":
             same = (self.parents[:, :, None] == self.parents[:, None]) & (self.tokens[:, :, None] == self.tokens[:, None])
-            twins = same & self.valid[:, :, None] & self.valid[:, None] & ~torch.eye(len(index), dtype=torch.bool)
+            real = self.valid & self.emitted
+            twins = same & real[:, :, None] & real[:, None] & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
             assert not twins.any(), "siblings must carry distinct tokens"

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from spectrain.acceptance import AcceptanceRule, Accepted, Greedy, Match
 from spectrain.decode import Context, Generation, decode
-from spectrain.drafters.base import Drafter, Losses
+from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
@@ -33,9 +33,6 @@ class Oracle(Drafter):
         self.texts, self.slips, self.inner = texts, slips, inner
         self.layers = () if inner is None else inner.layers
         self.trees: list[TokenTree] = []
-
-    def loss(self, batch: Batch, target: Target) -> Losses:
-        raise NotImplementedError
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
         if self.inner is not None:
@@ -90,7 +87,7 @@ def assert_same(target: Target, prompt: list[int], output: list[int], wanted: li
 def assert_counted(generation: Generation, limit: int, stop_ids: frozenset[int]) -> None:
     """Rounds, output and the cut belong together, and nothing passes EOS or the limit."""
     output, accepted = generation.output, generation.accepted
-    assert all(1 <= count <= depth + 1 for count, depth in zip(accepted, generation.nodes, strict=True))
+    assert all(1 <= count <= depth + 1 for count, depth in zip(accepted, generation.depths, strict=True))
     assert 1 + sum(accepted[:-1]) < len(output) <= 1 + sum(accepted) or (not accepted and len(output) == 1)
     assert generation.cut == (len(output) < 1 + sum(accepted))
     assert len(output) <= limit and not stop_ids & set(output[:-1])
@@ -111,7 +108,7 @@ def test_greedy_drafting_equals_generate(
         assert_same(tiny, prompt, found.output, wanted)
         assert_same(tiny, prompt, found.output, alone.output)
         assert_counted(found, LIMIT, tiny.stop_ids)
-        assert alone.accepted == [1] * (len(alone.output) - 1) and alone.nodes == [0] * (len(alone.output) - 1)
+        assert alone.accepted == [1] * (len(alone.output) - 1) and alone.depths == [0] * (len(alone.output) - 1)
 
 
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
@@ -239,7 +236,7 @@ def test_eagle3_proposals_depend_on_the_tokens_only(
 class Given(Eagle2):
     """Drafts a fixed tree, two levels below the root, and keeps the drafter's distribution after every path."""
 
-    def grow(self, root: Tensor, rollout: Rollout) -> TokenTree:
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
         after = torch.cat(
             [
                 rollout.start(),
@@ -249,7 +246,7 @@ class Given(Eagle2):
             dim=1,
         )[0]
         self.log_q = dict(zip([(), (20,), (21,), (21, 30), (20, 31), (21, 32)], after))
-        return TokenTree.chain(root[:, None])
+        return TokenTree.chain(context.root[:, None])
 
 
 @pytest.mark.parametrize("num_rounds", [1, 4])
@@ -347,7 +344,9 @@ def test_ngram_keeps_its_budget(tiny: Target, builder: TreeBuilder) -> None:
     cache = tiny.new_cache(1, 64)
     cache.lengths = torch.tensor([len(prompt) - 1])
     nothing = Features(torch.zeros(1, 0), (), torch.zeros(1, 0, 0, 0))
-    tree = Ngram(tiny).propose(Context(tiny, cache, torch.tensor([prompt + [0] * 9]), nothing, torch.tensor([0])), builder)
+    tree = Ngram(tiny).propose(
+        Context(tiny, cache, torch.tensor([prompt + [0] * 9]), torch.tensor([0]), nothing, torch.tensor([0])), builder
+    )
     tree.check()
     drafted = min(builder.depth, builder.budget - 1)
     assert tree.tokens.tolist() == [[11, *prompt[:drafted]]] and tree.valid.all()

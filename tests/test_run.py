@@ -75,8 +75,11 @@ def test_eval_of_a_run_and_of_a_drafter_directory_agree(finished: Path, monkeypa
         shared = [f"run={folder}", "tree=chain", "tree.depth=2", "eval.name=again", "eval.limit=2", "eval.max_new_tokens=12"]
         assert command(monkeypatch, "eval", *shared, "acceptance=match", "acceptance.temperature=0.7") == 0
         found.append(json.loads((folder / "eval/again/summary.json").read_text()))
+    assert command(monkeypatch, "eval", *shared) == 0  # by another rule: the earlier score is kept beside the new one
+    kept, new = (json.loads((finished / f"drafter/eval/{name}/summary.json").read_text()) for name in ("again.1", "again"))
+    assert kept == found[1] and new["setting"]["rule"] == "greedy"
     assert found[0]["acceptance_length"] == found[1]["acceptance_length"]
-    assert found[0]["setting"]["tree"] == {"name": "chain", "depth": 2, "budget": 3}
+    assert found[0]["setting"]["tree"] == {"name": "chain", "depth": 2, "budget": 3, "children": "deterministic"}
     assert found[0]["lossless"]["rule"] == "match" and found[0]["lossless"]["identical"] == 2
 
 

@@ -21,7 +21,7 @@ LENGTH = 48
 @pytest.fixture(scope="module")
 def prompts(tiny: Target) -> list[list[int]]:
     """The held-out prompts, on subjects that the tiny target has never seen."""
-    return [prompt_tokens(tiny, [{"role": "user", "content": prompt.turns[0]}]) for prompt in read_prompts(None, 30)]
+    return [prompt_tokens(tiny, [{"role": "user", "content": prompt.turns[0]}]) for prompt in read_prompts(None, 30).prompts]
 
 
 def acceptance(tiny: Target, prompts: list[list[int]], drafter: Drafter, builder: Chain | Eagle2) -> float:

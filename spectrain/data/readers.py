@@ -31,6 +31,7 @@ class Data(ABC):
         if max_length < 8:
             raise UserError(f"data.max_length={max_length}: use 8 or more")
         self.limit, self.max_length = limit, max_length
+        self.found: list[list[Message]] = []
         self.num_left_out = 0  # conversations that the source itself holds and that cannot be used
 
     @abstractmethod
@@ -38,7 +39,9 @@ class Data(ABC):
         """Every conversation of the source, in its order."""
 
     def conversations(self) -> list[list[Message]]:
-        """The conversations to use; a mistake in any of them stops here, before anything is written."""
+        """The conversations to use, read once; a mistake in any of them stops here, before anything is written."""
+        if self.found:
+            return self.found
         found = []
         self.num_left_out = 0
         for conversation in self.read():
@@ -47,6 +50,7 @@ class Data(ABC):
                 break
         if not found:
             raise UserError(f"data {self.name}: it holds no conversation; give a file with at least one")
+        self.found = found
         return found
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ..errors import UserError
 from ..features import Batch, Features, Layer
-from ..shapes import TreeBuilder
+from ..shapes.base import TreeBuilder
 from ..tree import TokenTree
 
 if TYPE_CHECKING:
@@ -39,15 +40,20 @@ class Drafter(nn.Module, ABC):
 
     layers: tuple[Layer, ...] = ()  # the features it reads, in training and decoding; none for an independent model
     shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
+    extra_nodes: int = 0  # nodes that its trees may hold beyond the builder's budget, such as nodes that only draft
     trains_target: bool = False  # its parameter groups hold parameters of the target: the run then saves the target too
 
-    @abstractmethod
     def loss(self, batch: Batch, target: Target) -> Losses:
-        """Training losses of a batch, which holds the features named by `layers`."""
+        """Training losses of a batch, which holds the features named by `layers`. Training-free families have none."""
+        name = type(self).__name__.lower()
+        raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
 
     @abstractmethod
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        """One round's draft, rooted at `context.root`. Keeps its own cache, renewed where `context.round` is 0."""
+        """One round's draft, rooted at `context.root`, most simply `budget.grow(context, rollout)`.
+
+        Keeps its own cache, renewed where `context.round` is 0.
+        """
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         """The target's logits and features at every node; a family overrides it to reuse work done while drafting."""

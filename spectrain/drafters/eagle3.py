@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..cache import TreeCache
 from ..features import Batch, Layer
 from ..losses import DIVERGENCES, UNNORMALISED
-from ..shapes import Rollout, TreeBuilder
+from ..shapes.base import Rollout, TreeBuilder
 from ..tree import TokenTree
 from .base import Drafter, Losses
 from .layers import Attention, Mlp, copy_weights, llama_config, rotary
@@ -155,7 +155,7 @@ class Eagle3(Drafter):
         steps = torch.arange(num_new, device=context.tokens.device).expand(batch, -1)
         self.cache.commit(steps, context.counts)
         last = output.gather(1, (context.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[-1]))
-        tree = budget.grow(context.root, _Eagle3Rollout(self, self.cache, last))
+        tree = budget.grow(context, _Eagle3Rollout(self, self.cache, last))
         self.cache.forget()
         return tree
 
@@ -222,6 +222,7 @@ class _Eagle3Rollout(Rollout):
 
     def __init__(self, drafter: Eagle3, cache: TreeCache, root: Tensor) -> None:
         self.drafter, self.cache = drafter, cache
+        self.draft_ids = drafter.draft_ids
         self.hidden = root  # [B, nodes given so far, D]
         batch = root.shape[0]
         self.depth = torch.zeros(batch, 1, dtype=torch.int64, device=root.device)
@@ -244,6 +245,3 @@ class _Eagle3Rollout(Rollout):
         self.hidden = torch.cat([self.hidden, output], dim=1)
         self.depth = torch.cat([self.depth, depth], dim=1)
         return self.drafter.log_q(output)
-
-    def to_target(self, ids: Tensor) -> Tensor:
-        return ids + self.drafter.d2t[ids]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..features import Batch
-from ..shapes import TreeBuilder
+from ..shapes.base import TreeBuilder
 from ..tree import TokenTree
-from .base import Drafter, Losses
+from .base import Drafter
 
 if TYPE_CHECKING:
     from ..decode import Context
     from ..target import Target
+
+
+@dataclass
+class Index:
+    """Where each n-gram of a growing text was last seen with a token behind it."""
+
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> position of the token behind it
+    length: int = 1  # tokens of the text that were read; the n-grams that end with the newest have nothing behind them
 
 
 class Ngram(Drafter):
@@ -22,26 +30,39 @@ class Ngram(Drafter):
     def __init__(self, target: Target, longest: int = 3, shortest: int = 1) -> None:
         super().__init__()
         self.longest, self.shortest = longest, shortest
-
-    def loss(self, batch: Batch, target: Target) -> Losses:
-        raise TypeError("the n-gram drafter has nothing to train: score it with spectrain eval drafter=ngram")
+        self.texts: list[list[int]] = []  # the tokens of every row, root included
+        self.indices: list[Index] = []
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        rows = []
-        lengths = (context.cache.lengths + 1).tolist()
-        for tokens, length in zip(context.tokens.tolist(), lengths):
-            rows.append([tokens[length - 1], *self._lookup(tokens[:length], min(budget.depth, budget.budget - 1))])
+        self._read(context)
+        depth = min(budget.depth, budget.budget - 1)
+        rows = [[text[-1], *self._lookup(text, depth, index)] for text, index in zip(self.texts, self.indices)]
         width = max(len(row) for row in rows)
         device = context.tokens.device
         padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
         valid = torch.tensor([[n < len(row) for n in range(width)] for row in rows], device=device)
-        tree = TokenTree.chain(padded)
-        return TokenTree(tree.tokens, tree.parents, valid, tree.emitted)
+        return TokenTree.chain(padded, valid)
 
-    def _lookup(self, tokens: list[int], depth: int) -> list[int]:
+    def _read(self, context: Context) -> None:
+        """Add the tokens since the last proposal to the texts; all tokens, where a decoding begins."""
+        if context.round == 0:
+            lengths = (context.cache.lengths + 1).tolist()
+            self.texts = [tokens[:length] for tokens, length in zip(context.tokens.tolist(), lengths)]
+            self.indices = [Index() for _ in self.texts]
+        else:
+            for text, tokens, count in zip(self.texts, context.following.tolist(), context.counts.tolist()):
+                text += tokens[:count]
+
+    def _lookup(self, tokens: list[int], depth: int, index: Index | None = None) -> list[int]:
+        """What followed the n-gram that `tokens` end with; an index that is kept while they grow reads only new ones."""
+        index = Index() if index is None else index
+        for end in range(index.length, len(tokens)):
+            for size in range(self.shortest, min(self.longest, end) + 1):
+                index.ends[tuple(tokens[end - size : end])] = end
+        index.length = len(tokens)
         for size in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            suffix = tokens[-size:]
-            for start in range(len(tokens) - size - 1, -1, -1):
-                if tokens[start : start + size] == suffix:
-                    return tokens[start + size : start + size + depth]
+            suffix = tuple(tokens[-size:])
+            if suffix in index.ends:
+                start = index.ends[suffix]
+                return tokens[start : start + depth]
         return []

@@ -46,7 +46,7 @@ class FrozenHeads(Drafter):
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
         last = (context.counts - 1).clamp(min=0)[:, None]
         state = context.fresh.gather(last).at("final")
-        return budget.grow(context.root, _Heads(self, state))
+        return budget.grow(context, _Heads(self, state))
 
 
 class _Heads(Rollout):
@@ -97,7 +97,7 @@ class Independent(Drafter):
         index = (self.cache.lengths[:, None] + torch.arange(width)).clamp(max=context.tokens.shape[1] - 1)
         self.model.run(context.tokens.gather(1, index), cache=self.cache)
         self.cache.commit(torch.arange(width).expand(len(behind), -1), behind)
-        tree = budget.grow(context.root, _Model(self.model, self.cache, context.root))
+        tree = budget.grow(context, _Model(self.model, self.cache, context.root))
         self.cache.forget()
         return tree
 

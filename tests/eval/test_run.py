@@ -5,18 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spectrain.acceptance import AcceptanceRule, Greedy, Match
-from spectrain.decode import Context
+from spectrain.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling, Traversal, Typical
+from spectrain.decode import Context, decode
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import run
 from spectrain.eval.run import Evaluation, prompt_tokens
 from spectrain.features import Features
-from spectrain.shapes import Chain, Eagle2
+from spectrain.shapes import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
 from spectrain.target import ATTENTION, Target
 from spectrain.tree import TokenTree
 
@@ -51,7 +52,7 @@ def evaluation(folder: Path, baselines: tuple[str, ...] = (), check: bool = True
     """An evaluation over three short prompts, one of two turns."""
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=baselines, check=check)
+    return Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=baselines, check=check, calibration_limit=2)
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
@@ -144,13 +145,149 @@ def test_the_target_leaves_as_it_came(tiny: Target, tmp_path: Path) -> None:
     torch.testing.assert_close(tiny.features(tokens, ("final",)).hidden, before, rtol=0, atol=0)
 
 
-def test_prompts_that_do_not_fit_are_refused(tiny: Target, tmp_path: Path) -> None:
-    """A prompt and an answer longer than the context stop before anything is decoded, naming the prompt."""
+def test_prompts_that_do_not_fit_are_left_out(tiny: Target, tmp_path: Path) -> None:
+    """A prompt too long for the context with its answer is left out and counted; where none fits, that is a mistake."""
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"id": "long", "prompt": "word " * tiny.max_length}) + "\n")
-    with pytest.raises(UserError, match="prompt long has"):
+    rows = [{"id": "long", "prompt": "word " * tiny.max_length}, {"id": "short", "prompt": "Hi"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scored = Evaluation(prompts=str(path))
+    scored.check_prompts(tiny)
+    assert [prompt.id for prompt in scored.prompts] == ["short"] and scored.skipped == {"too long": 1}
+    path.write_text(json.dumps(rows[0]) + "\n")
+    with pytest.raises(UserError, match="none fits the context of tiny"):
         Evaluation(prompts=str(path)).check_prompts(tiny)
-    evaluation(tmp_path).check_prompts(tiny)
+
+
+def test_a_turn_that_has_grown_too_long_is_left_out(tiny: Target, tmp_path: Path) -> None:
+    """A later turn that does not fit behind the answers before it is counted, and the earlier ones are scored."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps({"id": "a", "turns": ["Hi", "word " * tiny.max_length, "Bye"]}) + "\n")
+    scored = Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=())
+    scored.check_prompts(tiny)
+    summary = scored.score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "out", SETTING)
+    assert summary["setting"]["skipped"] == {"turn too long": 2} and len(samples(tmp_path / "out")) == 1
+
+
+@pytest.fixture(scope="module")
+def eagle3(tiny: Target) -> Eagle3:
+    """An untrained drafter with a draft vocabulary of its own."""
+    torch.manual_seed(1)
+    drafter = Eagle3(tiny, vocab_size=512)
+    drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+    return drafter
+
+
+def test_a_batch_says_what_single_prompts_say(tiny: Target, tmp_path: Path, eagle3: Eagle3) -> None:
+    """Batches of any size give the same samples, with ragged prompts and turns, and stay identical to generate."""
+    found = []
+    for batch_size in (1, 2, 4):
+        scored = evaluation(tmp_path, ("ngram",))
+        scored.batch_size = batch_size
+        summary = scored.score(tiny, eagle3, Eagle2(3, 6, 2), Greedy(), tmp_path / str(batch_size), SETTING)
+        assert summary["lossless"]["identical"] == 4 and summary["compared"]["ngram"]["lossless"]["identical"] == 4
+        lines = samples(tmp_path / str(batch_size))
+        found.append(sorted((line["id"], line["turn"], line["output_tokens"], line["accepted"]) for line in lines))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    "rule, builder",
+    [
+        (SpeculativeSampling(), Chain(2, "sampled")),
+        (Block(top_k=20), Chain(3, "sampled")),
+        (Recursive(0.7), DySpec(3, 6)),
+        (Traversal(top_p=0.9), Static(2, 4, [[0], [1], [0, 0]], "without_replacement")),
+        (Typical(), Eagle2(3, 6, 2)),
+    ],
+    ids=lambda part: part.name,
+)
+def test_every_rule_is_scored(tiny: Target, tmp_path: Path, eagle3: Eagle3, rule: AcceptanceRule, builder: TreeBuilder) -> None:
+    """A rule that weighs p against q claims no token identity, a lossy one says so; the same run gives the same output."""
+    outputs = []
+    for name in ("one", "two"):
+        scored = evaluation(tmp_path, ("chain", "ngram", "lookahead"))
+        summary = scored.score(tiny, eagle3, builder, rule, tmp_path / name, SETTING)
+        outputs.append([line["output_tokens"] for line in samples(tmp_path / name)])
+        assert summary["lossless"]["checked"] == 0 and summary["lossless"]["lossless"] is rule.lossless
+        copied = summary["compared"]["ngram"]["lossless"]  # nothing is drawn there: matched with the same p
+        assert copied["rule"] == "match" and copied["identical"] == copied["checked"] == 4
+    assert outputs[0] == outputs[1]
+
+
+def test_a_tree_is_searched_and_timed_before_it_is_scored(tiny: Target, tmp_path: Path, eagle3: Eagle3) -> None:
+    """Builders that need it are prepared on other prompts, and what was measured is kept."""
+    for builder, key in ((Static(3, 6), "hits"), (Auto(3, 8, 2), "latency")):
+        summary = evaluation(tmp_path).score(tiny, eagle3, builder, Greedy(), tmp_path / key, SETTING)
+        assert json.loads((tmp_path / key / "calibration.json").read_text())[key]
+        assert summary["lossless"]["identical"] == 4
+    assert len(summary["compared"]) == 0 and summary["setting"]["tree"]["median_size"] >= 2
+
+
+def test_the_sweep_scores_every_builder(tiny: Target, tmp_path: Path, eagle3: Eagle3) -> None:
+    """eval.sweep=tree adds a row for every builder at every budget, each identical to generate."""
+    scored = evaluation(tmp_path)
+    scored.sweep, scored.budgets = "tree", (4, 6)
+    summary = scored.score(tiny, eagle3, Chain(2), Greedy(), tmp_path / "out", SETTING)
+    kinds = {"static", "sequoia", "eagle2", "opt", "dyspec", "entropy", "cast", "auto"}
+    assert {name for name in summary["compared"]} >= {f"{kind}-4" for kind in kinds - {"static", "sequoia"}}
+    assert {name.rpartition("-")[0] for name in summary["compared"]} == kinds | {"chain"}
+    for entry in summary["compared"].values():
+        assert entry["lossless"]["identical"] == 4 and entry["nodes_per_round"] <= 6
+
+
+def test_rounds_and_samples_agree(tiny: Target, tmp_path: Path, eagle3: Eagle3) -> None:
+    """rounds.parquet has a row for every round of every system, and its whole rounds give the acceptance length."""
+    summary = evaluation(tmp_path, ("ngram",)).score(tiny, eagle3, Eagle2(3, 6, 2), Greedy(), tmp_path / "out", SETTING)
+    rows = pq.read_table(tmp_path / "out" / "rounds.parquet").to_pylist()
+    mine = [row for row in rows if row["system"] == "drafter"]
+    accepted = [count for line in samples(tmp_path / "out") for count in line["accepted"]]
+    assert [row["tokens"] for row in mine] == accepted
+    assert all(1 <= row["tokens"] <= row["depth"] + 1 and 1 <= row["nodes"] <= 6 for row in mine)
+    for name, entry in (("drafter", summary), ("ngram", summary["compared"]["ngram"])):
+        whole = [row["tokens"] for row in rows if row["system"] == name and row["whole"]]
+        assert entry["acceptance_length"]["pooled"] == pytest.approx(sum(whole) / len(whole), abs=1e-4)
+        assert sum(entry["tokens_by_round"]) == len(whole)
+
+
+def test_what_is_right_on_the_targets_text(tiny: Target, tmp_path: Path, eagle3: Eagle3) -> None:
+    """Teacher-forced agreement equals a count by hand over the target's own answers; nothing is forced on n-gram lookup."""
+    scored = evaluation(tmp_path)
+    summary = scored.score(tiny, eagle3, Chain(1), Greedy(), tmp_path / "out", SETTING)
+    right = total = 0
+    for line in samples(tmp_path / "out"):  # depth 1: every forced round keeps its draft and a bonus
+        text, start = line["prompt_tokens"] + line["output_tokens"], len(line["prompt_tokens"])
+        for root in range(start, len(text) - 1, 2):
+            (found,) = decode(tiny, [text[:root]], Greedy(), 4, eagle3, Chain(1))
+            right, total = right + (found.accepted[0] == 2), total + 1
+    assert total and summary["teacher_forced"]["agreement_by_depth"] == [pytest.approx(right / total, abs=1e-4)]
+    assert summary["bounds"]["oracle"] > 0
+    other = evaluation(tmp_path).score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "ngram", SETTING)
+    assert "teacher_forced" not in other and other["bounds"]["oracle"] is None
+
+
+def test_transformers_own_drafting_is_shown_beside(tiny: Target, tmp_path: Path) -> None:
+    """Plain generate, prompt lookup, an assistant and early exit: one token a forward plainly, never fewer otherwise."""
+    names = ("generate", "prompt_lookup", "assistant", "early_exit")
+    path = tmp_path / "assistant"
+    tiny.save(path)
+    evaluation(tmp_path)
+    scored = Evaluation(prompts=str(tmp_path / "prompts.jsonl"), max_new_tokens=LIMIT, baselines=names, assistant=str(path),
+                        exit_layer=tiny.num_layers - 1)  # fmt: skip
+    found = scored.score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "out", SETTING)["transformers"]
+    assert found.keys() == set(names)
+    assert found["generate"]["tokens_per_forward"] == 1.0 and found["generate"]["speedup"] == 1.0
+    assert found["assistant"]["tokens_per_forward"] > 2  # the target itself assists: nearly all is right
+    assert all(entry["tokens_per_forward"] >= 1 and entry["identical"] == 4 for entry in found.values())
+
+
+def test_a_guard_leaves_the_output_alone(tiny: Target, tmp_path: Path, eagle3: Eagle3) -> None:
+    """With eval.guard the output is the same, and the rounds that drafted and did not add up."""
+    scored = evaluation(tmp_path)
+    scored.guard = True
+    summary = scored.score(tiny, eagle3, Eagle2(3, 6, 2), Greedy(), tmp_path / "out", SETTING)
+    rounds = sum(line["rounds"] for line in samples(tmp_path / "out"))
+    assert summary["lossless"]["identical"] == 4
+    assert summary["guard"]["drafted_rounds"] + summary["guard"]["plain_rounds"] >= rounds  # the warm-up's too
 
 
 @pytest.mark.parametrize(
@@ -159,6 +296,11 @@ def test_prompts_that_do_not_fit_are_refused(tiny: Target, tmp_path: Path) -> No
         ({"limit": 0}, "eval.limit=0"),
         ({"max_new_tokens": 1}, "eval.max_new_tokens=1"),
         ({"baselines": ("oracle",)}, "eval.baselines: 'oracle'"),
+        ({"baselines": ("assistant",)}, "eval.assistant"),
+        ({"baselines": ("early_exit",)}, "eval.exit_layer"),
+        ({"batch_size": 0}, "eval.batch_size=0"),
+        ({"budgets": (8, 0)}, "eval.budgets"),
+        ({"categories": ["nonsense"]}, "nonsense"),
     ],
 )
 def test_bad_settings_are_refused(keywords: dict[str, Any], said: str) -> None:

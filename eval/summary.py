@@ -1,0 +1,147 @@
+"""What is written about an evaluation: summary.json, samples.jsonl, rounds.parquet."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from spectrain.calibration import Forced
+from spectrain.decode import PARTS
+from spectrain.drafters.base import Drafter
+from spectrain.eval import metrics
+from spectrain.eval.metrics import Turn
+from spectrain.machine import forward_floor
+from spectrain.target import Target
+
+
+def summarise(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:
+    """The numbers of one system, under the names of summary.json."""
+    pooled = metrics.pooled_acceptance(turns)
+    ratio, predicted = metrics.speedup(turns), metrics.predicted_speedup(turns)
+    plain, drafted = [turn.autoregressive for turn in turns], [turn.drafted for turn in turns]
+    by_category = {}
+    for category in sorted({turn.category for turn in turns}):
+        part = [turn for turn in turns if turn.category == category]
+        by_category[category] = {
+            "acceptance_length": round(metrics.pooled_acceptance(part), 4),
+            "speedup": round(metrics.speedup(part), 4),
+        }
+    rounds = sum(len(generation.nodes) for generation in drafted)
+    return {
+        "acceptance_length": {
+            "pooled": round(pooled, 4),
+            "ci95": metrics.acceptance_interval(turns),
+            "without_bonus": round(pooled - 1, 4),
+            "per_prompt_mean": round(metrics.per_prompt_acceptance(turns), 4),
+            "by_convention": metrics.tau_by_convention(turns, is_chain),
+        },
+        "acceptance_by_depth": metrics.acceptance_by_depth(turns),
+        "tokens_by_round": metrics.histogram(turns),
+        "nodes_per_round": round(sum(sum(generation.nodes) for generation in drafted) / max(rounds, 1), 2),
+        "tokens_per_second": {
+            "autoregressive": round(metrics.tokens_per_second(plain), 3),
+            "drafted": round(metrics.tokens_per_second(drafted), 3),
+            "per_user": {
+                "autoregressive": round(metrics.per_user_tokens_per_second(plain), 3),
+                "drafted": round(metrics.per_user_tokens_per_second(drafted), 3),
+            },
+        },
+        "speedup": {
+            "ratio": round(ratio, 4),
+            "ci95": metrics.speedup_interval(turns),
+            "predicted": round(predicted, 4),
+            "unexplained": round(ratio / predicted - 1, 4) if predicted else None,
+        },
+        "time_share": metrics.time_share(turns),
+        "by_category": by_category,
+    }
+
+
+def teacher_forced(forced: Forced, summary: dict[str, Any]) -> dict[str, Any]:
+    """How often the drafter's first choice is right on the target's own text, beside how often decoding kept one.
+
+    `agreement_by_depth` is EAGLE's n-alpha: depth d reads d - 1 of the drafter's own states and the true tokens.
+    `acceptance_length` is what a chain would reach if depths were independent.
+    """
+    agreement = [round(hits[0], 4) for hits, count in zip(forced.hits, forced.counts) if count]
+    length = product = 1.0
+    for rate in agreement:
+        product *= rate
+        length += product
+    decoded = summary["acceptance_by_depth"]
+    return {
+        "agreement_by_depth": agreement,
+        "gap_by_depth": [round(kept - right, 4) for kept, right in zip(decoded, agreement)],
+        "acceptance_length": round(length, 4),
+        "gap": round(summary["acceptance_length"]["pooled"] - length, 4),
+    }
+
+
+def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequence[Turn]) -> dict[str, Any]:
+    """What the speedup is to be read against.
+
+    engine_efficiency: speedup over tokens per forward. zero_cost_draft: the speedup if drafting took no time. oracle: the
+    measured speedup of a chain as deep as the tree of which every draft is right, the ceiling of a better drafter. roofline:
+    the speedup if a draft step, a step and a verification took what this machine's memory and arithmetic allow at least.
+    """
+    length = metrics.pooled_acceptance(turns)
+    rounds = sum(len(turn.drafted.times) for turn in turns)
+    steps = sum(len(turn.autoregressive.times) for turn in turns)
+    if not rounds or not steps:
+        return {}
+    step = sum(sum(times.values()) for turn in turns for times in turn.autoregressive.times) / steps
+    verify = sum(times["verify"] for turn in turns for times in turn.drafted.times) / rounds
+    batch = turns[0].drafted.batch
+    nodes = sum(sum(turn.drafted.nodes) for turn in turns) / rounds
+    depth = sum(sum(turn.drafted.depths) for turn in turns) / rounds
+    floor = forward_floor(target.model, batch, target.device, target.dtype)
+    drafting = depth * forward_floor(drafter, batch, target.device, target.dtype)
+    verifying = forward_floor(target.model, batch * nodes, target.device, target.dtype)
+    return {
+        "engine_efficiency": round(metrics.speedup(turns) / length, 4),
+        "zero_cost_draft": round(length * step / verify, 4),
+        "oracle": round(metrics.speedup(oracle), 4) if oracle else None,
+        "roofline": round(length * floor / (drafting + verifying), 4),
+        "autoregressive_of_floor": round(floor / step, 4),
+    }
+
+
+def sample(turn: Turn) -> dict[str, Any]:
+    """One line of samples.jsonl."""
+    drafted = turn.drafted
+    return {
+        "id": turn.id,
+        "turn": turn.turn,
+        "category": turn.category,
+        "prompt_tokens": drafted.prompt,
+        "output_tokens": drafted.output,
+        "rounds": len(drafted.accepted),
+        "accepted": drafted.accepted,
+    }
+
+
+def write_rounds(path: Path, turns: dict[str, list[Turn]]) -> None:
+    """rounds.parquet: one row a round of every system."""
+    rows = []
+    for system, all_turns in turns.items():
+        for turn in all_turns:
+            found = turn.drafted
+            for number, (tokens, depth, nodes, times) in enumerate(
+                zip(found.accepted, found.depths, found.nodes, found.times)
+            ):  # fmt: skip
+                whole = number < len(found.whole_rounds)
+                seconds = {f"{part}_seconds": times[part] for part in PARTS}
+                rows.append({"system": system, "id": turn.id, "turn": turn.turn, "category": turn.category, "round": number,
+                             "tokens": tokens, "depth": depth, "nodes": nodes, "whole": whole, **seconds})  # fmt: skip
+    scratch = path.with_name(path.name + ".part")
+    pq.write_table(pa.Table.from_pylist(rows), scratch)
+    scratch.replace(path)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file beside and rename it, so that a kill leaves no half of it."""
+    scratch = path.with_name(path.name + ".part")
+    scratch.write_text(text)
+    scratch.replace(path)

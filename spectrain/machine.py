@@ -1,0 +1,45 @@
+"""What this machine can do at most, measured: the floor under any decoding step."""
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import nn
+
+
+@cache
+def bandwidth(device: torch.device, size: int = 1 << 28) -> float:
+    """Bytes a second that can be read, the best of several passes over `size` bytes."""
+    data = torch.ones(size // 4, device=device)
+    return size / min(_seconds(data.sum, device) for _ in range(6))
+
+
+@cache
+def arithmetic(device: torch.device, dtype: torch.dtype, width: int = 1024) -> float:
+    """Floating-point operations a second of a large matrix product, the best of several."""
+    data = torch.ones(width, width, device=device, dtype=dtype)
+    return 2 * width**3 / min(_seconds(lambda: data @ data, device) for _ in range(6))
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Bytes of all parameters, shared ones once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def forward_floor(module: nn.Module, rows: float, device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds that no forward over so many rows can beat: reading every weight once, or its arithmetic."""
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    if not parameters:
+        return 0.0
+    return max(weight_bytes(module) / bandwidth(device), 2 * parameters * rows / arithmetic(device, dtype))
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began

@@ -1,0 +1,18 @@
+"""Random numbers that depend on nothing but their keys, so that a run repeats whatever is batched with what."""
+
+import torch
+from torch import Tensor
+
+MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
+DRAFT, ACCEPT, SAMPLE = 1, 2, 3  # what a number is for: the same keys never serve two purposes
+
+
+def generator(purpose: int, seed: int, row: int, position: int) -> torch.Generator:
+    """A generator for one purpose at one position of one sequence."""
+    key = sum(part * factor for part, factor in zip((seed, row, position, purpose), MIX)) % (1 << 63)
+    return torch.Generator().manual_seed(key)
+
+
+def gumbel(shape: tuple[int, ...], source: torch.Generator) -> Tensor:
+    """Standard Gumbel noise: the argmax of log-probabilities plus it is a draw, its k largest are k without replacement."""
+    return -torch.empty(shape).exponential_(generator=source).log()

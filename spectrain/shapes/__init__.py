@@ -1,0 +1,9 @@
+"""Tree builders: how many nodes are drafted, and where."""
+
+from .base import Rollout, TreeBuilder
+from .chain import Chain
+from .dynamic import DySpec, Eagle2, Entropy, OptTree
+from .fixed import Sequoia, Static
+from .measured import Auto, Cast
+
+__all__ = ["Auto", "Cast", "Chain", "DySpec", "Eagle2", "Entropy", "OptTree", "Rollout", "Sequoia", "Static", "TreeBuilder"]

@@ -1,0 +1,179 @@
+"""What a tree builder is given and gives. Shapes: B batch, F frontier nodes, K children of a node, V draft vocabulary.
+
+A builder asks a `Rollout` for the drafter's distribution after nodes and returns a TokenTree. It knows no family.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..randomness import DRAFT, generator, gumbel
+from ..tree import Children, TokenTree
+
+if TYPE_CHECKING:
+    from ..calibration import Calibration
+    from ..decode import Context
+
+NEVER = float("-inf")
+
+
+class Rollout(ABC):
+    """One round of a drafter that drafts step by step."""
+
+    draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
+
+    @abstractmethod
+    def start(self) -> Tensor:
+        """Log-probabilities [B, 1, V] of the token after the root."""
+
+    @abstractmethod
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Log-probabilities [B, F, V] after new nodes: their tokens [B, F] in target ids, and their parents [B, F] by
+        the order in which nodes were given, the root being 0."""
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Target ids of draft ids."""
+        return ids if self.draft_ids is None else self.draft_ids[ids]
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round cost and gave, for builders that learn from it."""
+
+    tree: TokenTree
+    logits: Tensor  # [B, N, target vocabulary]
+    counts: Tensor  # [B] tokens emitted, 0 in rows that were done before
+    path: Tensor  # [B, P] the kept nodes
+    seconds: dict[str, float]  # draft, verify, accept
+
+
+class TreeBuilder(ABC):
+    """What `propose` is given: how much to draft, and where."""
+
+    name: str
+    depth: int  # longest path below the root: the most tokens a round can accept before its bonus
+    budget: int  # nodes that the target verifies at most, the root included
+    drafted: int  # nodes at most that `grow` gives to a rollout, which its cache must hold
+    children: Children = "deterministic"  # how a node's children are chosen; acceptance rules depend on it
+    temperature = 1.0  # of the distribution that drawn children are drawn from
+    seed = 0
+    is_chain = False
+    needs: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency"
+
+    @abstractmethod
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        """Draft a tree below `context.root`."""
+
+    def prepare(self, calibration: Calibration) -> None:
+        """Called once before decoding, with what was measured of this target and drafter."""
+
+    def observe(self, round: Round) -> None:
+        """Called after every drafted round."""
+
+    def settings(self) -> dict[str, object]:
+        """What a report says about the tree."""
+        return {"name": self.name, "depth": self.depth, "budget": self.budget, "children": self.children}
+
+    def _check(self, **least: tuple[float, float]) -> None:
+        """Refuse settings below their least value: key=(value, least)."""
+        for key, (value, lowest) in least.items():
+            if not value >= lowest:
+                raise UserError(f"tree.{key}={value}: use {lowest} or more")
+        if not self.temperature > 0:
+            raise UserError(f"tree.temperature={self.temperature}: use more than 0, or tree.children=deterministic")
+
+
+class Draft:
+    """A tree while it grows, level by level; the nodes whose distribution is known and unused are the frontier.
+
+    A node's score is the sum of log q along its path: the drafter's own estimate that the path is kept.
+    """
+
+    def __init__(self, builder: TreeBuilder, context: Context, rollout: Rollout) -> None:
+        self.builder, self.context, self.rollout = builder, context, rollout
+        root = context.root
+        self.tokens = root[:, None]  # [B, nodes]
+        self.parents = torch.full_like(self.tokens, -1)
+        self.scores = torch.zeros(self.tokens.shape, device=root.device)
+        self.frontier = torch.zeros_like(self.tokens)  # [B, F] index of each frontier node
+        self.fed = torch.zeros_like(self.tokens)  # the same nodes, in the order given to the rollout
+        self.num_fed = 1
+        self.newest = 0  # where the newest level begins
+        self.log_q = rollout.start()
+        self.drawn_from: list[tuple[Tensor, Tensor]] = []  # frontier nodes and the q that their children were drawn from
+        self.draws = [
+            generator(DRAFT, builder.seed, row, position)
+            for row, position in zip(context.rows.tolist(), context.cache.lengths.tolist())
+        ] if builder.children != "deterministic" else []  # fmt: skip
+
+    def branch(self, width: int, allowed: Tensor | None = None) -> Tensor:
+        """Add `width` children to every frontier node; where `allowed` [B, F, K] is False they stay padding.
+
+        Returns the scores [B, F * K] of this new level.
+        """
+        width = min(width, self.log_q.shape[-1])
+        ids, log_q = self._pick(width)
+        scores = self.scores.gather(1, self.frontier)[..., None] + log_q
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed[..., :width], NEVER)
+        self.newest = self.tokens.shape[1]
+        self.tokens = torch.cat([self.tokens, self.rollout.to_target(ids.flatten(1))], dim=1)
+        self.parents = torch.cat([self.parents, self.frontier.repeat_interleave(width, dim=1)], dim=1)
+        self.scores = torch.cat([self.scores, scores.flatten(1)], dim=1)
+        return scores.flatten(1)
+
+    def extend(self, keep: Tensor) -> None:
+        """Make nodes `keep` [B, F] of the newest level the frontier: the drafter runs them."""
+        width = (self.tokens.shape[1] - self.newest) // self.frontier.shape[1]
+        nodes = self.newest + keep
+        self.log_q = self.rollout.extend(self.tokens.gather(1, nodes), self.fed.gather(1, keep // width))
+        self.frontier = nodes
+        new = torch.arange(self.num_fed, self.num_fed + keep.shape[1], device=keep.device)
+        self.fed = new.expand_as(keep)
+        self.num_fed += keep.shape[1]
+
+    def best(self, budget: int) -> TokenTree:
+        """The `budget` best-scored nodes. A path's score never rises and ties go to the shallower node, so every kept
+        node has its parent."""
+        return self.subset(self.scores.sort(dim=1, descending=True, stable=True).indices[:, :budget].sort(dim=1).values)
+
+    def subset(self, keep: Tensor) -> TokenTree:
+        """The tree of nodes `keep` [B, N], ascending and closed under parents; never-scored ones are padding."""
+        renumber = torch.full_like(self.tokens, -1)
+        renumber.scatter_(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
+        old = self.parents.gather(1, keep)
+        parents = torch.where(old < 0, -1, renumber.gather(1, old.clamp(min=0)))
+        valid = self.scores.gather(1, keep) > NEVER
+        tokens = self.tokens.gather(1, keep)
+        q = None
+        if self.builder.children != "deterministic":
+            q = self.log_q.new_zeros(*keep.shape, self.log_q.shape[-1])
+            for nodes, drawn_from in self.drawn_from:
+                slots = renumber.gather(1, nodes)
+                rows, columns = (slots >= 0).nonzero(as_tuple=True)
+                q[rows, slots[rows, columns]] = drawn_from[rows, columns]
+        every = torch.ones_like(valid)
+        return TokenTree(tokens, parents, valid, every, self.builder.children, q, self.rollout.draft_ids)
+
+    def _pick(self, width: int) -> tuple[Tensor, Tensor]:
+        """Draft ids [B, F, K] of children and their log q; drawn ones in the order of the draw."""
+        if self.builder.children == "deterministic":
+            best = self.log_q.topk(width, dim=-1)
+            return best.indices, best.values
+        q = (self.log_q / self.builder.temperature).softmax(-1)
+        self.drawn_from.append((self.frontier, q))
+        log_q = q.log()  # what underflows in q can't be drawn: a rule would take a child that q never offers
+        if self.builder.children == "without_replacement":
+            ids = (log_q + self._noise(log_q.shape[1:])).topk(width, dim=-1).indices
+        else:
+            ids = torch.stack([(log_q + self._noise(log_q.shape[1:])).argmax(-1) for _ in range(width)], dim=-1)
+        return ids, log_q.gather(-1, ids)
+
+    def _noise(self, shape: torch.Size) -> Tensor:
+        return torch.stack([gumbel(tuple(shape), source) for source in self.draws]).to(self.log_q.device)

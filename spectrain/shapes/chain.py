@@ -1,0 +1,48 @@
+"""A tree of width one. Shapes: B batch, V draft vocabulary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import UserError
+from ..tree import Children, TokenTree
+from .base import Draft, Rollout, TreeBuilder
+
+if TYPE_CHECKING:
+    from ..decode import Context
+
+
+class Chain(TreeBuilder):
+    """The drafter's continuation, up to `depth` tokens: its most likely one, or with children=sampled a drawn one.
+
+    With `stop`, a row ends before a token whose chance of being kept, the product of the likeliest q along the path, is
+    below it (the rule of Kangaroo and BiLD, over paths). The token itself is not looked at, so drawn chains stay lossless;
+    drawing one and then discarding it would not.
+    """
+
+    name = "chain"
+    is_chain = True
+
+    def __init__(
+        self, depth: int = 3, children: Children = "deterministic", temperature: float = 1.0, seed: int = 0, stop: float = 0.0
+    ) -> None:
+        self.depth, self.children, self.temperature, self.seed, self.stop = depth, children, temperature, seed, stop
+        self._check(depth=(depth, 1))
+        if not 0 <= stop < 1:
+            raise UserError(f"tree.stop={stop}: use 0 or more and less than 1")
+        self.budget, self.drafted = depth + 1, depth - 1
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        draft = Draft(self, context, rollout)
+        confidence = torch.ones(len(context.root), device=context.root.device)
+        for level in range(self.depth):
+            confidence = confidence * (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1)
+            going = confidence >= self.stop
+            if self.stop and not going.any():
+                break
+            draft.branch(1, going[:, None, None] if self.stop else None)
+            if level + 1 < self.depth:
+                draft.extend(torch.zeros_like(context.root)[:, None])
+        return draft.subset(torch.arange(draft.tokens.shape[1], device=context.root.device).expand_as(draft.tokens))

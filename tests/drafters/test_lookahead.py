@@ -1,0 +1,229 @@
+"""Lookahead decoding: its tree is that of the paper, its pool holds what was really said, and its output is the target's."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.acceptance import AcceptanceRule, Accepted, Greedy, Match
+from spectrain.decode import Context, decode
+from spectrain.drafters.lookahead import Lookahead
+from spectrain.errors import UserError
+from spectrain.features import Features
+from spectrain.guard import Guard
+from spectrain.shapes import Chain, Eagle2, TreeBuilder
+from spectrain.target import Target
+from spectrain.tree import TokenTree
+
+LIMIT = 40
+TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
+SIZES = [(1, 2, 1), (5, 4, 5), (3, 3, 2), (7, 5, 4)]
+BUILDER = Eagle2(depth=4, budget=12)
+
+
+class Watched(Lookahead):
+    """Keeps every tree, what the target answered at each of its nodes, and what was accepted."""
+
+    def __init__(self, target: Target, *options: int, pool_from_prompt: bool = True) -> None:
+        super().__init__(target, *options, pool_from_prompt=pool_from_prompt)
+        self.trees: list[TokenTree] = []
+        self.answered: list[Tensor] = []
+        self.accepted: list[Accepted] = []
+        self.columns: list[list[list[list[int]]]] = []  # of every round and row
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        self.trees.append(super().propose(context, budget))
+        self.columns.append([[list(column) for column in row.columns] for row in self.sequences])
+        return self.trees[-1]
+
+    def verify(self, context: Context, tree: TokenTree) -> Features:
+        seen = super().verify(context, tree)
+        assert seen.logits is not None
+        self.answered.append(seen.logits.argmax(-1))
+        return seen
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        super().commit(context, accepted)
+        self.accepted.append(accepted)
+
+
+class Bigram(Target):
+    """A target whose greedy answer is a function of the last token alone, so that texts loop."""
+
+    def __init__(self, tiny: Target, period: int) -> None:
+        self.__dict__ = {**tiny.__dict__}
+        self.period = period
+
+    def run(self, tokens: Tensor, *args: object, **options: object) -> Features:
+        seen = super().run(tokens, *args, **options)  # type: ignore[arg-type]
+        if seen.logits is None:
+            return seen
+        wanted = 10 + (tokens[:, -seen.logits.shape[1] :] + 1) % self.period
+        logits = torch.zeros_like(seen.logits).scatter_(2, wanted[..., None], 1.0)
+        return Features(seen.tokens, seen.layers, seen.hidden, logits)
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny: Target) -> list[list[int]]:
+    """Three prompts of different lengths."""
+    return [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("builder", [BUILDER, Chain(3), Eagle2(depth=1, budget=3)], ids=["tree", "chain", "shallow"])
+@pytest.mark.parametrize("batch, pool_from_prompt", [(1, False), (3, True)])
+@pytest.mark.parametrize("rule", [Greedy(), Match(temperature=0.8, seed=5)], ids=lambda rule: rule.name)
+def test_output_is_the_target_s(
+    tiny: Target, prompts: list, sizes: tuple, pool_from_prompt: bool, builder: TreeBuilder, batch: int, rule: AcceptanceRule
+) -> None:
+    """Greedy and sampled output equals autoregressive output, and no tree is larger than it says."""
+    drafter = Watched(tiny, *sizes, pool_from_prompt=pool_from_prompt)
+    plain = decode(tiny, prompts[:batch], rule, LIMIT)
+    found = decode(tiny, prompts[:batch], rule, LIMIT, drafter, builder)
+    assert [row.output for row in found] == [row.output for row in plain]
+    window, ngram, guesses = sizes
+    for tree in drafter.trees:
+        tree.check()
+        verified = tree.valid & tree.emitted
+        assert (tree.valid & ~tree.emitted).sum(1).tolist() == [window * (ngram - 1)] * batch
+        assert int((verified.sum(1)).max()) <= min(builder.budget, 1 + guesses * (ngram - 1))
+        assert int((tree.depths * verified).max()) <= min(builder.depth, ngram - 1)
+        assert tree.tokens.shape[1] <= builder.budget + drafter.extra_nodes
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_window_is_never_emitted(tiny: Target, prompts: list, sizes: tuple) -> None:
+    """Every kept node is one of the verified ones, even where the window was right."""
+    drafter = Watched(tiny, *sizes, pool_from_prompt=False)
+    target = Bigram(tiny, 1)  # it says one thing, and the window soon too
+    decode(target, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
+    right = False
+    for tree, answers, accepted in zip(drafter.trees, drafter.answered, drafter.accepted):
+        assert tree.emitted.gather(1, accepted.path).all()
+        first = int(tree.emitted[0].sum())  # the window's first node, a child of the root
+        right |= bool((tree.tokens[:, first] == answers[:, 0]).all())
+    assert right
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_mask_is_lookahead_s(tiny: Target, prompts: list, sizes: tuple) -> None:
+    """A window token sees the text, level 0 up to its column and its own column above it; a guess sees its own path."""
+    window, ngram, _ = sizes
+    drafter = Watched(tiny, *sizes)
+    decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER)
+    for tree, columns in zip(drafter.trees, drafter.columns):
+        first = tree.tokens.shape[1] - drafter.extra_nodes
+        for row in range(len(prompts)):
+            for level in range(ngram - 1):
+                for column in range(window):
+                    node = first + level * window + column
+                    visible = {0, *(first + i for i in range(column + 1))}
+                    visible |= {first + j * window + column for j in range(level + 1)}
+                    assert set(tree.ancestors[row, node].nonzero()[:, 0].tolist()) == visible
+                    assert int(tree.depths[row, node]) == 1 + column + level
+                    assert int(tree.tokens[row, node]) == columns[row][column][level]
+        assert not tree.ancestors[:, :first, first:].any()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_window_moves_by_a_jacobi_step(tiny: Target, prompts: list, sizes: tuple) -> None:
+    """Level j takes the tokens of level j + 1, the last level the target's answers to it, and it begins with the prompt's."""
+    window, _, _ = sizes
+    drafter = Watched(tiny, *sizes)
+    found = decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
+    for row, prompt in enumerate(prompts):
+        assert {token for column in drafter.columns[0][row] for token in column} <= {*prompt, found[row].output[0]}
+        for turn in range(len(found[row].accepted) - 1):
+            answers = drafter.answered[turn][row, -window:].tolist()
+            expected = [[*column[1:], answer] for column, answer in zip(drafter.columns[turn][row], answers)]
+            assert drafter.columns[turn + 1][row] == expected
+
+
+@pytest.mark.parametrize("pool_from_prompt", [True, False])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_pool_holds_what_was_said(tiny: Target, prompts: list, sizes: tuple, pool_from_prompt: bool) -> None:
+    """Each n-gram of the pool is one of the text, or N answers of the target, one after another in a column."""
+    window, ngram, guesses = sizes
+    drafter = Watched(tiny, *sizes, pool_from_prompt=pool_from_prompt)
+    found = decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
+    plain = decode(tiny, prompts, Greedy(), LIMIT + ngram, ignore_eos=True)  # the last round may pass the limit
+    for row, prompt in enumerate(prompts):
+        text = prompt + plain[row].output
+        said = {tuple(text[end - ngram : end]) for end in range(ngram, len(text) + 1)} if pool_from_prompt else set()
+        answers = [answered[row, -window:].tolist() for answered in drafter.answered[: len(found[row].accepted)]]
+        for turn in range(ngram, len(answers) + 1):
+            said |= set(zip(*answers[turn - ngram : turn]))
+        pool = drafter.sequences[row].pool
+        assert {ngram for known in pool.values() for ngram in known} <= said and pool
+        for token, known in pool.items():
+            assert len(set(known)) == len(known) <= guesses and {ngram[0] for ngram in known} == {token}
+
+
+def test_the_newest_guesses_are_kept(tiny: Target) -> None:
+    """A first token keeps its newest n-grams, each once; the trie merges equal beginnings and stops at its budget."""
+    drafter = Lookahead(tiny, window=1, ngram=3, guesses=3)
+    decode(tiny, [[7, 8]], Greedy(), 2, drafter, BUILDER)
+    (row,) = drafter.sequences
+    row.pool = {}
+    for ngram in [(5, 1, 2), (5, 3, 4), (5, 1, 6), (5, 3, 4), (5, 9, 9), (6, 1, 1)]:
+        row._add(ngram)
+    assert row.pool == {5: [(5, 1, 6), (5, 3, 4), (5, 9, 9)], 6: [(6, 1, 1)]}
+    row.pool[5].append((5, 3, 8))
+    row.tail = [7, 5]
+    assert row.trie(2, 9) == ([5, 3, 8, 9, 9, 4, 1, 6], [-1, 0, 1, 0, 3, 1, 0, 6])
+    assert row.trie(2, 2) == ([5, 3, 8], [-1, 0, 1])
+    assert row.trie(1, 9) == ([5, 3, 9, 1], [-1, 0, 0, 0])
+    assert row.trie(2, 0) == ([5], [-1])
+
+
+@pytest.mark.parametrize("pool_from_prompt", [True, False])
+def test_a_text_that_repeats_is_guessed(tiny: Target, pool_from_prompt: bool) -> None:
+    """Where the answer is a loop of six tokens, whole n-grams are soon accepted."""
+    drafter = Lookahead(tiny, 5, 4, 5, pool_from_prompt)
+    (found,) = decode(Bigram(tiny, 6), [[40, 50, 60]], Greedy(), LIMIT * 2, drafter, BUILDER, ignore_eos=True)
+    assert len(found.output) == LIMIT * 2 and max(found.accepted) == drafter.ngram
+    assert sum(found.whole_rounds) / len(found.whole_rounds) > 2.5
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_batch_equals_its_rows_alone(tiny: Target, prompts: list, sizes: tuple) -> None:
+    """Window and pool belong to one row, and a new decoding begins without them."""
+    drafter = Watched(tiny, *sizes)
+    together = decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER, rows=[4, 9, 2], ignore_eos=True)
+    trees = drafter.trees
+    for row, key in enumerate([4, 9, 2]):
+        drafter.trees = []
+        (alone,) = decode(tiny, [prompts[row]], Greedy(), LIMIT, drafter, BUILDER, rows=[key], ignore_eos=True)
+        assert (alone.output, alone.accepted) == (together[row].output, together[row].accepted)
+        for ours, theirs in zip(drafter.trees, trees):
+            assert torch.equal(ours.tokens[0], theirs.tokens[row][theirs.valid[row]])
+
+
+class EveryOther(Guard):
+    """Drafts in every other round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = 0
+
+    def drafts(self) -> bool:
+        self.turn += 1
+        return self.turn % 2 == 0
+
+
+def test_rounds_without_a_draft_are_caught_up_with(tiny: Target, prompts: list) -> None:
+    """Text that was decoded without a draft is read too: the output stays, and so do the pool's n-grams of it."""
+    drafter = Lookahead(tiny, 3, 3, 1000)
+    plain = decode(tiny, prompts, Greedy(), LIMIT)
+    found = decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER, guard=EveryOther())
+    for row, (prompt, generation) in enumerate(zip(prompts, found)):
+        assert generation.output == plain[row].output
+        text = prompt + generation.output[: 1 + sum(generation.accepted[:-2])]
+        pool = {ngram for known in drafter.sequences[row].pool.values() for ngram in known}
+        assert {tuple(text[end - 3 : end]) for end in range(3, len(text) + 1)} <= pool
+
+
+@pytest.mark.parametrize("option, value", [("window", 0), ("ngram", 1), ("guesses", 0)])
+def test_settings_that_cannot_work_are_refused(tiny: Target, option: str, value: int) -> None:
+    """The message names the setting and its least value."""
+    with pytest.raises(UserError, match=rf"drafter.{option}={value}: use {value + 1} or more"):
+        Lookahead(tiny, **{option: value})
