@@ -144,7 +144,8 @@ def interval(columns: Floats, signs: Sequence[int], draws: int = 2000) -> Interv
 
     Bootstrap-t on the log scale (Efron and Tibshirani, 1993, section 12.5): prompts are resampled with a fixed seed and
     each resample's error is measured in its own standard error. Below 8 prompts, or where resamples have no spread,
-    Student's t takes its place. None below 2 prompts or where a sum is 0; the value itself where prompts do not differ.
+    Student's t takes its place. It never leaves the range of the resamples, as it would where one prompt took most of the
+    time: something else ran on the machine, and no interval mends that. None below 2 prompts or where a sum is 0; the value itself where prompts do not differ.
     A prompt of zeros only (without a round) says nothing and is not counted.
     """
     columns = columns[columns.any(-1)]
@@ -154,14 +155,17 @@ def interval(columns: Floats, signs: Sequence[int], draws: int = 2000) -> Interv
     sign = np.asarray(signs, dtype=np.float64)
     value, error = (float(part[0]) for part in _log_statistic(columns, sign, np.ones((1, prompts))))
     low = high = student_quantile(prompts - 1)
+    least, most = -np.inf, np.inf
     if prompts >= 8 and error > TINY:
         weights = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), draws).astype(np.float64)
         values, errors = _log_statistic(columns, sign, weights[(weights @ columns).all(1)])
         if np.mean(errors > TINY) > 0.99:
             scores = (values - value)[errors > TINY] / errors[errors > TINY]
             high, low = np.quantile(scores, [0.975, 0.025]) * (1, -1)
+            least, most = values.min(), values.max()
     # a resample that errs upwards says that the truth lies below, so the upper score gives the lower end
-    return [round(float(np.exp(end)), 4) for end in (value - high * error, value + low * error)]
+    ends = np.clip([value - high * error, value + low * error], least, most)
+    return [round(float(np.exp(end)), 4) for end in ends]
 
 
 def _log_statistic(columns: Floats, sign: Floats, weights: Floats) -> tuple[Floats, Floats]:

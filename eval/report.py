@@ -44,6 +44,20 @@ def print_table(summary: dict[str, Any]) -> None:
             f"transformers {name}: {entry['tokens_per_second']:.1f} tokens/s with prefill, {entry['speedup']:.2f} of its plain "
             f"generate, {entry['tokens_per_forward']:.2f} tokens per forward"
         )
+    if drift := summary.get("drift"):
+        before, after = drift["autoregressive"], drift["drafted"]
+        console.print(
+            f"quality by the target's own judgement: perplexity {before['perplexity']:.2f} of its answers, "
+            f"{after['perplexity']:.2f} of the drafted ones; most likely tokens {before['most_likely']:.1%} and "
+            f"{after['most_likely']:.1%}"
+        )
+    if drift := summary.get("target_drift"):
+        console.print(
+            f"drift of the trained target, on the original's answers: perplexity {drift['original']['perplexity']:.2f} before, "
+            f"{drift['trained']['perplexity']:.2f} after; same most likely token {drift['agreement']:.1%}; "
+            f"{drift['same_answers']} of {drift['checked']} answers the same"
+        )
+        console.print(f"output is that of the trained target in {setting['target_path']}")
     if guard := summary.get("guard"):
         console.print(f"guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not")
     if setting["skipped"]:

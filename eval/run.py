@@ -32,6 +32,7 @@ from spectrain.eval.baselines import (
     plain_model,
     run_transformers,
 )
+from spectrain.eval.drift import rule_drift, target_drift
 from spectrain.eval.metrics import Turn
 from spectrain.eval.prompts import Prompt, read_prompts
 from spectrain.eval.report import print_table
@@ -166,8 +167,12 @@ class Evaluation:
         folder: Path,
         setting: dict[str, Any],
         untrained: Callable[[], Drafter] | None = None,
+        original: Callable[[], Target] | None = None,
     ) -> dict[str, Any]:
-        """Decode every prompt with every system, write what was found to `folder`, print the table."""
+        """Decode every prompt with every system, write what was found to `folder`, print the table.
+
+        `original` loads the target as it was before training, where the drafter's training changed it.
+        """
         if any(True for _ in drafter.parameters()):  # otherwise it copies text, whatever the builder is made for
             rule.check(builder.children, builder.is_chain)
         drafter = drafter.to(target.device, target.dtype).eval()
@@ -199,6 +204,10 @@ class Evaluation:
         summary["compared"] = compared
         if theirs := [name for name in self.baselines if name in TRANSFORMERS]:
             summary["transformers"] = run_transformers(target, turns["drafter"], theirs, self.assistant, self.exit_layer)
+        if not rule.lossless:
+            summary["drift"] = rule_drift(target, turns["drafter"])
+        if original is not None:
+            summary["target_drift"] = target_drift(original(), target, turns["drafter"], self.max_new_tokens)
         summary["setting"] = {
             **setting,
             "prompts": len(self.prompts),

@@ -65,7 +65,7 @@ def teacher_forced(forced: Forced, summary: dict[str, Any]) -> dict[str, Any]:
     `agreement_by_depth` is EAGLE's n-alpha: depth d reads d - 1 of the drafter's own states and the true tokens.
     `acceptance_length` is what a chain would reach if depths were independent.
     """
-    agreement = [round(hits[0], 4) for hits, count in zip(forced.hits, forced.counts) if count]
+    agreement = [round(hits[0], 4) for hits in forced.hits]
     length = product = 1.0
     for rate in agreement:
         product *= rate

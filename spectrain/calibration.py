@@ -85,7 +85,7 @@ def calibrate(
     if "hits" in needs:
         deepest = max((builder for builder in builders if "hits" in builder.needs), key=lambda builder: builder.depth)
         forced = run_forced(target, drafter, deepest, rule, prompts, max_new_tokens)
-        hits, counts = forced.hits, forced.counts
+        hits, counts = forced.hits, [count for count in forced.counts if count]
         _check_rolled_out(deepest, any(counts))
     if "latency" in needs:
         largest = max((builder for builder in builders if "latency" in builder.needs), key=lambda builder: builder.budget)
@@ -132,7 +132,7 @@ class Forced(TreeBuilder):
 
     @property
     def hits(self) -> list[list[float]]:
-        return [(self.sums[d] / max(count, 1)).tolist() for d, count in enumerate(self.counts)]
+        return [(self.sums[d] / count).tolist() for d, count in enumerate(self.counts) if count]
 
     def grow(self, context: Context, rollout: Rollout) -> TokenTree:
         self.levels, self.rollout = [], rollout
@@ -140,7 +140,8 @@ class Forced(TreeBuilder):
             self.sequences[row][length + 1 : length + 1 + self.depth]
             for row, length in zip(context.rows.tolist(), context.cache.lengths.tolist())
         ]
-        width = max(1, max(map(len, known)))
+        width = min(self.reach(rollout), max(1, max(map(len, known))))
+        known = [tokens[:width] for tokens in known]
         device = context.root.device
         tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in known], device=device)
         valid = torch.tensor([[True] + [n < len(tokens) for n in range(width)] for tokens in known], device=device)

@@ -31,6 +31,9 @@ def complete(config: DictConfig) -> tuple[DictConfig, Path]:
             whole[group] = OmegaConf.merge(_plain(whole[group]), _plain(asked)) if keeps else asked
     completed = OmegaConf.create({**{k: _plain(v) for k, v in whole.items()}, "run": str(folder)})
     prompts = completed.eval.get("prompts")
+    asked = config.get("eval") or {}
+    if asked.get("prompts") is not None and "limit" in completed.eval and "limit" not in asked:
+        completed.eval.pop("limit")  # the run's limit was for the run's own prompts
     if prompts is not None and "name" not in completed.eval:
         with open_dict(completed):
             completed.eval.name = Path(prompts).stem

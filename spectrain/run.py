@@ -38,6 +38,11 @@ def train(config: DictConfig, asked: list[str]) -> Path:
     if finished and (run / "eval" / evaluation_name(config) / "summary.json").exists():
         print(f"{run} is finished and scored: see {run / 'eval'}")
         return run
+    if finished:
+        if accelerator.is_main_process:
+            evaluate(config, run)
+        accelerator.wait_for_everyone()
+        return run
     data = build(config.data)
     data.conversations()
     evaluation = build(config.get("eval"))
@@ -57,21 +62,18 @@ def train(config: DictConfig, asked: list[str]) -> Path:
             flush=True,
         )
     accelerator.wait_for_everyone()
-    if finished:
-        load_weights(drafter, run / "drafter")
-    else:
-        target.pack()
-        tracker = build(config.get("tracker"))
-        if tracker is not None and accelerator.is_main_process:
-            tracker.start(run, OmegaConf.to_container(config))
-        trainer.fit(drafter, target, dataset, build(config.source), run, tracker, accelerator)
-        if tracker is not None and accelerator.is_main_process:
-            tracker.finish()
-        if accelerator.is_main_process:
-            if drafter.trains_target:
-                with written_whole(run / "target") as scratch:
-                    target.save(scratch)
-            save_drafter(run / "drafter", drafter, config)
+    target.pack()
+    tracker = build(config.get("tracker"))
+    if tracker is not None and accelerator.is_main_process:
+        tracker.start(run, OmegaConf.to_container(config))
+    trainer.fit(drafter, target, dataset, build(config.source), run, tracker, accelerator)
+    if tracker is not None and accelerator.is_main_process:
+        tracker.finish()
+    if accelerator.is_main_process:
+        if drafter.trains_target:
+            with written_whole(run / "target") as scratch:
+                target.save(scratch)
+        save_drafter(run / "drafter", drafter, config)
     if evaluation is not None and accelerator.is_main_process:
         rule, builder = build(config.acceptance), build(config.tree)
         score(config, run, target, drafter, evaluation, builder, rule, dataset)
@@ -120,9 +122,10 @@ def score(
     }
     trainable = dataset is not None and any(True for _ in drafter.parameters()) and not drafter.trains_target
     untrained = (lambda: fresh_drafter(config, target, dataset)) if dataset is not None and trainable else None
+    original = (lambda: build(config.target)) if drafter.trains_target else None
     folder = run / "eval" / evaluation.name
     keep_earlier(folder)
-    summary: dict[str, Any] = evaluation.score(target, drafter, builder, rule, folder, setting, untrained)
+    summary: dict[str, Any] = evaluation.score(target, drafter, builder, rule, folder, setting, untrained, original)
     print(f"written to {folder}")
     return summary
 

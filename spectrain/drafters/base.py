@@ -40,6 +40,7 @@ class Drafter(nn.Module, ABC):
 
     layers: tuple[Layer, ...] = ()  # the features it reads, in training and decoding; none for an independent model
     shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
+    progress: float = 0.0  # how much of the training is done, from 0 to 1; the trainer keeps it, for schedules
     extra_nodes: int = 0  # nodes that its trees may hold beyond the builder's budget, such as nodes that only draft
     trains_target: bool = False  # its parameter groups hold parameters of the target: the run then saves the target too
 
@@ -68,6 +69,10 @@ class Drafter(nn.Module, ABC):
     def stage_at(self, step: int, num_steps: int) -> int:
         """The stage that a training step belongs to; a family that trains in stages overrides it."""
         return 0
+
+    def features_in(self, stage: int) -> tuple[Layer, ...]:
+        """The features that the loss wants of a batch in a stage: none where the family runs the target itself."""
+        return self.layers
 
     def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
         """Who learns in a stage. Each group holds `params` and, where it differs, `lr_scale`."""

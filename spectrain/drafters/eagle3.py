@@ -13,20 +13,18 @@ from torch import Tensor, nn
 
 from ..cache import TreeCache
 from ..features import Batch, Layer
-from ..losses import DIVERGENCES, UNNORMALISED
 from ..shapes.base import Rollout, TreeBuilder
 from ..tree import TokenTree
-from .base import Drafter, Losses
+from .base import Losses
 from .layers import Attention, Mlp, copy_weights, llama_config, rotary
+from .vocabulary import Divergence, Teacher, VocabularyDrafter
 
 if TYPE_CHECKING:
     from ..decode import Context
     from ..target import Target
 
-Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "negative_log_acceptance", "lk_hybrid"]
 
-
-class Eagle3(Drafter):
+class Eagle3(VocabularyDrafter):
     """EAGLE-3 with training-time test (section 3.2): `ttt_steps` unrolled drafts share one backward pass.
 
     Three layers of the target are fused into the first hidden state; each further draft step reads the un-normed output of
@@ -34,8 +32,6 @@ class Eagle3(Drafter):
     """
 
     shape = ("vocab_size", "layers")
-    d2t: Tensor
-    t2d: Tensor
 
     def __init__(
         self,
@@ -65,20 +61,8 @@ class Eagle3(Drafter):
         self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(width, vocab_size, bias=False)
         self.rotary = rotary(config)
-        self.register_buffer("d2t", torch.zeros(vocab_size, dtype=torch.int64))  # target id = draft id + d2t[draft id]
-        self.register_buffer("t2d", torch.zeros(target.head.vocab_size, dtype=torch.bool))
-        self._use_vocabulary(torch.arange(vocab_size))
+        self.add_vocabulary(vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
-
-    def _use_vocabulary(self, ids: Tensor) -> None:
-        self.d2t.copy_(ids - torch.arange(len(ids)))
-        self.t2d.zero_()
-        self.t2d[ids] = True
-
-    @property
-    def draft_ids(self) -> Tensor:
-        """[V] the target id of every draft id."""
-        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Choose the draft vocabulary and, unless `start` is random, start from the target's own head and features.
@@ -87,8 +71,7 @@ class Eagle3(Drafter):
         target's own. The layer itself starts at random: copied from the target's last layer it learns slower (measured on
         SmolLM2, 46k tokens: agreement 0.24 against 0.30), for that layer predicts the token that is already known.
         """
-        ids = token_counts.argsort(descending=True, stable=True)[: len(self.d2t)].sort().values
-        self._use_vocabulary(ids.cpu())
+        ids = self.choose_vocabulary(token_counts)
         if self.start == "random":
             return
         with torch.no_grad():
@@ -106,7 +89,7 @@ class Eagle3(Drafter):
         the steps is weighted by step_decay^i.
         """
         assert batch.features is not None
-        teacher = _Teacher(self, batch)
+        teacher = Teacher(self, batch)
         hidden = self.fc(batch.features.fused(self.fused).to(self.fc.weight.dtype))
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -127,11 +110,8 @@ class Eagle3(Drafter):
             masks.append(eye)
             hidden = self._feed_forward(hidden + attended)
             log_q = self.lm_head(self.norm(hidden[teacher.rows(step)])).float().log_softmax(-1)
-            log_p, best, inside = teacher.judge(step)
-            loss = DIVERGENCES[self.divergence](log_p, log_q)
-            total = total + self.step_decay**step * (loss * inside).sum()
-            hits[step] = (self.draft_ids[log_q.argmax(-1)] == best).sum()
-            counts[step] = len(best)
+            loss, hits[step], counts[step] = teacher.judge(step, log_q)
+            total = total + self.step_decay**step * loss
         return Losses({self.divergence: total}, hits, counts)
 
     def _embed(self, tokens: Tensor) -> Tensor:
@@ -170,51 +150,6 @@ class Eagle3(Drafter):
     def log_q(self, hidden: Tensor) -> Tensor:
         """[B, F, D] -> [B, F, V]"""
         return self.lm_head(self.norm(hidden)).float().log_softmax(-1)
-
-
-class _Teacher:
-    """What the target says at every position whose next token is supervised, worked out once for all draft steps."""
-
-    def __init__(self, drafter: Eagle3, batch: Batch) -> None:
-        assert batch.features is not None
-        self.length = batch.tokens.shape[1]
-        predicts = torch.zeros_like(batch.loss_mask)
-        predicts[:, :-1] = batch.loss_mask[:, 1:]  # position s predicts token s + 1
-        predicts[:, 0] = False  # the earliest prediction a drafter can make is from index 0, for token 2
-        self.row_of = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
-        self.row_of[predicts] = torch.arange(int(predicts.sum()), device=batch.tokens.device)
-        final = batch.features.at("final")[predicts]
-        ids = drafter.draft_ids
-        log_p, best = [], []
-        with torch.no_grad():
-            for rows in final.split(2048):  # bounds the [rows, target vocabulary] logits
-                logits = drafter.head.logits(rows)
-                chosen = logits[:, ids]
-                whole = drafter.divergence in UNNORMALISED
-                log_p.append(chosen - torch.logsumexp(logits if whole else chosen, -1, keepdim=True))
-                best.append(logits.argmax(-1))
-        self.log_p = torch.cat(log_p) if log_p else final.new_zeros(0, len(ids))
-        self.best = torch.cat(best) if best else final.new_zeros(0, dtype=torch.int64)
-        inside = drafter.t2d[self.best]
-        # The renormalised target means nothing where its best token is outside the draft vocabulary; it is a miss instead.
-        self.inside = torch.ones_like(inside) if drafter.divergence in UNNORMALISED else inside
-
-    def _positions(self, step: int) -> Tensor:
-        """[B, T] the teacher row of index t at a step, for it predicts token t + 2 + step; -1 where there is none."""
-        shift = step + 1
-        rows = torch.full_like(self.row_of, -1)
-        rows[:, : self.length - shift] = self.row_of[:, shift:]
-        return rows
-
-    def rows(self, step: int) -> Tensor:
-        """[B, T] bool, the indices supervised at a step."""
-        return self._positions(step) >= 0
-
-    def judge(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """log p [R, V], the target's most likely token [R] and where the loss counts [R] of those indices."""
-        positions = self._positions(step)
-        rows = positions[positions >= 0]
-        return self.log_p[rows], self.best[rows], self.inside[rows]
 
 
 class _Eagle3Rollout(Rollout):

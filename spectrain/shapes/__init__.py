@@ -3,7 +3,20 @@
 from .base import Rollout, TreeBuilder
 from .chain import Chain
 from .dynamic import DySpec, Eagle2, Entropy, OptTree
-from .fixed import Sequoia, Static
+from .fixed import Cartesian, Sequoia, Static
 from .measured import Auto, Cast
 
-__all__ = ["Auto", "Cast", "Chain", "DySpec", "Eagle2", "Entropy", "OptTree", "Rollout", "Sequoia", "Static", "TreeBuilder"]
+__all__ = [
+    "Auto",
+    "Cartesian",
+    "Cast",
+    "Chain",
+    "DySpec",
+    "Eagle2",
+    "Entropy",
+    "OptTree",
+    "Rollout",
+    "Sequoia",
+    "Static",
+    "TreeBuilder",
+]

@@ -27,6 +27,7 @@ class Rollout(ABC):
     """One round of a drafter that drafts step by step."""
 
     draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
+    depth_limit: int | None = None  # how deep the drafter can draft, such as its number of heads; None for any depth
 
     @abstractmethod
     def start(self) -> Tensor:
@@ -75,6 +76,10 @@ class TreeBuilder(ABC):
 
     def observe(self, round: Round) -> None:
         """Called after every drafted round."""
+
+    def reach(self, rollout: Rollout) -> int:
+        """How deep to draft: the builder's depth, or less where the drafter cannot."""
+        return self.depth if rollout.depth_limit is None else min(self.depth, rollout.depth_limit)
 
     def settings(self) -> dict[str, object]:
         """What a report says about the tree."""

@@ -37,12 +37,13 @@ class Chain(TreeBuilder):
     def grow(self, context: Context, rollout: Rollout) -> TokenTree:
         draft = Draft(self, context, rollout)
         confidence = torch.ones(len(context.root), device=context.root.device)
-        for level in range(self.depth):
+        depth = self.reach(rollout)
+        for level in range(depth):
             confidence = confidence * (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1)
             going = confidence >= self.stop
             if self.stop and not going.any():
                 break
             draft.branch(1, going[:, None, None] if self.stop else None)
-            if level + 1 < self.depth:
+            if level + 1 < depth:
                 draft.extend(torch.zeros_like(context.root)[:, None])
         return draft.subset(torch.arange(draft.tokens.shape[1], device=context.root.device).expand_as(draft.tokens))

@@ -32,9 +32,10 @@ class Eagle2(TreeBuilder):
 
     def grow(self, context: Context, rollout: Rollout) -> TokenTree:
         draft = Draft(self, context, rollout)
-        for level in range(self.depth):
+        depth = self.reach(rollout)
+        for level in range(depth):
             scores = self._branch(draft)
-            if level + 1 < self.depth:
+            if level + 1 < depth:
                 draft.extend(_best(scores, self.top_k))
         return draft.best(self.budget)
 
@@ -74,7 +75,8 @@ class OptTree(TreeBuilder):
         draft = Draft(self, context, rollout)
         expected = torch.ones(len(context.root), device=context.root.device)
         going = torch.ones_like(expected, dtype=torch.bool)
-        for level in range(self.depth):
+        depth = self.reach(rollout)
+        for level in range(depth):
             draft.branch(self.budget - 1, going[:, None, None] if level else None)
             best = draft.scores.topk(min(self.budget, draft.scores.shape[1]), dim=1)
             gained = best.values.exp().sum(1) - expected
@@ -82,7 +84,7 @@ class OptTree(TreeBuilder):
             going = going & (gained > self.threshold)
             newest = (best.indices >= draft.newest) & (best.values > NEVER)
             width = int((newest & going[:, None]).sum(1).max())
-            if level + 1 == self.depth or width == 0:
+            if level + 1 == depth or width == 0:
                 break
             draft.extend(_best(draft.scores[:, draft.newest :], width))
         return draft.best(self.budget)
@@ -180,7 +182,7 @@ class _Row:
             self.tokens.append(int(rollout.to_target(choice)))
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1)
-            if self.depths[node] < self.builder.depth:
+            if self.depths[node] < self.builder.reach(rollout):
                 heapq.heappush(self.places, (value * chance, node))
             rest = left.clone()
             rest[choice] = 0

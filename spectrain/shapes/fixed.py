@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 from functools import cache
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,7 +72,7 @@ class Static(TreeBuilder):
 
     def search(self, calibration: Calibration) -> list[Path]:
         """The `budget` - 1 paths with the largest chances; a sibling enters after those before it."""
-        hits = calibration.hits[: self.depth]
+        hits = calibration.hits[: self.depth]  # as deep as the drafter reaches
         found: list[Path] = []
         heap: list[tuple[float, Path]] = [(-hits[0][0], (0,))]
         while heap and len(found) + 1 < self.budget:
@@ -92,7 +93,7 @@ class Static(TreeBuilder):
         draft = Draft(self, context, rollout)
         batch, device = context.root.shape[0], context.root.device
         keep = [torch.zeros(1, dtype=torch.int64)]
-        for width, nodes, inner in _levels(tuple(self.paths), draft.log_q.shape[-1]):
+        for width, nodes, inner in _levels(tuple(self.paths), draft.log_q.shape[-1], self.reach(rollout)):
             draft.branch(width)
             keep.append(draft.newest + torch.tensor(nodes))
             if inner:
@@ -101,6 +102,25 @@ class Static(TreeBuilder):
 
     def settings(self) -> dict[str, object]:
         return {**super().settings(), "paths": [list(path) for path in self.paths]}
+
+
+class Cartesian(Static):
+    """Medusa's first trees (section 3.1): the Cartesian product of each head's best `widths[d]` choices at depth d + 1."""
+
+    name = "cartesian"
+
+    def __init__(
+        self,
+        widths: tuple[int, ...] = (3, 2, 1),
+        children: Children = "deterministic",
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        if not widths or min(widths) < 1:
+            raise UserError(f"tree.widths={list(widths)}: use one or more numbers of 1 or more")
+        levels = [product(*(range(width) for width in widths[: depth + 1])) for depth in range(len(widths))]
+        paths = [list(path) for level in levels for path in level]
+        super().__init__(len(widths), len(paths) + 1, paths, children, temperature, seed)
 
 
 class Sequoia(Static):
@@ -177,12 +197,12 @@ def sequoia_paths(chances: list[float], nodes: int, levels: int) -> list[Path]:
 
 
 @cache
-def _levels(paths: tuple[Path, ...], vocab_size: int) -> list[tuple[int, list[int], list[int]]]:
+def _levels(paths: tuple[Path, ...], vocab_size: int, depth: int) -> list[tuple[int, list[int], list[int]]]:
     """By level: children drawn a frontier node, which of them are in the tree, and which of these have children.
 
-    Choices beyond a small vocabulary are left out, with what is below them.
+    Choices beyond a small vocabulary or the drafter's reach are left out, with what is below them.
     """
-    possible = [path for path in paths if max(path) < vocab_size]
+    possible = [path for path in paths if max(path) < vocab_size and len(path) <= depth]
     levels = []
     frontier: list[Path] = [()]
     while frontier:

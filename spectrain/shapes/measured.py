@@ -67,8 +67,9 @@ class Cast(Measured):
         length = context.cache.longest
         step = latency.verify(1, length)
         draft = Draft(self, context, rollout)
+        depth = self.reach(rollout)
         last = None
-        for level in range(self.depth):
+        for level in range(depth):
             scores = draft.branch(self.top_k)
             best = scores.sort(dim=1, descending=True, stable=True)
             gains = best.values[:, : self.top_k].exp().mean(0).cumsum(0).tolist()
@@ -79,7 +80,7 @@ class Cast(Measured):
             last = gains[width - 1]
             history = self.change[level]
             alpha = sum(history) / len(history) if history else 1.0
-            if level + 1 == self.depth or alpha * last / max(costs[width - 1], 1e-9) < self.depth_gain:
+            if level + 1 == depth or alpha * last / max(costs[width - 1], 1e-9) < self.depth_gain:
                 break
             draft.extend(best.indices[:, :width])
         values = draft.scores.sort(dim=1, descending=True).values[:, : self.budget].exp().mean(0).cumsum(0).tolist()
@@ -134,13 +135,14 @@ class Auto(Measured):
         trust = np.minimum.accumulate(np.clip(self.observed / self.predicted, 0.05, 1.5))
         correction = torch.tensor([0.0, *np.log(trust)], dtype=torch.float32, device=device)
         verify = torch.tensor([self.fit(size) for size in range(1, self.budget + 1)], device=device)
-        for level in range(self.depth):
+        depth = self.reach(rollout)
+        for level in range(depth):
             scores = draft.branch(self.top_k)
             depths = torch.cat([depths, torch.full_like(scores, level + 1, dtype=torch.int64)], dim=1)
             chances = (draft.scores + correction[depths]).exp().sort(dim=1, descending=True).values[:, : self.budget]
             tokens = chances.mean(0).cumsum(0)  # the root alone emits one
             speed = tokens / (self.start_seconds + level * self.step_seconds + verify[: len(tokens)])
-            if level + 1 == self.depth:
+            if level + 1 == depth:
                 break
             best = scores.sort(dim=1, descending=True, stable=True)
             mass = float((best.values[:, : self.top_k] + correction[level + 1]).exp().sum(1).mean())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..data.dataset import Dataset
 from ..drafters.base import Drafter
 from ..errors import RunError, UserError
+from ..features import Layer
 from ..packing import pack_linears
 from ..sources import Source
 from ..target import Target
@@ -102,13 +103,12 @@ class Trainer:
         batches = len(dataset.epoch(0, self.batch_tokens, self.seed))
         return max(1, math.ceil(self.epochs * batches / (self.accumulate * num_processes)))
 
-    def lr_at(self, step: int, num_steps: int) -> float:
-        """The learning rate of a step: linear warm-up, then half a cosine down to `min_lr` of the peak."""
+    def lr_at(self, step: int, num_steps: int, stage_began: int = 0) -> float:
+        """The learning rate of a step: linear warm-up, anew in every stage, and half a cosine down to `min_lr` of the peak."""
         warm = max(1, round(self.warmup * num_steps))
-        if step < warm:
-            return self.lr * (step + 1) / warm
-        progress = (step - warm) / max(1, num_steps - warm)
-        return self.lr * (self.min_lr + (1 - self.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+        progress = max(0, step - warm) / max(1, num_steps - warm)
+        decayed = self.lr * (self.min_lr + (1 - self.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+        return decayed * min(1.0, (step - stage_began + 1) / warm)
 
     def fit(
         self,
@@ -131,6 +131,7 @@ class Trainer:
         if begun is not None:
             step = int(begun.name.split("-")[1])
             stage = drafter.stage_at(max(0, step - 1), num_steps)
+        stage_began = next(earlier for earlier in range(step + 1) if drafter.stage_at(earlier, num_steps) == stage)
         optimizer = self._optimizer(drafter, target, stage)
         batches_done = 0
         if begun is not None:
@@ -146,17 +147,19 @@ class Trainer:
         with Progress(num_steps, step, enabled=accelerator.is_main_process) as progress_line:
             while step < num_steps:
                 if drafter.stage_at(step, num_steps) != stage:
-                    stage = drafter.stage_at(step, num_steps)
+                    stage, stage_began = drafter.stage_at(step, num_steps), step
                     job.optimizer = accelerator.prepare(self._optimizer(drafter, target, stage))
+                lr = self.lr_at(step, num_steps, stage_began)
                 for group in job.optimizer.param_groups:
-                    group["lr"] = self.lr_at(step, num_steps) * group["lr_scale"]
+                    group["lr"] = lr * group["lr_scale"]
+                drafter.progress = step / num_steps
                 share = list(islice(stream, self.accumulate * accelerator.num_processes))
                 batches_done += len(share)
                 mine = share[accelerator.process_index :: accelerator.num_processes]
-                self._step(job, mine, tally, step)
+                self._step(job, mine, tally, step, drafter.features_in(stage))
                 step += 1
                 if step % self.log_every == 0 or step == num_steps or step == 1:
-                    metrics = self._metrics(accelerator, tally, step, self.lr_at(step - 1, num_steps))
+                    metrics = self._metrics(accelerator, tally, step, lr)
                     tally = Tally(began=time.perf_counter())
                     if metrics_file is not None:
                         metrics_file.write(metrics)
@@ -180,11 +183,11 @@ class Trainer:
         groups = [{"lr_scale": 1.0, **group} for group in groups]
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
-    def _step(self, job: Job, share: list[list[int]], tally: Tally, step: int) -> None:
+    def _step(self, job: Job, share: list[list[int]], tally: Tally, step: int, layers: tuple[Layer, ...]) -> None:
         """One optimiser step over this process's share of batches."""
         accelerator, model, optimizer = job.accelerator, job.model, job.optimizer
         began = time.perf_counter()
-        batches = [job.source.batch(job.dataset, indices, job.target, job.drafter.layers) for indices in share]
+        batches = [job.source.batch(job.dataset, indices, job.target, layers) for indices in share]
         tally.target_seconds += time.perf_counter() - began
         began = time.perf_counter()
         supervised = torch.tensor(sum(batch.num_supervised for batch in batches), device=accelerator.device)
@@ -203,6 +206,7 @@ class Trainer:
             tally.hits = losses.hits.detach() + (0 if tally.hits is None else tally.hits)
             tally.counts = losses.counts.detach() + (0 if tally.counts is None else tally.counts)
             tally.tokens += sum(len(job.dataset.examples[index].tokens) for index in share[number])
+        self._share_target_gradients(job)
         norm = accelerator.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], self.clip)
         if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
             raise RunError(f"training: the gradient is not finite at step {step + 1}; lower trainer.lr or trainer.clip")
@@ -211,6 +215,16 @@ class Trainer:
         tally.supervised += everywhere
         tally.steps += 1
         tally.drafter_seconds += time.perf_counter() - began
+
+    def _share_target_gradients(self, job: Job) -> None:
+        """Average the gradients of the target's own parameters over processes: they are not in what accelerate wraps."""
+        if job.accelerator.num_processes == 1:
+            return
+        own = {id(parameter) for parameter in job.drafter.parameters()}
+        for group in job.optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in own and parameter.grad is not None:
+                    parameter.grad = job.accelerator.reduce(parameter.grad, reduction="mean")
 
     def _metrics(self, accelerator: Accelerator, tally: Tally, step: int, lr: float) -> dict[str, Any]:
         """The means of an interval over all processes."""

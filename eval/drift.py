@@ -1,0 +1,68 @@
+"""How far an output is from what the original target would have said. Shapes: T tokens, V vocabulary."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectrain.acceptance import Greedy
+from spectrain.decode import decode
+from spectrain.eval.metrics import Turn
+from spectrain.target import Target
+
+Text = tuple[list[int], list[int]]  # a prompt and its answer
+
+
+def rule_drift(target: Target, turns: Sequence[Turn]) -> dict[str, Any]:
+    """What a lossy rule changes: the target's own judgement of drafted answers beside that of its own answers."""
+    return {
+        "autoregressive": quality(target, [(turn.autoregressive.prompt, turn.autoregressive.output) for turn in turns]),
+        "drafted": quality(target, [(turn.drafted.prompt, turn.drafted.output) for turn in turns]),
+    }
+
+
+def target_drift(original: Target, trained: Target, turns: Sequence[Turn], max_new_tokens: int) -> dict[str, Any]:
+    """What training changed, on the original's own greedy answers to the prompts: how either target judges them.
+
+    `agreement` is how often both have the same most likely token; `same_answers` how many greedy answers are equal.
+    """
+    original.pack()
+    texts: list[Text] = []
+    agreed = judged = same = 0
+    for turn in turns:
+        prompt = turn.autoregressive.prompt
+        (answer,) = decode(original, [prompt], Greedy(), max_new_tokens)
+        texts.append((prompt, answer.output))
+        choices = [logits(target, texts[-1]).argmax(-1) for target in (original, trained)]
+        agreed += int((choices[0] == choices[1]).sum())
+        judged += len(answer.output)
+        same += decode(trained, [prompt], Greedy(), max_new_tokens)[0].output == answer.output
+    return {
+        "original": quality(original, texts),
+        "trained": quality(trained, texts),
+        "agreement": round(agreed / judged, 4),
+        "same_answers": same,
+        "checked": len(texts),
+    }
+
+
+def quality(target: Target, texts: Sequence[Text]) -> dict[str, float]:
+    """The target's perplexity of answers, and how many of their tokens are its most likely ones."""
+    loss = best = count = 0.0
+    for prompt, answer in texts:
+        log_p = logits(target, (prompt, answer)).log_softmax(-1)
+        tokens = torch.tensor(answer, device=log_p.device)
+        loss -= float(log_p.gather(-1, tokens[:, None]).sum())
+        best += float((log_p.argmax(-1) == tokens).sum())
+        count += len(answer)
+    return {"perplexity": round(math.exp(loss / count), 4), "most_likely": round(best / count, 4)}
+
+
+def logits(target: Target, text: Text) -> Tensor:
+    """What the target says before every token of an answer, [T, V]."""
+    prompt, answer = text
+    tokens = torch.tensor([prompt + answer], device=target.device)
+    final = target.features(tokens, ("final",)).at("final")[0, len(prompt) - 1 : -1]
+    return target.head.logits(final)

@@ -1,0 +1,44 @@
+"""LoRA on the target, through peft: put in, switched off, merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from ..target import Target
+
+
+def inject_lora(target: Target, rank: int, alpha: float) -> list[nn.Parameter]:
+    """LoRA (Hu et al., 2022) on every linear of the decoder layers; the parameters that it adds, which start as nothing."""
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"), target.decoder)
+    return [parameter for name, parameter in target.named_parameters() if ".lora_" in name]
+
+
+def lora_layers(target: Target) -> list[LoraLayer]:
+    return [module for module in target.modules() if isinstance(module, LoraLayer)]
+
+
+@contextmanager
+def adapters_off(target: Target) -> Iterator[None]:
+    """The target as it was before it was adapted, bit by bit."""
+    layers = lora_layers(target)
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merge_lora(target: Target) -> None:
+    """Add the adapters to the weights, so that the target is an ordinary model again."""
+    for name, module in list(target.named_modules()):
+        if isinstance(module, LoraLayer):
+            module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(target.get_submodule(parent), child, module.get_base_layer())

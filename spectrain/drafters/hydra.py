@@ -1,0 +1,183 @@
+"""Hydra (Ankner et al., 2024): Medusa's heads made sequential, for each reads the tokens drafted before it.
+
+Shapes: B batch, T tokens, D target width, V draft vocabulary, K heads, R supervised rows, F frontier nodes.
+Head k, from 0, at index t reads the target's state at t and the embeddings of tokens t + 1 to t + 1 + k, and predicts
+token t + 2 + k. In training these tokens are the true ones, in decoding those of the path.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import TreeCache
+from ..errors import UserError
+from ..features import Batch, Layer
+from ..shapes.base import Rollout, TreeBuilder
+from ..tree import TokenTree
+from .base import Losses
+from .layers import Attention, Mlp, ResBlock, llama_config, rotary
+from .vocabulary import Divergence, Teacher, VocabularyDrafter
+
+if TYPE_CHECKING:
+    from ..decode import Context
+    from ..target import Target
+
+
+class HydraHead(nn.Module):
+    """A projection of state and embeddings, residual blocks, an output layer. It starts as the target's own head."""
+
+    def __init__(self, width: int, num_tokens: int, vocab_size: int, num_layers: int) -> None:
+        super().__init__()
+        self.project = nn.Linear((1 + num_tokens) * width, width, bias=False)
+        self.mix = nn.Linear((1 + num_tokens) * width, width)
+        self.blocks = nn.ModuleList(ResBlock(width) for _ in range(num_layers - 1))
+        self.lm_head = nn.Linear(width, vocab_size, bias=False)
+        with torch.no_grad():
+            self.project.weight.zero_()
+            self.project.weight[:, :width].fill_diagonal_(1.0)
+            self.mix.weight.zero_()
+            self.mix.bias.zero_()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.project(inputs) + nn.functional.silu(self.mix(inputs))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.lm_head(hidden)
+
+
+class PrefixAttention(nn.Module):
+    """Hydra++ (section 4.3): a decoder layer over the target's states, so that heads see more than the last one.
+
+    Its output projections are zero at first, so it starts as the identity.
+    """
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        config = llama_config(target)
+        self.input_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config, target.width)
+        self.post_attention_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
+        self.mlp = Mlp(config)
+        self.rotary = rotary(config)
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+        nn.init.zeros_(self.mlp.down_proj.weight)
+
+    def forward(self, final: Tensor, positions: Tensor, cache: TreeCache | None = None) -> Tensor:
+        """[B, T, D] -> [B, T, D], causal; with a cache, behind what it holds."""
+        q, k, v = self.self_attn.project(self.input_layernorm(final), self.rotary(final, positions))
+        if cache is None:
+            attended = self.self_attn.masked(q, k, v, None)
+        else:
+            length = final.shape[1]
+            visible = torch.ones(length, length, dtype=torch.bool, device=final.device).tril().expand(len(final), -1, -1)
+            attended = self.self_attn.cached(q, k, v, cache, visible)
+            cache.advance(length)
+        hidden = final + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Hydra(VocabularyDrafter):
+    """Sequentially dependent heads (section 3); with `prefix_attention`, Hydra++. The loss is sum_k head_decay^k L_k."""
+
+    layers: tuple[Layer, ...] = ("final",)
+    heads: Any  # nn.ModuleList of HydraHead
+    shape = ("num_heads", "num_layers", "vocab_size", "prefix_attention")
+
+    def __init__(
+        self,
+        target: Target,
+        num_heads: int = 3,
+        num_layers: int = 1,
+        vocab_size: int = 32000,
+        loss: Divergence = "forward_kl",
+        head_decay: float = 0.8,
+        prefix_attention: bool = False,
+    ) -> None:
+        super().__init__()
+        for key, value in (("num_heads", num_heads), ("num_layers", num_layers)):
+            if value < 1:
+                raise UserError(f"drafter.{key}={value}: use 1 or more")
+        self.divergence, self.head_decay = loss, head_decay
+        self.head = target.head
+        vocab_size = min(vocab_size, target.head.vocab_size)
+        self.prefix: PrefixAttention | None = PrefixAttention(target) if prefix_attention else None
+        self.heads = nn.ModuleList(HydraHead(target.width, 1 + k, vocab_size, num_layers) for k in range(num_heads))
+        self.add_vocabulary(vocab_size, target.head.vocab_size)
+        self.cache: TreeCache | None = None
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Choose the draft vocabulary and copy the target's head into every head."""
+        ids = self.choose_vocabulary(token_counts)
+        with torch.no_grad():
+            for head in self.heads:
+                head.lm_head.weight.copy_(self.head.output.weight[ids])
+
+    def loss(self, batch: Batch, target: Target) -> Losses:
+        assert batch.features is not None
+        teacher = Teacher(self, batch)
+        states = batch.features.at("final").to(next(self.parameters()).dtype)
+        if self.prefix is not None:
+            states = self.prefix(states, torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None])
+        embedded = self.embed(batch.tokens)
+        terms = {}
+        hits, counts = states.new_zeros(len(self.heads)), states.new_zeros(len(self.heads))
+        for k, head in enumerate(self.heads):
+            rows = teacher.rows(k)
+            read = [embedded.roll(-1 - j, dims=1)[rows] for j in range(k + 1)]
+            log_q = head(torch.cat([states[rows], *read], dim=-1)).float().log_softmax(-1)
+            loss, hits[k], counts[k] = teacher.judge(k, log_q)
+            terms[f"head{k}"] = self.head_decay ** (k + 1) * loss
+        return Losses(terms, hits, counts)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.head.embed(tokens).to(next(self.parameters()).dtype)
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        states = context.fresh.at("final")
+        last = (context.counts - 1).clamp(min=0)[:, None, None]
+        if self.prefix is not None:
+            batch, num_new, _ = states.shape
+            if context.round == 0 or self.cache is None:
+                self.cache = TreeCache(1, batch, context.cache.max_length, states.device)
+            states = self.prefix(states, self.cache.slots(num_new), self.cache)
+            self.cache.commit(torch.arange(num_new, device=states.device).expand(batch, -1), context.counts)
+        state = states.gather(1, last.expand(-1, 1, states.shape[-1]))
+        return budget.grow(context, _Path(self, state, context.root))
+
+
+class _Path(Rollout):
+    """One round: a node's head is that of its depth, and reads the tokens from the root to the node."""
+
+    def __init__(self, drafter: Hydra, state: Tensor, root: Tensor) -> None:
+        self.drafter, self.state = drafter, state  # [B, 1, D]
+        self.draft_ids = drafter.draft_ids
+        self.depth_limit: int = len(drafter.heads)
+        self.read = drafter.embed(root)[:, None, None]  # [B, nodes, depth + 1, D], what is behind a node's depth is unused
+        self.depth = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)
+
+    def start(self) -> Tensor:
+        return self._after(self.read, self.depth)
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        depth = self.depth.gather(1, parents) + 1
+        deepest = max(self.read.shape[2], int(depth.max()) + 1)
+        self.read = nn.functional.pad(self.read, (0, 0, 0, deepest - self.read.shape[2]))
+        read = self.read.gather(1, parents[:, :, None, None].expand(-1, -1, *self.read.shape[2:]))
+        place = depth[:, :, None, None].expand(-1, -1, 1, read.shape[-1])
+        read = read.scatter(2, place, self.drafter.embed(tokens)[:, :, None])
+        self.read, self.depth = torch.cat([self.read, read], dim=1), torch.cat([self.depth, depth], dim=1)
+        return self._after(read, depth)
+
+    def _after(self, read: Tensor, depth: Tensor) -> Tensor:
+        """[B, F, V]; below the last head there is nothing to ask, and nothing will be used."""
+        found = None
+        for k in sorted(set(depth.clamp(max=self.depth_limit - 1).flatten().tolist())):
+            inputs = torch.cat([self.state.expand(-1, read.shape[1], -1), read[:, :, : k + 1].flatten(2)], dim=-1)
+            log_q = self.drafter.heads[k](inputs).float().log_softmax(-1)
+            found = log_q if found is None else torch.where((depth >= k)[..., None], log_q, found)
+        assert found is not None
+        return found

@@ -1,0 +1,193 @@
+"""Medusa (Cai et al., 2024): heads on the target's last state, each predicting one token further ahead.
+
+Shapes: B batch, T tokens, D target width, V draft vocabulary, K heads, R supervised rows, F frontier nodes.
+Head k, from 0, at index t predicts token t + 2 + k; token t + 1 is the target's own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..features import Batch, Layer
+from ..shapes.base import Rollout, TreeBuilder
+from ..tree import TokenTree
+from .adapters import adapters_off, inject_lora, merge_lora
+from .base import Losses
+from .layers import ResBlock
+from .vocabulary import Divergence, Teacher, VocabularyDrafter
+
+if TYPE_CHECKING:
+    from ..decode import Context
+    from ..target import Target
+
+
+class MedusaHead(nn.Module):
+    """W2 (SiLU(W1 h) + h), with W1 zero at first: it starts as the target's own head."""
+
+    def __init__(self, width: int, vocab_size: int, num_layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ResBlock(width) for _ in range(num_layers))
+        self.lm_head = nn.Linear(width, vocab_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.lm_head(hidden)
+
+
+class Medusa(VocabularyDrafter):
+    """Medusa-1 (section 3.2.1) on a frozen target; with `adapt`, Medusa-2 (3.2.2), which trains the target with its heads.
+
+    Medusa-1's loss is sum_k head_decay^k L_k, k from 1. Medusa-2 first trains the heads alone for `heads_first` of the steps,
+    then both, on L_LM + heads_coefficient * schedule * (that sum): the heads at trainer.lr, the target at
+    `target_lr_scale` of it. L_LM is the cross-entropy of the data or, with self_distillation (3.3.2), KL(original || adapted),
+    the original being the same weights with the LoRA adapters off. The output is then that of the trained target.
+    """
+
+    layers: tuple[Layer, ...] = ("final",)
+    heads: Any  # nn.ModuleList of MedusaHead
+    shape = ("num_heads", "num_layers", "vocab_size")
+
+    def __init__(
+        self,
+        target: Target,
+        num_heads: int = 3,
+        num_layers: int = 1,
+        vocab_size: int = 32000,
+        loss: Divergence = "cross_entropy",
+        head_decay: float = 0.8,
+        adapt: Literal["lora", "full"] | None = None,
+        heads_first: float = 0.5,
+        heads_coefficient: float = 0.2,
+        schedule: Literal["constant", "linear", "sine"] = "constant",
+        self_distillation: bool = False,
+        target_lr_scale: float = 0.25,
+        rank: int = 32,
+        alpha: float = 16.0,
+    ) -> None:
+        super().__init__()
+        for key, value, least in (("num_heads", num_heads, 1), ("num_layers", num_layers, 1), ("rank", rank, 1)):
+            if value < least:
+                raise UserError(f"drafter.{key}={value}: use {least} or more")
+        if not 0 <= heads_first < 1:
+            raise UserError(f"drafter.heads_first={heads_first}: use 0 or more and less than 1")
+        if self_distillation and adapt != "lora":
+            raise UserError(
+                "drafter.self_distillation: the original is the target with its adapters off; use drafter.adapt=lora"
+            )
+        self.divergence, self.head_decay, self.adapt = loss, head_decay, adapt
+        self.heads_first, self.heads_coefficient, self.schedule = heads_first, heads_coefficient, schedule
+        self.self_distillation, self.target_lr_scale, self.rank, self.alpha = self_distillation, target_lr_scale, rank, alpha
+        self.trains_target = adapt is not None
+        self.head = target.head
+        vocab_size = min(vocab_size, target.head.vocab_size)
+        self.heads = nn.ModuleList(MedusaHead(target.width, vocab_size, num_layers) for _ in range(num_heads))
+        self.add_vocabulary(vocab_size, target.head.vocab_size)
+        self.adapted: list[nn.Parameter] = []  # of the target
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Choose the draft vocabulary, copy the target's head into every head, and put in the adapters."""
+        ids = self.choose_vocabulary(token_counts)
+        with torch.no_grad():
+            for head in self.heads:
+                head.lm_head.weight.copy_(self.head.output.weight[ids])
+        if self.adapt == "lora":
+            self.adapted = inject_lora(target, self.rank, self.alpha)
+        elif self.adapt == "full":
+            self.adapted = list(target.parameters())
+
+    # Training
+
+    def stage_at(self, step: int, num_steps: int) -> int:
+        """0: the heads alone; 1: with the target."""
+        return int(self.trains_target and step >= self.heads_first * num_steps)
+
+    def features_in(self, stage: int) -> tuple[Layer, ...]:
+        """With the target in training, its features are computed in the loss."""
+        return () if stage else self.layers
+
+    def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = [{"params": list(self.parameters())}]
+        return [*groups, {"params": self.adapted, "lr_scale": self.target_lr_scale}] if stage else groups
+
+    def loss(self, batch: Batch, target: Target) -> Losses:
+        """The heads' loss and, in the second stage, the target's own."""
+        if batch.features is not None:
+            terms, hits, counts = self._heads_loss(batch, batch.features.at("final"))
+            return Losses({f"head{k}": loss for k, loss in enumerate(terms)}, hits, counts)
+        final = target.run(batch.tokens, layers=("final",), grad=True).at("final")
+        terms, hits, counts = self._heads_loss(batch, final)
+        weight = self.heads_coefficient * self._scheduled()
+        heads = {f"head{k}": weight * loss for k, loss in enumerate(terms)}
+        return Losses({"language_model": self._language_model_loss(batch, final, target), **heads}, hits, counts)
+
+    def _heads_loss(self, batch: Batch, final: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Each head's loss, weighted; hits and counts [K]. Gradients flow into `final`, the teacher's do not."""
+        teacher = Teacher(self, batch, final.detach())
+        terms = []
+        hits, counts = final.new_zeros(len(self.heads)), final.new_zeros(len(self.heads))
+        for k, head in enumerate(self.heads):
+            log_q = head(final[teacher.rows(k)].to(head.lm_head.weight.dtype)).float().log_softmax(-1)
+            loss, hits[k], counts[k] = teacher.judge(k, log_q)
+            terms.append(self.head_decay ** (k + 1) * loss)
+        return terms, hits, counts
+
+    def _scheduled(self) -> float:
+        """The schedule's factor, from 0 to 1 over the second stage; constant is 1."""
+        done = (self.progress - self.heads_first) / (1 - self.heads_first)
+        return {"constant": 1.0, "linear": done, "sine": math.sin(math.pi / 2 * done)}[self.schedule]
+
+    def _language_model_loss(self, batch: Batch, final: Tensor, target: Target) -> Tensor:
+        """What keeps the target good, summed over supervised tokens."""
+        predicts = torch.zeros_like(batch.loss_mask)
+        predicts[:, :-1] = batch.loss_mask[:, 1:]
+        logits = self.head.logits(final[predicts])
+        if not self.self_distillation:
+            return F.cross_entropy(logits, batch.tokens.roll(-1, dims=1)[predicts], reduction="sum")
+        with torch.no_grad(), adapters_off(target):
+            original = self.head.logits(target.features(batch.tokens, ("final",)).at("final")[predicts])
+        return F.kl_div(logits.log_softmax(-1), original.log_softmax(-1), log_target=True, reduction="sum")
+
+    def finish(self, target: Target) -> None:
+        if self.adapt == "lora":
+            merge_lora(target)
+        self.adapted = []
+
+    # Decoding
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        last = (context.counts - 1).clamp(min=0)[:, None]
+        return budget.grow(context, _Heads(self, context.fresh.gather(last).at("final")))
+
+
+class _Heads(Rollout):
+    """One round: what head k says does not depend on the path, only on its depth."""
+
+    def __init__(self, drafter: Medusa, final: Tensor) -> None:
+        self.drafter, self.final = drafter, final  # [B, 1, D]
+        self.draft_ids = drafter.draft_ids
+        self.depth_limit: int = len(drafter.heads)
+        self.said: list[Tensor] = []  # log q [B, 1, V] of the heads that were asked
+        self.depth = torch.zeros(len(final), 1, dtype=torch.int64, device=final.device)  # of every node
+
+    def start(self) -> Tensor:
+        return self._after(self.depth)
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        depth = self.depth.gather(1, parents) + 1
+        self.depth = torch.cat([self.depth, depth], dim=1)
+        return self._after(depth)
+
+    def _after(self, depth: Tensor) -> Tensor:
+        """[B, F, V] after nodes of depth [B, F]; below the last head there is nothing to ask, and nothing will be used."""
+        depth = depth.clamp(max=self.depth_limit - 1)
+        while len(self.said) <= int(depth.max()):
+            self.said.append(self.drafter.heads[len(self.said)](self.final).float().log_softmax(-1))
+        every = torch.cat(self.said, dim=1)
+        return every.gather(1, depth[..., None].expand(-1, -1, every.shape[-1]))

@@ -1,0 +1,124 @@
+"""The draft vocabulary, and what the target says in it. Shapes: B batch, T tokens, V draft vocabulary, R supervised rows.
+
+Index t of a drafter that reads features has seen the target's state at t and predicts token t + 2 at its first draft step,
+for token t + 1 is the target's own; at step k (from 0) it predicts token t + 2 + k.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..features import Batch
+from ..losses import DIVERGENCES, UNNORMALISED
+from .base import Drafter
+
+if TYPE_CHECKING:
+    from ..target import Head
+
+Divergence = Literal[
+    "cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "negative_log_acceptance", "lk_hybrid"
+]
+assert {*get_args(Divergence)} == {"cross_entropy", *DIVERGENCES}
+
+
+class VocabularyDrafter(Drafter):
+    """A drafter whose head covers the tokens that the assistant uses most. The others cannot be drafted."""
+
+    d2t: Tensor
+    t2d: Tensor
+    divergence: str
+    head: Head
+
+    def add_vocabulary(self, size: int, target_size: int) -> None:
+        """Buffers d2t [V], target id = draft id + d2t[draft id], and t2d [target vocabulary], True where it can be drafted."""
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(target_size, dtype=torch.bool))
+        self.use_vocabulary(torch.arange(size))
+
+    def use_vocabulary(self, ids: Tensor) -> None:
+        """Draft these target ids, ascending."""
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+
+    def choose_vocabulary(self, token_counts: Tensor) -> Tensor:
+        """Take the most frequent tokens; their ids [V]."""
+        ids = token_counts.argsort(descending=True, stable=True)[: len(self.d2t)].sort().values.cpu()
+        self.use_vocabulary(ids)
+        return ids
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[V] the target id of every draft id."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+
+class Teacher:
+    """What a drafter should say at every position whose next token is supervised, worked out once for all draft steps.
+
+    Either the target's distribution there, from its `final` features, or with cross_entropy the token of the data.
+    """
+
+    def __init__(self, drafter: VocabularyDrafter, batch: Batch, final: Tensor | None = None) -> None:
+        self.drafter, self.length = drafter, batch.tokens.shape[1]
+        predicts = torch.zeros_like(batch.loss_mask)
+        predicts[:, :-1] = batch.loss_mask[:, 1:]  # position s predicts token s + 1
+        predicts[:, 0] = False  # the earliest prediction a drafter can make is from index 0, for token 2
+        self.row_of = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
+        self.row_of[predicts] = torch.arange(int(predicts.sum()), device=batch.tokens.device)
+        self.log_p: Tensor | None = None
+        if drafter.divergence == "cross_entropy":
+            self.best = batch.tokens.roll(-1, dims=1)[predicts]
+            inside = drafter.t2d[self.best]
+        else:
+            if final is None:
+                assert batch.features is not None
+                final = batch.features.at("final")
+            self.log_p, self.best, inside = self._ask(final[predicts])
+        # Outside the draft vocabulary there is nothing right to say, so no loss; it counts as a miss.
+        self.inside = torch.ones_like(inside) if drafter.divergence in UNNORMALISED else inside
+
+    @torch.no_grad()
+    def _ask(self, final: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """log p over the draft vocabulary [R, V], the target's most likely token [R], and whether it can be drafted [R]."""
+        ids = self.drafter.draft_ids
+        log_p, best = [final.new_zeros(0, len(ids))], [final.new_zeros(0, dtype=torch.int64)]
+        for rows in final.split(2048):  # bounds the [rows, target vocabulary] logits
+            logits = self.drafter.head.logits(rows)
+            chosen = logits[:, ids]
+            whole = self.drafter.divergence in UNNORMALISED
+            log_p.append(chosen - torch.logsumexp(logits if whole else chosen, -1, keepdim=True))
+            best.append(logits.argmax(-1))
+        found = torch.cat(best)
+        return torch.cat(log_p), found, self.drafter.t2d[found]
+
+    def _positions(self, step: int) -> Tensor:
+        """[B, T] the row of what index t predicts at a step; -1 where nothing is supervised."""
+        shift = step + 1
+        rows = torch.full_like(self.row_of, -1)
+        rows[:, : self.length - shift] = self.row_of[:, shift:]
+        return rows
+
+    def rows(self, step: int) -> Tensor:
+        """[B, T] bool, the indices supervised at a step."""
+        return self._positions(step) >= 0
+
+    def answers(self, step: int) -> Tensor:
+        """[R] which of the teacher's rows answer the supervised indices of a step."""
+        positions = self._positions(step)
+        return positions[positions >= 0]
+
+    def judge(self, step: int, log_q: Tensor) -> tuple[Tensor, Tensor, int]:
+        """The loss of log q [R, V] at the supervised indices of a step, summed; how many first choices are right; R."""
+        rows = self.answers(step)
+        best, inside = self.best[rows], self.inside[rows]
+        if self.log_p is None:
+            slots = torch.searchsorted(self.drafter.draft_ids, best).clamp(max=log_q.shape[-1] - 1)  # any, where outside
+            losses = -log_q.gather(-1, slots[:, None])[:, 0]
+        else:
+            losses = DIVERGENCES[self.drafter.divergence](self.log_p[rows], log_q)
+        hits = (self.drafter.draft_ids[log_q.argmax(-1)] == best).sum()
+        return torch.where(inside, losses, 0.0).sum(), hits, len(best)
