@@ -145,7 +145,8 @@ def interval(columns: Floats, signs: Sequence[int], draws: int = 2000) -> Interv
     Bootstrap-t on the log scale (Efron and Tibshirani, 1993, section 12.5): prompts are resampled with a fixed seed and
     each resample's error is measured in its own standard error. Below 8 prompts, or where resamples have no spread,
     Student's t takes its place. It never leaves the range of the resamples, as it would where one prompt took most of the
-    time: something else ran on the machine, and no interval mends that. None below 2 prompts or where a sum is 0; the value itself where prompts do not differ.
+    time: something else ran on the machine then, and no interval mends that. None below 2 prompts or where a sum is 0; the
+    value itself where prompts do not differ.
     A prompt of zeros only (without a round) says nothing and is not counted.
     """
     columns = columns[columns.any(-1)]

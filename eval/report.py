@@ -58,6 +58,12 @@ def print_table(summary: dict[str, Any]) -> None:
             f"{drift['same_answers']} of {drift['checked']} answers the same"
         )
         console.print(f"output is that of the trained target in {setting['target_path']}")
+    if online := summary.get("online"):
+        ends = ", ".join(f"{name} {values[-1]:.2f}" for name, values in online["curves"].items())
+        console.print(
+            f"online: {online['updates']} updates in {online['seconds']:.1f} s, learning from {online['learn']}; tokens per "
+            f"forward over the last {online['every']} prompts: {ends}"
+        )
     if guard := summary.get("guard"):
         console.print(f"guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not")
     if setting["skipped"]:

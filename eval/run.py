@@ -4,9 +4,10 @@ For every prompt the autoregressive run and the drafted runs follow each other, 
 same kernels, same cache, same stop handling. The reference of the lossless check is computed apart from all of them.
 """
 
+import copy
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,15 +35,28 @@ from spectrain.eval.baselines import (
 )
 from spectrain.eval.drift import rule_drift, target_drift
 from spectrain.eval.metrics import Turn
+from spectrain.eval.online import Online, curve, plot
 from spectrain.eval.prompts import Prompt, read_prompts
 from spectrain.eval.report import print_table
 from spectrain.eval.summary import bounds, sample, summarise, teacher_forced, write_rounds, write_whole
 from spectrain.guard import Guard
 from spectrain.packing import pack_linears
+from spectrain.replay import Recorder
 from spectrain.shapes import Auto, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Sequoia, Static, TreeBuilder
 from spectrain.target import Target
 
 OURS = ("chain", "untrained", "ngram", "lookahead")
+SWEPT: dict[str, Callable[[int, int], TreeBuilder]] = {
+    "chain": lambda depth, budget: Chain(depth),
+    "static": Static,
+    "sequoia": Sequoia,
+    "eagle2": Eagle2,
+    "opt": OptTree,
+    "dyspec": lambda depth, budget: DySpec(depth, budget, children="deterministic"),
+    "entropy": Entropy,
+    "cast": Cast,
+    "auto": Auto,
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,9 @@ class Evaluation:
 
     `prompts`: a file or a known benchmark. `baselines`: chain, untrained, ngram, lookahead (this engine); generate,
     prompt_lookup, assistant, early_exit (transformers' own). `guard`: decode autoregressively while drafting does not pay.
-    `sweep`: tree for every tree builder at `budgets`. `calibration`: prompts that trees are searched and timed on.
+    `online`: the drafter goes on learning from what the target corrects, beside a copy that does not.
+    `sweep`: tree for tree builders, all or those in `trees`, at `budgets`. `calibration`: prompts that trees are searched
+    and timed on.
     """
 
     def __init__(
@@ -87,7 +103,12 @@ class Evaluation:
         check: bool = True,
         oracle: bool = True,
         guard: bool = False,
+        online: bool = False,
+        online_lr: float = 1e-4,
+        online_every: int = 8,
+        online_learn: Literal["corrections", "answers", "split"] = "corrections",
         sweep: Literal["tree"] | None = None,
+        trees: tuple[str, ...] | None = None,
         budgets: tuple[int, ...] = (8, 16, 32, 64),
         calibration: str | None = None,
         calibration_limit: int = 8,
@@ -95,11 +116,14 @@ class Evaluation:
         exit_layer: int | None = None,
     ) -> None:
         for key, value, least in (("limit", limit, 1), ("max_new_tokens", max_new_tokens, 2), ("batch_size", batch_size, 1),
-                                  ("calibration_limit", calibration_limit, 1), ("exit_layer", exit_layer, 1)):  # fmt: skip
+                                  ("calibration_limit", calibration_limit, 1), ("exit_layer", exit_layer, 1),
+                                  ("online_every", online_every, 1)):  # fmt: skip
             if value is not None and value < least:
                 raise UserError(f"eval.{key}={value}: use {least} or more")
         if any(budget < 2 for budget in budgets):
             raise UserError(f"eval.budgets={list(budgets)}: a tree has 2 nodes or more, the root included")
+        if unknown := sorted(set(trees or ()) - set(SWEPT)):
+            raise UserError(f"eval.trees: {unknown[0]!r} is unknown; choose from {', '.join(SWEPT)}")
         known = (*OURS, *TRANSFORMERS)
         if unknown := sorted(set(baselines) - set(known)):
             raise UserError(f"eval.baselines: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
@@ -109,8 +133,12 @@ class Evaluation:
             raise UserError("eval.baselines: early_exit needs eval.exit_layer=N")
         self.name, self.max_new_tokens, self.batch_size = name, max_new_tokens, batch_size
         self.check, self.oracle, self.guard, self.sweep, self.budgets = check, oracle, guard, sweep, budgets
+        self.trees = tuple(SWEPT) if trees is None else trees
         self.baselines = tuple(baselines)
         self.assistant, self.exit_layer = assistant, exit_layer
+        if not online_lr > 0:
+            raise UserError(f"eval.online_lr={online_lr}: use more than 0")
+        self.online, self.online_lr, self.online_every, self.online_learn = online, online_lr, online_every, online_learn
         read = read_prompts(prompts, limit, categories)
         self.prompts, self.skipped = read.prompts, dict(read.skipped)
         self.calibration, self.calibration_limit = calibration, calibration_limit
@@ -144,9 +172,12 @@ class Evaluation:
         chain = Chain(min(3, builder.depth), builder.children, builder.temperature, builder.seed)
         plain = rule.matched()  # a drafter that copies text draws nothing, so p / q has no meaning for it
         if self.sweep == "tree":
-            for other in sweep_builders(builder, self.budgets):
+            for other in sweep_builders(builder.depth, self.budgets, self.trees):
                 systems.append(System(f"{other.name}-{other.budget}", describe(other), drafter, other, rule))
             return systems
+        if self.online:
+            still = copy.deepcopy(drafter)
+            systems.append(System("static_drafter", "the same, not learning", still, copy.deepcopy(builder), rule))
         if "chain" in self.baselines and not builder.is_chain and not isinstance(drafter, (Ngram, Lookahead)):
             systems.append(System("chain", "the same, chain", drafter, chain, rule))
         if "untrained" in self.baselines and untrained is not None:
@@ -168,10 +199,12 @@ class Evaluation:
         setting: dict[str, Any],
         untrained: Callable[[], Drafter] | None = None,
         original: Callable[[], Target] | None = None,
+        save_online: Callable[[Drafter], None] | None = None,
     ) -> dict[str, Any]:
         """Decode every prompt with every system, write what was found to `folder`, print the table.
 
-        `original` loads the target as it was before training, where the drafter's training changed it.
+        `original` loads the target as it was before training, where the drafter's training changed it. `save_online` keeps a
+        drafter that has learnt.
         """
         if any(True for _ in drafter.parameters()):  # otherwise it copies text, whatever the builder is made for
             rule.check(builder.children, builder.is_chain)
@@ -184,8 +217,17 @@ class Evaluation:
         calibration = None
         if any(other.needs for other in mine):
             calibration = calibrate(target, drafter, mine, rule, self._calibration_prompts(target))
+        online = None
+        if self.online:
+            if not any(True for _ in drafter.parameters()) or drafter.trains_target:
+                raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
+            folder.mkdir(parents=True, exist_ok=True)
+            save = save_online or (lambda learnt: None)
+            online = Online(drafter, target, self.online_lr, self.online_every, self.online_learn, save)
+            recorder = Recorder(builder)
+            systems[0] = replace(systems[0], builder=recorder)
         forced = Forced({}, builder, rule) if self.oracle else None
-        turns = self._decode_all(target, systems, forced)
+        turns = self._decode_all(target, systems, forced, online)
         oracle = turns.pop("oracle", [])
         identity = self._identity(target, systems, turns) if self.check else {}
         summary = summarise(turns["drafter"], builder.is_chain)
@@ -204,6 +246,10 @@ class Evaluation:
         summary["compared"] = compared
         if theirs := [name for name in self.baselines if name in TRANSFORMERS]:
             summary["transformers"] = run_transformers(target, turns["drafter"], theirs, self.assistant, self.exit_layer)
+        if online is not None:
+            curves = {name: curve(turns[name], self.online_every) for name in ("drafter", "static_drafter")}
+            summary["online"] = {**online.summary(), "curves": curves}
+            plot(folder / "online.svg", curves, self.online_every)
         if not rule.lossless:
             summary["drift"] = rule_drift(target, turns["drafter"])
         if original is not None:
@@ -239,7 +285,9 @@ class Evaluation:
         tokens = [prompt_tokens(target, opening) for opening in openings]
         return [prompt for prompt in tokens if len(prompt) + 64 <= target.max_length] or tokens[:1]
 
-    def _decode_all(self, target: Target, systems: list[System], forced: Forced | None) -> dict[str, list[Turn]]:
+    def _decode_all(
+        self, target: Target, systems: list[System], forced: Forced | None, online: Online | None
+    ) -> dict[str, list[Turn]]:
         """Every prompt's turns, each decoded autoregressively and by every system, interleaved; with `forced`, once more
         with every draft right."""
         turns: dict[str, list[Turn]] = {system.name: [] for system in systems}
@@ -248,6 +296,8 @@ class Evaluation:
         opening = prompt_tokens(target, self.prompts[0].opening)
         for system in contenders:  # warm up, outside every timer
             run(target, system, free, [opening], min(8, self.max_new_tokens), [0])
+        if isinstance(systems[0].builder, Recorder):
+            systems[0].builder.rounds = []
         row = number = 0
         starts = range(0, len(self.prompts), self.batch_size)
         console = Console(stderr=True)
@@ -275,6 +325,8 @@ class Evaluation:
                     for job, plain, drafted in zip(jobs, runs["autoregressive"], runs[name]):
                         turn = Turn(job.prompt.id, job.turn, job.prompt.category, plain, drafted)
                         turns.setdefault(name, []).append(turn)
+                if online is not None and isinstance(systems[0].builder, Recorder):
+                    online.see(runs["drafter"], systems[0].builder)
                 index, number = index + 1, number + 1
                 chats = self._going_on(target, chats, runs["autoregressive"], index)
         return turns
@@ -368,12 +420,7 @@ def describe(builder: TreeBuilder) -> str:
     return shape + drawn
 
 
-def sweep_builders(builder: TreeBuilder, budgets: tuple[int, ...]) -> list[TreeBuilder]:
-    """Every kind of tree at every budget, as deep as `builder` is."""
-    depth = builder.depth
-    builders: list[TreeBuilder] = [Chain(depth)]
-    for budget in budgets:
-        builders += [Static(depth, budget), Sequoia(depth, budget), Eagle2(depth, budget), OptTree(depth, budget)]
-        builders += [DySpec(depth, budget, children="deterministic"), Entropy(depth, budget), Cast(depth, budget)]
-        builders += [Auto(depth, budget)]
-    return builders
+def sweep_builders(depth: int, budgets: tuple[int, ...], names: tuple[str, ...]) -> list[TreeBuilder]:
+    """The named kinds of tree at every budget, `depth` deep; a chain has one size."""
+    builders: list[TreeBuilder] = [Chain(depth)] if "chain" in names else []
+    return builders + [SWEPT[name](depth, budget) for budget in budgets for name in names if name != "chain"]

@@ -356,6 +356,32 @@ class Typical(Walking):
         return path, dice.draw(row.p(path[-1]))
 
 
+class Interleaved(Walking):
+    """Interleaved sampling (speculative knowledge distillation, Xu et al., 2024), which writes training text. NOT lossless.
+
+    A drawn token is kept while it is among the target's `top_k` likeliest; the first that is not is replaced by a draw of the
+    target, and what was drafted behind it is dropped. Temperature shapes the target's draw; `top_k` only judges.
+    """
+
+    name = "interleaved"
+    lossless = False
+    chains_only = True
+
+    def __init__(self, temperature: float = 1.0, top_k: int = 25, seed: int = 0) -> None:
+        super().__init__(temperature, 0, 1.0, seed)
+        self.judged = top_k
+
+    def judge(self, row: Row, dice: Dice) -> tuple[list[int], int]:
+        path = [0]
+        while row.children[path[-1]]:
+            (child,) = row.children[path[-1]]
+            p = row.p(path[-1])
+            if int((p > p[row.tokens[child]]).sum()) >= self.judged:
+                break
+            path.append(child)
+        return path, dice.draw(row.p(path[-1]))
+
+
 class _Seeded:
     """Dice for decoding."""
 

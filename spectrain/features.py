@@ -58,6 +58,7 @@ class Batch:
     tokens: Tensor  # [B, T]
     loss_mask: Tensor  # [B, T] bool, True on the tokens that the assistant wrote
     features: Features | None = None  # what the source added, for a drafter that names layers
+    distance: Tensor | None = None  # [B, T] how far behind the first wrong token of a draft a token lies; -1 where it was kept
 
     @property
     def num_supervised(self) -> int:
@@ -66,4 +67,5 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         features = None if self.features is None else self.features.to(device)
-        return Batch(self.tokens.to(device), self.loss_mask.to(device), features)
+        distance = None if self.distance is None else self.distance.to(device)
+        return Batch(self.tokens.to(device), self.loss_mask.to(device), features, distance)

@@ -6,6 +6,7 @@ vocabulary; `log_p` is either renormalised over it or carries the target's own m
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,10 +27,15 @@ def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_q.exp() * (log_q - log_p)).sum(-1)
 
 
-def jensen_shannon(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """The Jensen-Shannon divergence, half of each KL to the even mixture."""
-    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    return 0.5 * (forward_kl(log_p, log_m) + forward_kl(log_q, log_m))
+def jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float = 0.5) -> Tensor:
+    """The generalised Jensen-Shannon divergence (Agarwal et al., 2024), over beta (1 - beta).
+
+    It is beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q. Divided so, all of them have the same curvature
+    near p = q, both KLs included: it tends to KL(p || q) as beta goes to 0 and to KL(q || p) as it goes to 1, and one
+    learning rate serves every beta.
+    """
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    return (beta * forward_kl(log_p, log_m) + (1 - beta) * forward_kl(log_q, log_m)) / (beta * (1 - beta))
 
 
 def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -59,3 +65,15 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 UNNORMALISED = {"total_variation", "negative_log_acceptance", "lk_hybrid"}
 """Losses that measure acceptance: the target's mass outside the draft vocabulary counts as rejected."""
+
+
+def divergence(name: str, beta: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """A divergence by name; `beta` is that of jensen_shannon."""
+    return partial(jensen_shannon, beta=beta) if name == "jensen_shannon" else DIVERGENCES[name]
+
+
+def split_loss(log_p: Tensor, log_q: Tensor, distance: Tensor, decay: float = 0.8) -> Tensor:
+    """Draft-OPD's: half of KL(p || q) where a draft was kept, half of decay^k KL(q || p) at distance [R] k behind its first
+    wrong token, where p is what the target says after the drafted tokens."""
+    rejected = decay ** distance.clamp(min=0) * reverse_kl(log_p, log_q)
+    return 0.5 * torch.where(distance < 0, forward_kl(log_p, log_q), rejected)

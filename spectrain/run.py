@@ -19,7 +19,7 @@ from .errors import UserError
 from .provenance import processor, provenance, versions
 from .shapes import TreeBuilder
 from .target import Target
-from .training.checkpoints import latest_checkpoint, written_whole
+from .training.checkpoints import latest_checkpoint, load_tensors, tensors_of, written_whole
 
 
 def train(config: DictConfig, asked: list[str]) -> Path:
@@ -125,7 +125,13 @@ def score(
     original = (lambda: build(config.target)) if drafter.trains_target else None
     folder = run / "eval" / evaluation.name
     keep_earlier(folder)
-    summary: dict[str, Any] = evaluation.score(target, drafter, builder, rule, folder, setting, untrained, original)
+
+    def save_online(learnt: Drafter) -> None:
+        save_drafter(folder / "drafter", learnt, config)
+
+    summary: dict[str, Any] = evaluation.score(
+        target, drafter, builder, rule, folder, setting, untrained, original, save_online
+    )
     print(f"written to {folder}")
     return summary
 
@@ -239,10 +245,10 @@ def save_drafter(directory: Path, drafter: Drafter, config: DictConfig) -> None:
     """Write config.json and model.safetensors: all that is needed to load the drafter again."""
     kept: Any = OmegaConf.to_container(config)
     description = {key: kept.get(key) for key in ("drafter", "target", "tree", "acceptance")}
+    description["drafter"] = {**description["drafter"], **drafter.settings()}
     description |= {"recipe": recipe_name(config), "spectrain_version": versions().get("spectrain")}
     with written_whole(directory) as scratch:
-        weights = {name: tensor.detach().cpu().contiguous() for name, tensor in drafter.state_dict().items()}
-        save_file(weights, scratch / "model.safetensors", metadata={"format": "pt"})
+        save_file(tensors_of(drafter), scratch / "model.safetensors", metadata={"format": "pt"})
         (scratch / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
@@ -250,7 +256,7 @@ def load_weights(drafter: Drafter, directory: Path) -> None:
     """Load model.safetensors; a missing, unknown or misshapen tensor stops with its name."""
     path = directory / "model.safetensors"
     try:
-        drafter.load_state_dict(load_file(path))
+        load_tensors(drafter, load_file(path))
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: the drafter's weights cannot be read ({error})") from error
     except RuntimeError as error:

@@ -1,12 +1,24 @@
 """Where features come from. Shapes: B batch, T tokens, L layers, D target width."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .data.dataset import Dataset
+from .acceptance import Greedy, Interleaved, Match
+from .data.chat import Example
+from .data.dataset import Dataset, collate
+from .decode import decode
+from .drafters.base import Drafter
+from .errors import UserError
 from .features import Batch, Features, Layer
+from .replay import KEPT, Recorder, Replay, collate_replays, replays
+from .shapes import Chain
 from .target import Target
 
 
@@ -14,8 +26,16 @@ class Source(ABC):
     """Turns examples into batches that hold the features a drafter reads."""
 
     @abstractmethod
-    def batch(self, dataset: Dataset, indices: list[int], target: Target, layers: tuple[Layer, ...]) -> Batch:
-        """These examples with their features; without features where `layers` is empty."""
+    def batch(
+        self,
+        dataset: Dataset,
+        indices: list[int],
+        target: Target,
+        layers: tuple[Layer, ...],
+        drafter: Drafter | None = None,
+        step: int = 0,
+    ) -> Batch:
+        """These examples with their features; without features where `layers` is empty. Some sources ask the drafter too."""
 
 
 class Live(Source):
@@ -26,7 +46,15 @@ class Live(Source):
         self.kept: dict[int, Tensor] = {}  # example -> [T, L, D]
         self.bytes = 0
 
-    def batch(self, dataset: Dataset, indices: list[int], target: Target, layers: tuple[Layer, ...]) -> Batch:
+    def batch(
+        self,
+        dataset: Dataset,
+        indices: list[int],
+        target: Target,
+        layers: tuple[Layer, ...],
+        drafter: Drafter | None = None,
+        step: int = 0,
+    ) -> Batch:
         batch = dataset.batch(indices).to(target.device)
         if not layers:
             return batch
@@ -47,3 +75,104 @@ class Live(Source):
             if index not in self.kept and self.bytes + size <= self.keep_bytes:
                 self.kept[index] = kept.to("cpu", copy=True)
                 self.bytes += size
+
+
+class Generated(Source):
+    """Sequences written anew while training: of each batch, a `fraction` (GKD's lambda), drawn for each sequence by itself.
+
+    `by` the drafter (on-policy), the target, or interleaved (speculative knowledge distillation, Xu et al., 2024): the drafter
+    writes and the target replaces what is not among its `top_k` likeliest tokens, checked `block` tokens at a time. An
+    answer is written for the first prompt of a conversation, at most as long as the data's and `max_new_tokens`. By replay,
+    the target decodes greedily with chains of `block` drafts, and a draft of that is learnt from with Draft-OPD's split loss.
+    """
+
+    def __init__(
+        self,
+        fraction: float = 0.5,
+        by: Literal["drafter", "target", "interleaved", "replay"] = "drafter",
+        temperature: float = 1.0,
+        max_new_tokens: int = 128,
+        top_k: int = 25,
+        block: int = 4,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= fraction <= 1:
+            raise UserError(f"source.fraction={fraction}: use 0 to 1")
+        for key, value in (("max_new_tokens", max_new_tokens), ("top_k", top_k), ("block", block)):
+            if value < 1:
+                raise UserError(f"source.{key}={value}: use 1 or more")
+        if not temperature > 0:
+            raise UserError(f"source.temperature={temperature}: use more than 0")
+        self.fraction, self.by, self.temperature = fraction, by, temperature
+        self.max_new_tokens, self.top_k, self.block, self.seed = max_new_tokens, top_k, block, seed
+
+    def batch(
+        self,
+        dataset: Dataset,
+        indices: list[int],
+        target: Target,
+        layers: tuple[Layer, ...],
+        drafter: Drafter | None = None,
+        step: int = 0,
+    ) -> Batch:
+        examples = {index: dataset.examples[index] for index in indices}
+        random = Random(f"{self.seed}/{step}")
+        anew = [index for index in indices if random.random() < self.fraction]
+        if self.by == "replay":
+            batch = self._replay(examples, anew, target, drafter, random)
+        else:
+            if anew:
+                assert drafter is not None
+                examples |= dict(zip(anew, self._write([examples[index] for index in anew], target, drafter, step)))
+            batch = collate(list(examples.values()))
+        batch = batch.to(target.device)
+        return batch if not layers else replace(batch, features=target.features(batch.tokens, layers))
+
+    def _replay(
+        self, examples: dict[int, Example], anew: list[int], target: Target, drafter: Drafter | None, random: Random
+    ) -> Batch:
+        """The data's sequences, nothing of them rejected, and replayed drafts in place of some."""
+        found = {index: Replay(example, [KEPT] * len(example.tokens)) for index, example in examples.items()}
+        if anew:
+            assert drafter is not None
+            prompts = [examples[index].tokens[: examples[index].mask.index(True)] for index in anew]
+            recorder = Recorder(Chain(self.block))
+            limit = max(2, min(self.max_new_tokens, target.max_length - max(map(len, prompts))))
+            with evaluating(drafter):
+                written = decode(target, prompts, Greedy(), limit, drafter, recorder)
+            for index, generation, rounds in zip(anew, written, recorder.rounds):
+                for replay in replays(generation, rounds, 1, random):
+                    found[index] = replay
+        return collate_replays(list(found.values()))
+
+    def _write(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:
+        """New answers to the same prompts."""
+        prompts = [example.tokens[: example.mask.index(True)] for example in examples]
+        limit = min(self.max_new_tokens, max(len(example.tokens) - len(prompt) for example, prompt in zip(examples, prompts)))
+        writer = target if self.by != "drafter" else drafter.writer()
+        if writer is None:
+            raise UserError("source.by=drafter: this family cannot write by itself; use source.by=target or interleaved")
+        limit = max(2, min(limit, writer.max_length - max(map(len, prompts))))
+        seed = self.seed + 1_000_003 * step
+        with evaluating(drafter):
+            if self.by == "interleaved":
+                rule = Interleaved(self.temperature, top_k=self.top_k, seed=seed)
+                chain = Chain(self.block, "sampled", self.temperature, seed)
+                found = decode(target, prompts, rule, limit, drafter, chain)
+            else:
+                found = decode(writer, prompts, Match(self.temperature, seed=seed), limit)
+        return [
+            Example(prompt + one.output, [False] * len(prompt) + [True] * len(one.output))
+            for prompt, one in zip(prompts, found)
+        ]
+
+
+@contextmanager
+def evaluating(drafter: Drafter) -> Iterator[None]:
+    """The drafter as it decodes, in the middle of its training."""
+    training = drafter.training
+    drafter.eval()
+    try:
+        yield
+    finally:
+        drafter.train(training)

@@ -81,6 +81,10 @@ class Head:
         self.softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self.scale: float = getattr(model.config, "logit_scale", None) or 1 / getattr(model.config, "logits_scaling", 1.0)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Head":
+        """A copied drafter borrows from the same target."""
+        return self
+
     @property
     def vocab_size(self) -> int:
         return self.output.weight.shape[0]

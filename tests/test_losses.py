@@ -31,7 +31,7 @@ def hybrid(p: Tensor, q: Tensor) -> Tensor:
 DIRECT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "forward_kl": kl,
     "reverse_kl": lambda p, q: kl(q, p),
-    "jensen_shannon": lambda p, q: (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2,
+    "jensen_shannon": lambda p, q: (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2 / 0.25,
     "total_variation": lambda p, q: 1 - overlap(p, q),
     "negative_log_acceptance": lambda p, q: -overlap(p, q).log(),
     "lk_hybrid": hybrid,

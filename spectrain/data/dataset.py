@@ -67,14 +67,7 @@ class Dataset:
 
     def batch(self, indices: list[int]) -> Batch:
         """These examples, padded on the right."""
-        chosen = [self.examples[index] for index in indices]
-        width = max(len(example.tokens) for example in chosen)
-        tokens = torch.zeros(len(chosen), width, dtype=torch.int64)
-        mask = torch.zeros(len(chosen), width, dtype=torch.bool)
-        for row, example in enumerate(chosen):
-            tokens[row, : len(example.tokens)] = torch.tensor(example.tokens)
-            mask[row, : len(example.mask)] = torch.tensor(example.mask)
-        return Batch(tokens, mask)
+        return collate([self.examples[index] for index in indices])
 
     def epoch(self, epoch: int, batch_tokens: int, seed: int) -> list[list[int]]:
         """The batches of one epoch: examples of like length together, at most `batch_tokens` with padding, shuffled."""
@@ -104,3 +97,14 @@ class Dataset:
                 else:
                     yield batch
             epoch += 1
+
+
+def collate(examples: list[Example]) -> Batch:
+    """Examples as one batch, padded on the right."""
+    width = max(len(example.tokens) for example in examples)
+    tokens = torch.zeros(len(examples), width, dtype=torch.int64)
+    mask = torch.zeros(len(examples), width, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        tokens[row, : len(example.tokens)] = torch.tensor(example.tokens)
+        mask[row, : len(example.mask)] = torch.tensor(example.mask)
+    return Batch(tokens, mask)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
@@ -39,6 +40,8 @@ def merge_lora(target: Target) -> None:
     """Add the adapters to the weights, so that the target is an ordinary model again."""
     for name, module in list(target.named_modules()):
         if isinstance(module, LoraLayer):
-            module.merge()
+            base: nn.Linear = module.get_base_layer()
+            with torch.no_grad():  # peft's own merge writes where no copy of the weight would notice
+                base.weight.add_(module.get_delta_weight("default").to(base.weight.dtype))
             parent, _, child = name.rpartition(".")
-            setattr(target.get_submodule(parent), child, module.get_base_layer())
+            setattr(target.get_submodule(parent), child, base)

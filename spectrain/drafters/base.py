@@ -78,6 +78,14 @@ class Drafter(nn.Module, ABC):
         """Who learns in a stage. Each group holds `params` and, where it differs, `lr_scale`."""
         return [{"params": [p for p in self.parameters() if p.requires_grad]}]
 
+    def settings(self) -> dict[str, Any]:
+        """Settings that the saved description takes from the drafter instead of from the command, so that it loads alone."""
+        return {}
+
+    def writer(self) -> Target | None:
+        """The drafter as a model that writes text by itself, where it is one."""
+        return None
+
     def finish(self, target: Target) -> None:
         """Called once after training; a family that adapted the target merges its adapters here."""
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..features import Batch
-from ..losses import DIVERGENCES, UNNORMALISED
+from ..losses import DIVERGENCES, UNNORMALISED, split_loss
 from .base import Drafter
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ class VocabularyDrafter(Drafter):
 class Teacher:
     """What a drafter should say at every position whose next token is supervised, worked out once for all draft steps.
 
-    Either the target's distribution there, from its `final` features, or with cross_entropy the token of the data.
+    Either the target's distribution there, from its `final` features, or with cross_entropy the token of the data. Replayed
+    drafts are judged by Draft-OPD's split loss.
     """
 
     def __init__(self, drafter: VocabularyDrafter, batch: Batch, final: Tensor | None = None) -> None:
@@ -70,7 +71,8 @@ class Teacher:
         self.row_of = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
         self.row_of[predicts] = torch.arange(int(predicts.sum()), device=batch.tokens.device)
         self.log_p: Tensor | None = None
-        if drafter.divergence == "cross_entropy":
+        self.distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
+        if drafter.divergence == "cross_entropy" and self.distance is None:
             self.best = batch.tokens.roll(-1, dims=1)[predicts]
             inside = drafter.t2d[self.best]
         else:
@@ -99,7 +101,7 @@ class Teacher:
         """[B, T] the row of what index t predicts at a step; -1 where nothing is supervised."""
         shift = step + 1
         rows = torch.full_like(self.row_of, -1)
-        rows[:, : self.length - shift] = self.row_of[:, shift:]
+        rows[:, : max(0, self.length - shift)] = self.row_of[:, shift:]
         return rows
 
     def rows(self, step: int) -> Tensor:
@@ -118,6 +120,8 @@ class Teacher:
         if self.log_p is None:
             slots = torch.searchsorted(self.drafter.draft_ids, best).clamp(max=log_q.shape[-1] - 1)  # any, where outside
             losses = -log_q.gather(-1, slots[:, None])[:, 0]
+        elif self.distance is not None:
+            losses = split_loss(self.log_p[rows], log_q, self.distance[rows])
         else:
             losses = DIVERGENCES[self.drafter.divergence](self.log_p[rows], log_q)
         hits = (self.drafter.draft_ids[log_q.argmax(-1)] == best).sum()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import UserError
 
@@ -81,6 +81,26 @@ def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer | None) -> tupl
     if optimizer is not None:
         unflatten_optimizer(optimizer, state, progress["optimizer"])
     return weights, progress
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, on the CPU; of tied ones, which share their memory, the first only."""
+    found: dict[str, Tensor] = {}
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in module.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in seen or not tensor.numel():
+            seen.add(key)
+            found[name] = tensor.detach().cpu().contiguous()
+    return found
+
+
+def load_tensors(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Undo `tensors_of`; a missing, unknown or misshapen tensor is a RuntimeError with its name."""
+    known = module.state_dict()
+    loaded = {known[name].data_ptr() for name in weights if name in known}
+    tied = {name: tensor for name, tensor in known.items() if name not in weights and tensor.data_ptr() in loaded}
+    module.load_state_dict({**tied, **weights})
 
 
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -20,7 +20,7 @@ from ..features import Layer
 from ..packing import pack_linears
 from ..sources import Source
 from ..target import Target
-from .checkpoints import checkpoint_path, latest_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoints import checkpoint_path, latest_checkpoint, load_checkpoint, load_tensors, save_checkpoint, tensors_of
 from .progress import Progress
 from .tracking import MetricsFile, Tracker
 
@@ -187,7 +187,8 @@ class Trainer:
         """One optimiser step over this process's share of batches."""
         accelerator, model, optimizer = job.accelerator, job.model, job.optimizer
         began = time.perf_counter()
-        batches = [job.source.batch(job.dataset, indices, job.target, layers) for indices in share]
+        source = job.source
+        batches = [source.batch(job.dataset, indices, job.target, layers, job.drafter, step) for indices in share]
         tally.target_seconds += time.perf_counter() - began
         began = time.perf_counter()
         supervised = torch.tensor(sum(batch.num_supervised for batch in batches), device=accelerator.device)
@@ -257,7 +258,7 @@ class Trainer:
 def _weights(drafter: Drafter, target: Target) -> dict[str, Tensor]:
     """What a checkpoint keeps: the drafter, and the parameters of the target that are being trained."""
     own = {id(parameter) for parameter in drafter.parameters()}
-    weights = {f"drafter.{name}": tensor.detach().cpu() for name, tensor in drafter.state_dict().items()}
+    weights = {f"drafter.{name}": tensor for name, tensor in tensors_of(drafter).items()}
     for name, parameter in target.named_parameters():
         if parameter.requires_grad and id(parameter) not in own:
             weights[f"target.{name}"] = parameter.detach().cpu()
@@ -265,7 +266,7 @@ def _weights(drafter: Drafter, target: Target) -> dict[str, Tensor]:
 
 
 def _load_weights(drafter: Drafter, target: Target, weights: dict[str, Tensor]) -> None:
-    drafter.load_state_dict({k.removeprefix("drafter."): v for k, v in weights.items() if k.startswith("drafter.")})
+    load_tensors(drafter, {k.removeprefix("drafter."): v for k, v in weights.items() if k.startswith("drafter.")})
     trained = {k.removeprefix("target."): v for k, v in weights.items() if k.startswith("target.")}
     parameters = dict(target.named_parameters())
     with torch.no_grad():

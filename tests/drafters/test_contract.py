@@ -1,6 +1,7 @@
-"""Every drafter of conf/drafter, and three unlike test drafters, through the same trainer, engine, save and reload."""
+"""Every drafter of conf/drafter, variants of some, and three toys, through the same trainer, engine, save and reload."""
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,23 @@ from .toys import EarlyExitLora, FrozenHeads, Independent
 
 FAMILIES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "drafter").glob("*.yaml"))
 SMALL: dict[str, dict[str, Any]] = {"eagle3": {"vocab_size": 512, "ttt_steps": 3}}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa lora distilled": ("medusa", {"adapt": "lora", "self_distillation": True}),
+    "medusa full": ("medusa", {"adapt": "full"}),
+    "hydra prefix": ("hydra", {"prefix_attention": True}),
+}
 TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent, "early exit": EarlyExitLora}
 
 
 def make(name: str, target: Target) -> Drafter:
-    """A drafter by the name of its yaml, or one of the toys."""
+    """A drafter by the name of its yaml or of a variant, or one of the toys."""
     torch.manual_seed(0)
     if name in TOYS:
         return TOYS[name](target)  # type: ignore[call-arg]
+    family, options = VARIANTS.get(name, (name, {}))
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config = compose("train", overrides=[f"drafter={name}"])
-    drafter: Drafter = build({**config.drafter, **SMALL.get(name, {})}, target=target)
+        config = compose("train", overrides=[f"drafter={family}"])
+    drafter: Drafter = build({**config.drafter, **SMALL.get(family, {}), **options}, target=target)
     return drafter
 
 
@@ -46,7 +53,7 @@ def conversations(target: Target, count: int = 6) -> Dataset:
     return Dataset([Example(row[: 24 - n], [i >= 10 for i in range(24 - n)]) for n, row in enumerate(rows)], count, 0, 0)
 
 
-@pytest.fixture(params=[*FAMILIES, *TOYS])
+@pytest.fixture(params=[*FAMILIES, *VARIANTS, *TOYS])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -68,30 +75,41 @@ def trainable(drafter: Drafter) -> bool:
     return any(True for group in drafter.param_groups() for _ in group["params"])
 
 
+def stages(drafter: Drafter, num_steps: int) -> list[int]:
+    """The stage of every step."""
+    return [drafter.stage_at(step, num_steps) for step in range(num_steps)]
+
+
 def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target) -> None:
-    """The loss is finite, and every parameter of param_groups, and no other, gets a gradient."""
+    """In every stage the loss is finite, and every parameter of param_groups, and no other, gets a gradient."""
     drafter, dataset = prepared(name, target)
     if not trainable(drafter):
         return
-    Trainer()._optimizer(drafter, target, 0)
-    losses = drafter(Live().batch(dataset, [0, 1], target, drafter.layers), target)
-    losses.total.backward()
-    assert torch.isfinite(losses.total)
-    named = {id(p) for group in drafter.param_groups() for p in group["params"]}
-    for parameter in [*drafter.parameters(), *target.parameters()]:
-        assert (parameter.grad is not None) == (id(parameter) in named)
+    for stage in sorted(set(stages(drafter, 8))):
+        Trainer()._optimizer(drafter, target, stage).zero_grad()
+        layers = drafter.features_in(stage)
+        batch = Live().batch(dataset, [0, 1], target, layers)
+        assert (batch.features is None) == (layers == ())
+        losses = drafter(batch, target)
+        losses.total.backward()
+        assert torch.isfinite(losses.total)
+        named = {id(p) for group in drafter.param_groups(stage) for p in group["params"]}
+        for parameter in [*drafter.parameters(), *target.parameters()]:
+            assert (parameter.grad is not None) == (id(parameter) in named)
 
 
 def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
-    """Twenty steps on a few sequences lower the loss."""
+    """Twenty steps on a few sequences lower the loss, in every stage by itself."""
     drafter, dataset = prepared(name, target)
     if not trainable(drafter):
         return
-    seen: list[float] = []
+    seen: dict[int, list[float]] = {}
+    of_step = stages(drafter, 20)
     Trainer(lr=3e-3, max_steps=20, batch_tokens=512, log_every=1).fit(drafter, target, dataset, Live(), tmp_path)
-    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
-        seen.append(__import__("json").loads(line)["loss"])
-    assert len(seen) == 20 and seen[-1] < 0.9 * seen[0]
+    for stage, line in zip(of_step, (tmp_path / "metrics.jsonl").read_text().splitlines(), strict=True):
+        seen.setdefault(stage, []).append(json.loads(line)["loss"])
+    for losses in seen.values():
+        assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize("batch", [1, 3])

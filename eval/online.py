@@ -1,0 +1,127 @@
+"""Learning while decoding (online speculative decoding, Liu et al., 2024): the target's corrections teach the drafter."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import collate
+from spectrain.decode import Generation
+from spectrain.drafters.base import Drafter
+from spectrain.errors import RunError
+from spectrain.eval.metrics import Turn
+from spectrain.features import Batch
+from spectrain.replay import Recorder, Replay, collate_replays, replays
+from spectrain.target import Target
+
+
+class Online:
+    """Updates a drafter after every `every` answers, from what was decoded since.
+
+    learn: corrections, the tokens that the target put in place of a wrong draft; answers, every token of the answers; or
+    split, replayed drafts with Draft-OPD's loss. The time that it takes is counted by itself and is no part of a speedup.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        target: Target,
+        lr: float,
+        every: int,
+        learn: Literal["corrections", "answers", "split"],
+        save: Callable[[Drafter], None],
+    ) -> None:
+        self.drafter, self.target, self.every, self.learn, self.save = drafter, target, every, learn, save
+        self.parameters = [parameter for group in drafter.param_groups() for parameter in group["params"]]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.random = Random(0)
+        self.waiting: list[Example] = []
+        self.drafts: list[Replay] = []
+        self.answers = self.updates = 0
+        self.seconds = 0.0
+
+    def see(self, generations: list[Generation], recorder: Recorder) -> None:
+        """Take in answers; at every `every`-th learn from those since the last time."""
+        for generation, rounds in zip(generations, recorder.rounds):
+            if self.learn == "split":
+                self.drafts += replays(generation, rounds, 4, self.random)
+            else:
+                self.waiting.append(supervised(generation, self.learn == "corrections"))
+        recorder.rounds = []
+        self.answers += len(generations)
+        if self.answers // self.every > self.updates:
+            began = time.perf_counter()
+            self._update()
+            self.seconds += time.perf_counter() - began
+
+    def _update(self) -> None:
+        """One step on everything that waits."""
+        self.updates += 1
+        rows: list[Any] = self.drafts if self.learn == "split" else [row for row in self.waiting if any(row.mask)]
+        self.waiting, self.drafts = [], []
+        count = 0
+        self.drafter.train()
+        for start in range(0, len(rows), 4):
+            part = rows[start : start + 4]
+            batch: Batch = (collate_replays(part) if self.learn == "split" else collate(part)).to(self.target.device)
+            if layers := self.drafter.features_in(0):
+                batch = replace(batch, features=self.target.features(batch.tokens, layers))
+            losses = self.drafter.loss(batch, self.target)
+            if not torch.isfinite(losses.total):
+                raise RunError(f"eval.online: the loss is not finite at update {self.updates}; lower eval.online_lr")
+            count += batch.num_supervised
+            losses.total.backward()
+        self.drafter.eval()
+        if count:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad /= count
+            torch.nn.utils.clip_grad_norm_(self.parameters, 0.5)
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.save(self.drafter)
+
+    def summary(self) -> dict[str, Any]:
+        return {"updates": self.updates, "every": self.every, "learn": self.learn, "seconds": round(self.seconds, 3)}
+
+
+def supervised(generation: Generation, corrections: bool) -> Example:
+    """An answer as a training sequence; with `corrections`, only tokens that replaced a wrong draft carry loss."""
+    tokens = generation.prompt + generation.output
+    mask = [False] * len(generation.prompt) + [not corrections] * len(generation.output)
+    if corrections:
+        end = len(generation.prompt) + 1
+        for count, depth in zip(generation.accepted, generation.depths):
+            end += count
+            if count <= depth and end <= len(tokens):
+                mask[end - 1] = True
+    return Example(tokens, mask)
+
+
+def curve(turns: list[Turn], window: int) -> list[float]:
+    """Acceptance length over the last `window` turns, at every turn of a stream."""
+    rounds = [turn.drafted.whole_rounds for turn in turns]
+    found = []
+    for end in range(1, len(rounds) + 1):
+        counts = [count for turn in rounds[max(0, end - window) : end] for count in turn]
+        found.append(round(float(np.mean(counts)), 4) if counts else 1.0)
+    return found
+
+
+def plot(path: Path, curves: dict[str, list[float]], window: int) -> None:
+    """The curves as a picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, values in curves.items():
+        axes.plot(range(1, len(values) + 1), values, label=name)
+    axes.set(xlabel="prompts", ylabel=f"tokens per forward, last {window} prompts")
+    axes.legend()
+    figure.savefig(path)

@@ -1,0 +1,431 @@
+"""Medusa: heads that are taught the right token, trees that say what heads say, and a target trained beside them."""
+
+import json
+import math
+import shutil
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spectrain.acceptance import Greedy
+from spectrain.calibration import Calibration, Latency
+from spectrain.cli import dispatch
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.decode import Context, _prefill, decode
+from spectrain.drafters.medusa import Medusa
+from spectrain.errors import UserError
+from spectrain.features import Batch, Features
+from spectrain.loading import load_hf, load_tiny
+from spectrain.shapes import Auto, Cartesian, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Static, TreeBuilder
+from spectrain.sources import Live
+from spectrain.target import Target
+from spectrain.training.loop import Trainer
+from spectrain.tree import TokenTree
+
+HEADS = 3
+ADAPTATIONS: dict[str, dict[str, Any]] = {
+    "lora": {"adapt": "lora"},
+    "distilled": {"adapt": "lora", "self_distillation": True},
+    "full": {"adapt": "full"},
+}
+ADAPTED = pytest.mark.parametrize("options", list(ADAPTATIONS.values()), ids=list(ADAPTATIONS))
+
+
+def make(target: Target, noise: float = 0.0, **options: Any) -> Medusa:
+    """A prepared drafter; with `noise`, with weights of its own."""
+    torch.manual_seed(3)
+    drafter = Medusa(target, **{"num_heads": HEADS, "vocab_size": 256, "rank": 4, **options})
+    drafter.prepare(target, torch.randint(0, 1000, (target.head.vocab_size,)))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(noise * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    return drafter
+
+
+def dataset(count: int = 6) -> Dataset:
+    """Sequences of unequal length whose second half is the assistant's."""
+    torch.manual_seed(5)
+    rows = torch.randint(3, 2000, (count, 20)).tolist()
+    return Dataset([Example(row[: 20 - n % 5], [i >= 8 for i in range(20 - n % 5)]) for n, row in enumerate(rows)], count, 0, 0)
+
+
+def batch_of(target: Target, drafter: Medusa, stage: int) -> Batch:
+    return Live().batch(dataset(), [0, 1, 2], target, drafter.features_in(stage))
+
+
+@torch.no_grad()
+def disturb(drafter: Medusa) -> None:
+    """Adapters that change what the target says."""
+    for parameter in drafter.adapted:
+        parameter.normal_(std=0.05)
+
+
+# Heads
+
+
+def cyclic(tiny: Target, period: int = 11, base: int = 100) -> Batch:
+    """A cycle of tokens base, base + 1, .., with features that say where in the cycle an index is, and nothing else."""
+    phase = torch.arange(30) % period
+    final = F.one_hot(phase, tiny.width).float()[None]
+    tokens = (base + phase)[None]
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[0, :9] = False
+    return Batch(tokens, mask, Features(tokens, ("final",), final[:, :, None]))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("offset", range(7))
+def test_head_k_is_taught_token_t_plus_2_plus_k(tiny: Target, offset: int, layers: int) -> None:
+    """A head that says token t + offset of a cycle is right everywhere where offset is 2 + k, and nowhere else."""
+    drafter = Medusa(tiny, num_heads=HEADS, num_layers=layers, vocab_size=256)
+    with torch.no_grad():
+        for head in drafter.heads:
+            head.lm_head.weight.zero_()
+            head.lm_head.weight[100 + (torch.arange(11) + offset) % 11, torch.arange(11)] = 30.0
+    losses = drafter.loss(cyclic(tiny), tiny)
+    for k in range(HEADS):
+        right = offset == 2 + k
+        assert losses.counts[k] == 21 and losses.hits[k] == (21 if right else 0)
+        assert (losses.terms[f"head{k}"] < 1e-6) if right else (losses.terms[f"head{k}"] > 100)
+
+
+@pytest.mark.parametrize("place", [0, 4, 8, 9, 20, 29])
+def test_only_the_assistants_tokens_carry_loss(tiny: Target, place: int) -> None:
+    """With fixed features, another token at a place changes the loss where the assistant wrote it and not in the prompt."""
+    drafter, batch = make(tiny, noise=1.0, vocab_size=2048), cyclic(tiny)
+    tokens = batch.tokens.clone()
+    tokens[0, place] = 777
+    found = [drafter.loss(Batch(t, batch.loss_mask, batch.features), tiny).total.item() for t in (batch.tokens, tokens)]
+    assert (found[0] != found[1]) == bool(batch.loss_mask[0, place])
+
+
+def test_head_weights_are_powers_of_the_decay(tiny: Target) -> None:
+    """Head k counts head_decay ** (k + 1)."""
+    plain, decayed = make(tiny, noise=1.0, head_decay=1.0), make(tiny, noise=1.0, head_decay=0.5)
+    batch = batch_of(tiny, plain, 0)
+    terms, fewer = plain.loss(batch, tiny).terms, decayed.loss(batch, tiny).terms
+    for k in range(HEADS):
+        assert fewer[f"head{k}"].item() == pytest.approx(0.5 ** (k + 1) * terms[f"head{k}"].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_heads_start_as_the_targets_own(tiny: Target, layers: int) -> None:
+    """Before training every head's logits are the target's at the draft vocabulary."""
+    drafter = make(tiny, num_layers=layers)
+    final = tiny.features(torch.randint(3, 2000, (2, 9)), ("final",)).at("final")
+    for head in drafter.heads:
+        torch.testing.assert_close(head(final), tiny.head.logits(final)[..., drafter.draft_ids], rtol=1e-5, atol=1e-4)
+
+
+def test_heads_share_no_parameter_and_grow_apart(tiny: Target, tmp_path: Path) -> None:
+    """Every parameter has a storage of its own, also in stacked blocks, and one step makes all heads differ."""
+    drafter = make(tiny, num_layers=2)
+    pointers = [parameter.data_ptr() for parameter in drafter.parameters()]
+    assert len(set(pointers)) == len(pointers) == HEADS * 5
+    assert drafter.heads[0].blocks[0] is not drafter.heads[0].blocks[1]
+    Trainer(lr=1e-3, max_steps=1).fit(drafter, tiny, dataset(), Live(), tmp_path)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        for name, parameter in drafter.heads[one].named_parameters():
+            assert not torch.equal(parameter, drafter.heads[other].get_parameter(name)), name
+
+
+# Trees
+
+
+def context_of(tiny: Target, drafter: Medusa, prompts: list[list[int]], builder: TreeBuilder) -> Context:
+    """The first round of these prompts."""
+    return _prefill(tiny, prompts, Greedy(), 20, drafter.layers, builder, torch.arange(len(prompts)), 0)
+
+
+def paths(tree: TokenTree, row: int) -> set[tuple[int, ...]]:
+    """The token path of every node below the root."""
+    nodes = [n for n in range(1, tree.tokens.shape[1]) if tree.valid[row, n]]
+    return {tuple(tree.tokens[row, tree.ancestors[row, node]].tolist()[1:]) for node in nodes}
+
+
+def said(tiny: Target, drafter: Medusa, prompt: list[int]) -> Tensor:
+    """[K, V] log q of every head after a prompt."""
+    final = tiny.features(torch.tensor([prompt]), ("final",)).at("final")[0, -1]
+    return torch.stack([head(final) for head in drafter.heads]).log_softmax(-1)
+
+
+SHAPE = [(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (0, 2, 3)]
+
+
+@pytest.mark.parametrize("kind", ["chain", "static", "eagle2"])
+def test_tree_says_at_depth_d_what_head_d_says(tiny: Target, kind: str) -> None:
+    """Whatever the path, the tokens at a depth are that head's likeliest; a batch is what its rows are alone."""
+    drafter = make(tiny, noise=1.0)
+    builder: TreeBuilder = {"chain": Chain(3), "static": Static(paths=[list(path) for path in SHAPE]),
+                            "eagle2": Eagle2(depth=3, budget=6, top_k=5)}[kind]  # fmt: skip
+    prompts = [[5, 6, 7, 8, 9], [40, 41]]
+    with torch.no_grad():
+        tree = drafter.propose(context_of(tiny, drafter, prompts, builder), builder)
+    tree.check()
+    for row, prompt in enumerate(prompts):
+        best = said(tiny, drafter, prompt).sort(descending=True)
+        tokens, log_q = drafter.draft_ids[best.indices].tolist(), best.values.tolist()
+        chosen = {"chain": [(0,), (0, 0), (0, 0, 0)], "static": SHAPE}.get(kind)
+        if chosen is None:  # the five likeliest paths of all
+            every = [path for depth in (1, 2, 3) for path in product(range(5), repeat=depth)]
+            chosen = sorted(every, key=lambda path: -sum(log_q[d][c] for d, c in enumerate(path)))[:5]
+        assert paths(tree, row) == {tuple(tokens[d][c] for d, c in enumerate(path)) for path in chosen}
+
+
+def costed(builder: TreeBuilder) -> TreeBuilder:
+    """A builder that was told that drafting and verifying more costs next to nothing."""
+    verify = {n: 1.0 + 1e-4 * n for n in (1, 8, 64)}
+    builder.prepare(Calibration(latency=Latency({0: verify}, {0: {n: 1e-4 for n in (1, 8, 64)}}, 1e-4)))
+    return builder
+
+
+DEEP: list[TreeBuilder] = [
+    Chain(7), Eagle2(6, 16, 4), Entropy(6, 16, 4), OptTree(6, 12, 0.0), DySpec(6, 12, children="deterministic"),
+    Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0, 1]]), Cartesian((2, 1, 1, 1, 1)),
+    costed(Auto(6, 16, 4)), costed(Cast(6, 16, 4)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fitted(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Medusa, list[list[int]], list[list[int]]]:
+    """A drafter fitted to the target's greedy answers; the prompts; the answers."""
+    torch.manual_seed(1)
+    prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (9, 4, 6)]
+    answers = [decode(tiny, [prompt], Greedy(), 24, ignore_eos=True)[0].output for prompt in prompts]
+    rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
+    drafter = make(tiny, vocab_size=2048)
+    run = tmp_path_factory.mktemp("fit")
+    Trainer(lr=3e-3, max_steps=40, warmup=0.0).fit(drafter, tiny, Dataset(rows, 3, 0, 0), Live(), run)
+    return drafter.eval(), prompts, answers
+
+
+@pytest.mark.parametrize("builder", DEEP, ids=lambda builder: builder.name)
+def test_trees_end_at_the_last_head_and_stay_lossless(
+    tiny: Target, fitted: tuple[Medusa, list[list[int]], list[list[int]]], builder: TreeBuilder
+) -> None:
+    """A builder that would go deeper stops at the number of heads, and the output is greedy decoding's."""
+    drafter, prompts, answers = fitted
+    found = decode(tiny, prompts, Greedy(), 24, drafter, builder, ignore_eos=True)
+    assert [generation.output for generation in found] == answers
+    assert builder.depth > HEADS and max(depth for generation in found for depth in generation.depths) == HEADS
+    assert max(count for generation in found for count in generation.accepted) > 2
+
+
+# Medusa-2
+
+
+def test_stages_and_their_groups() -> None:
+    """Heads alone, with features, for heads_first of the steps; then, without, both, the target at its own rate."""
+    target = load_tiny()
+    drafter = make(target, adapt="lora", heads_first=0.3, target_lr_scale=0.1)
+    assert [drafter.stage_at(step, 10) for step in range(10)] == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert drafter.features_in(0) == ("final",) and drafter.features_in(1) == ()
+    assert batch_of(target, drafter, 0).features is not None and batch_of(target, drafter, 1).features is None
+    heads, adapted = drafter.param_groups(1)
+    assert drafter.param_groups(0) == [heads] and heads["params"] == list(drafter.parameters())
+    assert adapted["params"] == drafter.adapted and adapted["lr_scale"] == 0.1
+    assert drafter.trains_target and not make(target).trains_target and make(target).stage_at(9, 10) == 0
+
+
+@pytest.mark.parametrize(("schedule", "progress", "factor"), [
+    ("constant", 0.4, 1.0), ("constant", 0.7, 1.0), ("linear", 0.4, 0.0), ("linear", 0.7, 0.5), ("linear", 1.0, 1.0),
+    ("sine", 0.4, 0.0), ("sine", 0.6, 0.5), ("sine", 0.7, math.sqrt(0.5)), ("sine", 1.0, 1.0),
+])  # fmt: skip
+def test_schedule_weighs_the_heads(schedule: str, progress: float, factor: float) -> None:
+    """In the second stage, from 0.4 to 1, heads count coefficient * schedule of what they count in the first."""
+    target = load_tiny()
+    drafter = make(target, noise=1.0, adapt="lora", heads_first=0.4, heads_coefficient=0.3, schedule=schedule)
+    drafter.progress = progress
+    alone, joint = (drafter.loss(batch_of(target, drafter, stage), target) for stage in (0, 1))
+    assert set(alone.terms) == {"head0", "head1", "head2"} and set(joint.terms) == {*alone.terms, "language_model"}
+    for name, term in alone.terms.items():
+        assert joint.terms[name].item() == pytest.approx(0.3 * factor * term.item(), rel=1e-3, abs=1e-3)
+    assert torch.equal(alone.counts, joint.counts) and torch.equal(alone.hits, joint.hits)
+
+
+def test_language_model_loss_is_the_datas_cross_entropy() -> None:
+    """Without self-distillation the target's own loss is that of the assistant's tokens, summed."""
+    target = load_tiny()
+    drafter = make(target, adapt="lora")
+    disturb(drafter)
+    batch = batch_of(target, drafter, 1)
+    logits = target.run(batch.tokens, logits=True).logits
+    assert logits is not None
+    labels = batch.tokens.masked_fill(~batch.loss_mask, -100)[:, 1:]
+    wanted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    assert drafter.loss(batch, target).terms["language_model"].item() == pytest.approx(float(wanted), rel=1e-4)
+
+
+def test_self_distillation_is_the_divergence_from_the_original() -> None:
+    """0 while adapters are nothing, with a gradient for them from the heads; then sum p (log p - log q), p another copy's."""
+    target, original = load_tiny(), load_tiny()
+    drafter = make(target, noise=1.0, adapt="lora", self_distillation=True)
+    batch = batch_of(target, drafter, 1)
+    assert drafter.loss(batch, target).terms["language_model"].item() == 0.0
+    disturb(drafter)
+    finals = [model.features(batch.tokens, ("final",)).at("final") for model in (original, target)]
+    log_p, log_q = (model.head.logits(final).log_softmax(-1) for model, final in zip((original, target), finals))
+    rows = batch.loss_mask[:, 1:]
+    wanted = (log_p.exp() * (log_p - log_q)).sum(-1)[:, :-1][rows].sum()
+    found = drafter.loss(batch, target).terms["language_model"]
+    assert found.item() == pytest.approx(float(wanted), rel=1e-3) and wanted > 1
+    found.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.adapted)
+
+
+@ADAPTED
+def test_target_learns_in_the_second_stage_only(options: dict[str, Any], tmp_path: Path) -> None:
+    """In stage 0 the target has no gradient and stays; in stage 1 what is adapted moves, and what is not stays till the end."""
+    target = load_tiny()
+    drafter = make(target, **options)
+    drafter_before = [parameter.detach().clone() for parameter in drafter.parameters()]
+    Trainer()._optimizer(drafter, target, 0)
+    drafter.loss(batch_of(target, drafter, 0), target).total.backward()
+    assert all(p.grad is None for p in target.parameters()) and all(p.grad is not None for p in drafter.parameters())
+    drafter.zero_grad()
+    before = {name: parameter.detach().clone() for name, parameter in target.named_parameters()}
+    adapted = {name for name, parameter in target.named_parameters() if any(parameter is p for p in drafter.adapted)}
+    moved: list[set[str]] = []
+
+    def watch(step: int) -> None:
+        moved.append({name for name, parameter in target.named_parameters() if not torch.equal(parameter, before[name])})
+
+    Trainer(lr=1e-3, max_steps=6, log_every=1).fit(drafter, target, dataset(), Live(), tmp_path, on_step=watch)
+    assert moved[:3] == [set()] * 3 and adapted
+    assert moved[3] and moved[5] == adapted
+    assert all(not torch.equal(*pair) for pair in zip(drafter_before, drafter.parameters()))
+    assert not drafter.adapted
+
+
+@ADAPTED
+def test_trained_target_decodes_as_it_is_saved(options: dict[str, Any], tmp_path: Path) -> None:
+    """A target that had already decoded says, once trained, what its saved copy says, and not what it said before."""
+    target = load_tiny()
+    target.pack()
+    drafter = make(target, **options)
+    tokens = torch.randint(3, 2000, (1, 12))
+    before = target.run(tokens, logits=True).logits
+    Trainer(lr=3e-3, max_steps=4).fit(drafter, target, dataset(), Live(), tmp_path / "run")
+    target.save(tmp_path / "target")
+    after, saved = (model.run(tokens, logits=True).logits for model in (target, load_hf(str(tmp_path / "target"))))
+    assert before is not None and after is not None and saved is not None
+    torch.testing.assert_close(after, saved, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(after, before, atol=1e-2)
+
+
+def test_warm_up_starts_anew_with_the_second_stage(tmp_path: Path) -> None:
+    """Rates rise from the start of each stage on the same cosine, and the drafter is told how far training is."""
+    target = load_tiny()
+    drafter = make(target, adapt="lora")
+    trainer = Trainer(lr=1e-3, max_steps=10, warmup=0.2, log_every=1)
+    told: list[float] = []
+    trainer.fit(drafter, target, dataset(), Live(), tmp_path, on_step=lambda step: told.append(drafter.progress))
+    assert told == [step / 10 for step in range(10)]
+    rates = [json.loads(line)["lr"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    whole = [trainer.lr_at(step, 10) for step in range(10)]
+    assert rates[0] == pytest.approx(5e-4) and rates[1:5] == whole[1:5] and rates[6:] == whole[6:]
+    assert rates[5] == trainer.lr_at(5, 10, stage_began=5) == pytest.approx(whole[5] / 2)
+
+
+class Killed(Exception):
+    """Stands for a kill between two steps."""
+
+
+@ADAPTED
+@pytest.mark.parametrize("step", [3, 4])
+def test_resumed_equals_uninterrupted(options: dict[str, Any], tmp_path: Path, step: int) -> None:
+    """A run killed at or after the change of stage and gone on with, in warm-up, ends in the same weights, bit by bit."""
+    trainer = Trainer(lr=1e-3, max_steps=6, batch_tokens=60, warmup=0.5, log_every=1, save_every=1)
+    results = []
+    for name in ("whole", "cut"):
+        if name == "cut":
+
+            def kill(at: int) -> None:
+                if at == step:
+                    raise Killed
+
+            target = load_tiny()
+            with pytest.raises(Killed):
+                trainer.fit(make(target, **options), target, dataset(), Live(), tmp_path / name, on_step=kill)
+        target = load_tiny()
+        drafter = make(target, **options)
+        trainer.fit(drafter, target, dataset(), Live(), tmp_path / name)
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        results.append(
+            ({**drafter.state_dict(), **target.state_dict()}, [(line["step"], line["loss"], line["lr"]) for line in lines])
+        )
+    (one, metrics), (two, others) = results
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    assert metrics == others and len(metrics) == 6
+
+
+WRONG = [
+    ({"num_heads": 0}, "drafter.num_heads=0"), ({"num_layers": 0}, "drafter.num_layers=0"), ({"rank": 0}, "drafter.rank=0"),
+    ({"heads_first": 1.0}, "drafter.heads_first=1.0"), ({"heads_first": -0.1}, "drafter.heads_first=-0.1"),
+    ({"self_distillation": True}, "drafter.adapt=lora"), ({"self_distillation": True, "adapt": "full"}, "drafter.adapt=lora"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_wrong_settings_are_named(tiny: Target, options: dict[str, Any], message: str) -> None:
+    """A setting out of range, and self-distillation without adapters to switch off, are refused with what to write."""
+    with pytest.raises(UserError, match=message):
+        Medusa(tiny, **options)
+
+
+# A whole run
+
+QUICK = ["target=tiny", "recipe=medusa2", "drafter.vocab_size=256", "data.limit=12", "data.max_length=64", "eval.limit=2",
+         "eval.max_new_tokens=12", "eval.calibration_limit=2", "trainer.log_every=1", "trainer.max_steps=4"]  # fmt: skip
+
+
+def train(*settings: str) -> None:
+    """`spectrain train SETTINGS`."""
+    argv = sys.argv
+    try:
+        dispatch(["train", *settings])
+    finally:
+        sys.argv = argv
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short, complete run of the recipe."""
+    run = tmp_path_factory.mktemp("runs") / "medusa2"
+    train(*QUICK, f"run={run}")
+    return run
+
+
+def test_a_run_saves_its_target_and_scores_against_it(finished: Path) -> None:
+    """The trained target is in RUN/target and loads; drafting is lossless beside it; the drift from the original is told."""
+    summary = json.loads((finished / "eval/heldout/summary.json").read_text())
+    assert summary["setting"]["target_path"] == str((finished / "target").resolve())
+    for system in (summary, *summary["compared"].values()):
+        assert system["lossless"]["identical"] == system["lossless"]["checked"] == 2
+    drift = summary["target_drift"]
+    assert set(drift) == {"original", "trained", "agreement", "same_answers", "checked"} and drift["checked"] == 2
+    assert drift["original"]["most_likely"] == 1.0
+    trained, original = load_hf(summary["setting"]["target_path"]).model.state_dict(), load_tiny().model.state_dict()
+    changed = {key for key in original if not torch.equal(original[key], trained[key])}
+    assert trained.keys() == original.keys()
+    assert len(changed) == 7 * 8 and all("_proj" in key for key in changed)
+
+
+def test_resuming_a_finished_run_scores_it_again(finished: Path) -> None:
+    """Without its score, resume=auto scores drafter and target as they were saved: the same tokens a round, the same drift."""
+    first = json.loads((finished / "eval/heldout/summary.json").read_text())
+    weights = (finished / "drafter/model.safetensors").stat().st_mtime_ns
+    shutil.rmtree(finished / "eval")
+    train(*QUICK, f"run={finished}", "trainer.resume=auto")
+    second = json.loads((finished / "eval/heldout/summary.json").read_text())
+    for key in ("acceptance_length", "acceptance_by_depth", "target_drift", "lossless"):
+        assert second[key] == first[key], key
+    assert second["setting"]["target_path"] == first["setting"]["target_path"]
+    assert (finished / "drafter/model.safetensors").stat().st_mtime_ns == weights

@@ -1,0 +1,126 @@
+"""The teacher of every drafter that reads features: what is supervised, what is right there, and what it costs to differ."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.medusa import Medusa
+from spectrain.drafters.vocabulary import Teacher
+from spectrain.features import Batch
+from spectrain.losses import DIVERGENCES, UNNORMALISED
+from spectrain.sources import Live
+from spectrain.target import Target
+
+LOSSES = ["cross_entropy", *DIVERGENCES]
+STEPS = [0, 1, 3]
+
+
+def examples() -> Dataset:
+    """Sequences of unequal length, supervised in two spans, the last of which may reach the end."""
+    rows = torch.randint(3, 2000, (3, 30)).tolist()
+    lengths = (30, 22, 17)
+    masks = [[5 <= i < 11 or 15 <= i < 24 for i in range(length)] for length in lengths]
+    return Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], 3, 0, 0)
+
+
+def make(tiny: Target, loss: str) -> Medusa:
+    """A drafter that can say the even tokens, so about half of what is right."""
+    drafter = Medusa(tiny, vocab_size=tiny.head.vocab_size // 2, loss=loss)  # type: ignore[arg-type]
+    drafter.use_vocabulary(torch.arange(0, tiny.head.vocab_size, 2))
+    return drafter
+
+
+def taught(tiny: Target, loss: str) -> tuple[Medusa, Teacher, Batch]:
+    drafter = make(tiny, loss)
+    batch = Live().batch(examples(), [0, 1, 2], tiny, drafter.layers)
+    return drafter, Teacher(drafter, batch), batch
+
+
+def places(batch: Batch, step: int) -> list[tuple[int, int]]:
+    """(row, index) that step `step` is judged at: token t + 2 + step exists and is the assistant's."""
+    mask = batch.loss_mask.tolist()
+    width = batch.tokens.shape[1]
+    return [(b, t) for b in range(len(mask)) for t in range(width) if t + 2 + step < width and mask[b][t + 2 + step]]
+
+
+def right(tiny: Target, loss: str, batch: Batch, step: int) -> tuple[list[int], Tensor]:
+    """By brute force, the right token at every place and the target's logits before it."""
+    logits = tiny.run(batch.tokens, logits=True).logits
+    assert logits is not None
+    before = torch.stack([logits[b, t + 1 + step] for b, t in places(batch, step)])
+    if loss == "cross_entropy":
+        return [int(batch.tokens[b, t + 2 + step]) for b, t in places(batch, step)], before
+    return before.argmax(-1).tolist(), before
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl", "lk_hybrid"])
+def test_supervised_indices_and_answers(tiny: Target, loss: str, step: int) -> None:
+    """Index t is judged where token t + 2 + step is the assistant's, by the data's token or by the target's likeliest one."""
+    _, teacher, batch = taught(tiny, loss)
+    assert [tuple(place) for place in teacher.rows(step).nonzero().tolist()] == places(batch, step)
+    assert teacher.best[teacher.answers(step)].tolist() == right(tiny, loss, batch, step)[0]
+    assert (teacher.log_p is None) == (loss == "cross_entropy")
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_judge_equals_brute_force(tiny: Target, loss: str, step: int) -> None:
+    """The summed loss, the hits and the count are those of a plain loop over places."""
+    drafter, teacher, batch = taught(tiny, loss)
+    tokens, before = right(tiny, loss, batch, step)
+    ids = drafter.draft_ids.tolist()
+    scores = torch.randn(len(tokens), len(ids))
+    for row, token in enumerate(tokens):
+        if token in ids and row % 3:
+            scores[row, ids.index(token)] += 20
+    log_q = scores.log_softmax(-1)
+    total, hits = 0.0, 0
+    for row, token in enumerate(tokens):
+        hits += ids[int(log_q[row].argmax())] == token
+        if loss == "cross_entropy":
+            total -= float(log_q[row, ids.index(token)]) if token in ids else 0.0
+            continue
+        log_p = before[row].log_softmax(-1)[ids] if loss in UNNORMALISED else before[row, ids].log_softmax(-1)
+        if token in ids or loss in UNNORMALISED:
+            total += float(DIVERGENCES[loss](log_p, log_q[row]))
+    assert {token in ids for token in tokens} == {True, False} and 0 < hits < len(tokens)
+    found, found_hits, count = teacher.judge(step, log_q)
+    assert float(found) == pytest.approx(total, rel=1e-4) and total > 0
+    assert int(found_hits) == hits and count == len(tokens)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_cannot_be_drafted_carries_no_loss(tiny: Target, loss: str) -> None:
+    """Where the right token is outside the draft vocabulary no gradient comes back, but for losses that measure acceptance."""
+    drafter, teacher, batch = taught(tiny, loss)
+    inside = drafter.t2d[torch.tensor(right(tiny, loss, batch, 1)[0])]
+    scores = torch.randn(len(inside), len(drafter.draft_ids), requires_grad=True)
+    teacher.judge(1, scores.log_softmax(-1))[0].backward()
+    assert scores.grad is not None
+    assert torch.equal(scores.grad.abs().amax(-1) > 0, torch.ones_like(inside) if loss in UNNORMALISED else inside)
+    assert inside.any() and not inside.all()
+
+
+def test_a_token_beyond_the_last_draft_id_is_a_miss(tiny: Target) -> None:
+    """The data's largest tokens, above every draft id, cost nothing and are never hit."""
+    drafter = Medusa(tiny, vocab_size=8, loss="cross_entropy")
+    tokens = torch.full((1, 6), 2000)
+    batch = Live().batch(Dataset([Example(tokens[0].tolist(), [True] * 6)], 1, 0, 0), [0], tiny, drafter.layers)
+    loss, hits, count = Teacher(drafter, batch).judge(0, torch.randn(4, 8).log_softmax(-1))
+    assert (float(loss), int(hits), count) == (0.0, 0, 4)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl", "total_variation"])
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_sequences_shorter_than_the_heads_reach(tiny: Target, loss: str, length: int) -> None:
+    """A batch with nothing as far ahead as a step has no place there, and the loss of all heads is finite."""
+    drafter = Medusa(tiny, num_heads=5, vocab_size=64, loss=loss)  # type: ignore[arg-type]
+    drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
+    tokens = torch.randint(3, 2000, (length,)).tolist()
+    batch = Live().batch(Dataset([Example(tokens, [True] * length)], 1, 0, 0), [0], tiny, drafter.layers)
+    losses = drafter.loss(batch, tiny)
+    assert losses.counts.tolist() == [max(0, length - 2 - step) for step in range(5)]
+    assert torch.isfinite(losses.total)

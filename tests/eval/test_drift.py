@@ -1,0 +1,110 @@
+"""Drift: a target's judgement of texts, by hand and where the answer is known."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.acceptance import Greedy, Typical
+from spectrain.decode import Generation, decode
+from spectrain.drafters.ngram import Ngram
+from spectrain.eval.drift import Text, quality, rule_drift, target_drift
+from spectrain.eval.metrics import Turn
+from spectrain.loading import load_tiny
+from spectrain.shapes import Chain
+from spectrain.target import Target
+
+
+def texts() -> list[Text]:
+    """Prompts with answers of unequal length."""
+    return [(torch.randint(3, 2000, (p,)).tolist(), torch.randint(3, 2000, (a,)).tolist()) for p, a in ((7, 3), (2, 9), (1, 1))]
+
+
+def turn(prompt: list[int], plain: list[int] | None = None, drafted: list[int] | None = None) -> Turn:
+    return Turn("id", 0, "any", Generation(prompt, list(plain or [])), Generation(prompt, list(drafted or [])))
+
+
+def greedy(target: Target, prompt: list[int], count: int = 8) -> list[int]:
+    return decode(target, [prompt], Greedy(), count)[0].output
+
+
+def scaled(factor: float) -> Target:
+    """The tiny target with every logit times `factor`."""
+    target = load_tiny()
+    with torch.no_grad():
+        target.decoder.norm.weight.mul_(factor)  # type: ignore[union-attr, operator]
+    return target
+
+
+def test_quality_by_hand(tiny: Target) -> None:
+    """Perplexity and share of likeliest tokens, pooled over the tokens of all answers, each after its own prefix."""
+    loss, best, count = 0.0, 0, 0
+    cases = [*texts(), ([5, 6, 7], greedy(tiny, [5, 6, 7]))]
+    for prompt, answer in cases:
+        for position, token in enumerate(answer):
+            logits = tiny.run(torch.tensor([prompt + answer[:position]]), logits=True).logits
+            assert logits is not None
+            loss -= math.log(float(logits[0, -1].double().softmax(-1)[token]))
+            best += int(logits[0, -1].argmax()) == token
+            count += 1
+    found = quality(tiny, cases)
+    assert found["perplexity"] == pytest.approx(math.exp(loss / count), rel=1e-3)
+    assert found["most_likely"] == pytest.approx(best / count, abs=1e-4) and 0 < best < count
+
+
+def test_quality_of_a_target_that_knows_nothing() -> None:
+    """Equal logits have the perplexity of the vocabulary's size, and their likeliest token is the first."""
+    head = SimpleNamespace(logits=lambda final: torch.zeros(len(final), 50))
+    features = lambda tokens, layers: SimpleNamespace(at=lambda layer: torch.zeros(*tokens.shape, 4))  # noqa: E731
+    uniform: Any = SimpleNamespace(device="cpu", head=head, features=features)
+    assert quality(uniform, [([1, 2], [0, 3, 0]), ([1], [4])]) == {"perplexity": 50.0, "most_likely": 0.5}
+
+
+def test_target_drift_of_a_target_from_itself(tiny: Target) -> None:
+    """Nothing has drifted: the same likeliest tokens, answers and perplexities, and its greedy answers are its likeliest."""
+    found = target_drift(tiny, tiny, [turn(prompt) for prompt, _ in texts()], 8)
+    assert found["agreement"] == 1.0 and found["same_answers"] == found["checked"] == 3
+    assert found["original"] == found["trained"] and found["original"]["most_likely"] == 1.0
+
+
+def test_target_drift_of_a_surer_target(tiny: Target) -> None:
+    """Doubled logits choose the same tokens with more certainty: only the perplexity moves."""
+    found = target_drift(tiny, scaled(2.0), [turn(prompt) for prompt, _ in texts()], 8)
+    assert found["agreement"] == 1.0 and found["same_answers"] == found["checked"] == 3
+    assert found["trained"]["most_likely"] == 1.0
+    assert 1 <= found["trained"]["perplexity"] < found["original"]["perplexity"]
+
+
+def test_target_drift_of_an_opposite_target(tiny: Target) -> None:
+    """Negated logits agree nowhere, repeat no answer and find the original's answers as unlikely as can be."""
+    prompts = [prompt for prompt, _ in texts()]
+    found = target_drift(tiny, scaled(-1.0), [turn(prompt) for prompt in prompts], 8)
+    assert found["agreement"] == 0.0 and found["same_answers"] == 0 and found["trained"]["most_likely"] == 0.0
+    assert found["original"] == quality(tiny, [(prompt, greedy(tiny, prompt)) for prompt in prompts])
+    assert found["trained"]["perplexity"] > found["original"]["perplexity"]
+
+
+def test_rule_drift_counts_the_tokens_that_a_rule_changed(tiny: Target) -> None:
+    """Greedy answers are all likeliest; with the last of eight tokens replaced, seven of eight are."""
+    prompts = [[5, 6, 7, 8], [40, 41]]
+    plain = [greedy(tiny, prompt) for prompt in prompts]
+    assert [len(answer) for answer in plain] == [8, 8]
+    drafted = [[*answer[:-1], (answer[-1] + 1) % 2000] for answer in plain]
+    found = rule_drift(tiny, [turn(*case) for case in zip(prompts, plain, drafted)])
+    assert found["autoregressive"]["most_likely"] == 1.0 and found["drafted"]["most_likely"] == 0.875
+    assert found["drafted"]["perplexity"] > found["autoregressive"]["perplexity"]
+
+
+def test_rule_drift_of_typical_acceptance(tiny: Target) -> None:
+    """Among one candidate typical acceptance is greedy, so nothing drifts; at a high temperature it is far from likeliest."""
+    prompts = [[5, 6, 7, 8, 5, 6, 7], [40, 41, 42, 40, 41]]
+    plain = [greedy(tiny, prompt) for prompt in prompts]
+    sides = []
+    for rule in (Typical(top_k=1), Typical(temperature=3.0)):
+        drafted = decode(tiny, prompts, rule, 8, Ngram(tiny), Chain(3))
+        sides.append(rule_drift(tiny, [turn(p, a, d.output) for p, a, d in zip(prompts, plain, drafted)]))
+    assert sides[0]["drafted"] == sides[0]["autoregressive"] == sides[1]["autoregressive"]
+    assert sides[0]["drafted"]["most_likely"] == 1.0
+    assert sides[1]["drafted"]["most_likely"] < 0.5 and sides[1]["drafted"]["perplexity"] > 10
