@@ -81,82 +81,65 @@ class Job:
     row: int
 
 
+@dataclass
 class Evaluation:
-    """Which prompts, how long, and what else is decoded beside the drafter.
+    """Which prompts, how long, and what else is decoded beside the drafter."""
 
-    `prompts`: a file or a known benchmark. `baselines`: chain, untrained, ngram, lookahead (this engine); generate,
-    prompt_lookup, assistant, early_exit (transformers' own). `guard`: decode autoregressively while drafting does not pay.
-    `online`: the drafter goes on learning from what the target corrects, beside a copy that does not.
-    `sweep`: tree for tree builders, all or those in `trees`, at `budgets`. `calibration`: prompts that trees are searched
-    and timed on.
-    """
+    name: str = "heldout"  # the folder that the result goes to
+    prompts: str | None = None  # a file or a known benchmark; without it the held-out prompts that ship
+    categories: list[str] | None = None
+    limit: int | None = None
+    max_new_tokens: int = 128
+    batch_size: int = 1
+    baselines: tuple[str, ...] = ("chain", "untrained", "ngram")  # of OURS, in this engine, and TRANSFORMERS, in its own
+    check: bool = True  # compare every output with its reference
+    oracle: bool = True  # decode once more with every draft right
+    guard: bool = False  # decode autoregressively while drafting does not pay
+    online: bool = False  # the drafter goes on learning from what the target corrects, beside a copy that does not
+    online_lr: float = 1e-4
+    online_every: int = 8
+    online_learn: Literal["corrections", "answers", "split"] = "corrections"
+    sweep: Literal["tree"] | None = None  # tree: tree builders, all or those in `trees`, at `budgets`
+    trees: tuple[str, ...] | None = None
+    budgets: tuple[int, ...] = (8, 16, 32, 64)
+    calibration: str | None = None  # prompts that trees are searched and timed on; else openings of the embedded data
+    calibration_limit: int = 8
+    assistant: str | None = None  # a model's directory, for the baseline of that name
+    exit_layer: int | None = None  # for the baseline early_exit
 
-    def __init__(
-        self,
-        name: str = "heldout",
-        prompts: str | None = None,
-        categories: list[str] | None = None,
-        limit: int | None = None,
-        max_new_tokens: int = 128,
-        batch_size: int = 1,
-        baselines: tuple[str, ...] = ("chain", "untrained", "ngram"),
-        check: bool = True,
-        oracle: bool = True,
-        guard: bool = False,
-        online: bool = False,
-        online_lr: float = 1e-4,
-        online_every: int = 8,
-        online_learn: Literal["corrections", "answers", "split"] = "corrections",
-        sweep: Literal["tree"] | None = None,
-        trees: tuple[str, ...] | None = None,
-        budgets: tuple[int, ...] = (8, 16, 32, 64),
-        calibration: str | None = None,
-        calibration_limit: int = 8,
-        assistant: str | None = None,
-        exit_layer: int | None = None,
-    ) -> None:
-        for key, value, least in (("limit", limit, 1), ("max_new_tokens", max_new_tokens, 2), ("batch_size", batch_size, 1),
-                                  ("calibration_limit", calibration_limit, 1), ("exit_layer", exit_layer, 1),
-                                  ("online_every", online_every, 1)):  # fmt: skip
-            if value is not None and value < least:
+    def __post_init__(self) -> None:
+        for key, least in (("limit", 1), ("max_new_tokens", 2), ("batch_size", 1), ("calibration_limit", 1), ("exit_layer", 1),
+                           ("online_every", 1)):  # fmt: skip
+            if (value := getattr(self, key)) is not None and value < least:
                 raise UserError(f"eval.{key}={value}: use {least} or more")
-        if any(budget < 2 for budget in budgets):
-            raise UserError(f"eval.budgets={list(budgets)}: a tree has 2 nodes or more, the root included")
-        if unknown := sorted(set(trees or ()) - set(SWEPT)):
-            raise UserError(f"eval.trees: {unknown[0]!r} is unknown; choose from {', '.join(SWEPT)}")
-        known = (*OURS, *TRANSFORMERS)
-        if unknown := sorted(set(baselines) - set(known)):
-            raise UserError(f"eval.baselines: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
-        if "assistant" in baselines and assistant is None:
+        if not self.online_lr > 0:
+            raise UserError(f"eval.online_lr={self.online_lr}: use more than 0")
+        if any(budget < 2 for budget in self.budgets):
+            raise UserError(f"eval.budgets={list(self.budgets)}: a tree has 2 nodes or more, the root included")
+        for key, given, known in (("trees", self.trees or (), SWEPT), ("baselines", self.baselines, (*OURS, *TRANSFORMERS))):
+            if unknown := sorted(set(given) - set(known)):
+                raise UserError(f"eval.{key}: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
+        if "assistant" in self.baselines and self.assistant is None:
             raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
-        if "early_exit" in baselines and exit_layer is None:
+        if "early_exit" in self.baselines and self.exit_layer is None:
             raise UserError("eval.baselines: early_exit needs eval.exit_layer=N")
-        self.name, self.max_new_tokens, self.batch_size = name, max_new_tokens, batch_size
-        self.check, self.oracle, self.guard, self.sweep, self.budgets = check, oracle, guard, sweep, budgets
-        self.trees = tuple(SWEPT) if trees is None else trees
-        self.baselines = tuple(baselines)
-        self.assistant, self.exit_layer = assistant, exit_layer
-        if not online_lr > 0:
-            raise UserError(f"eval.online_lr={online_lr}: use more than 0")
-        self.online, self.online_lr, self.online_every, self.online_learn = online, online_lr, online_every, online_learn
-        read = read_prompts(prompts, limit, categories)
-        self.prompts, self.skipped = read.prompts, dict(read.skipped)
-        self.calibration, self.calibration_limit = calibration, calibration_limit
+        read = read_prompts(self.prompts, self.limit, self.categories)
+        self.chosen, self.skipped = read.prompts, dict(read.skipped)
 
     def check_prompts(self, target: Target) -> None:
         """Leave out prompts that do not fit the target's context with their answer; stop where none does."""
-        lengths = [len(prompt_tokens(target, prompt.opening)) for prompt in self.prompts]
+        lengths = [len(prompt_tokens(target, prompt.opening)) for prompt in self.chosen]
         room = target.max_length - self.max_new_tokens
-        fitting = [prompt for prompt, length in zip(self.prompts, lengths) if length <= room]
+        fitting = [prompt for prompt, length in zip(self.chosen, lengths) if length <= room]
         if not fitting:
             raise UserError(
                 f"eval.prompts: the shortest prompt has {min(lengths)} tokens and, with "
                 f"eval.max_new_tokens={self.max_new_tokens}, none fits the context of {target.name} ({target.max_length} "
                 "tokens); shorten one of them"
             )
-        if len(fitting) < len(self.prompts):
-            self.skipped["too long"] = len(self.prompts) - len(fitting)
-            self.prompts = fitting
+        if len(fitting) < len(self.chosen):
+            self.skipped["too long"] = len(self.chosen) - len(fitting)
+            self.chosen = fitting
 
     def systems(
         self,
@@ -172,7 +155,7 @@ class Evaluation:
         chain = Chain(min(3, builder.depth), builder.children, builder.temperature, builder.seed)
         plain = rule.matched()  # a drafter that copies text draws nothing, so p / q has no meaning for it
         if self.sweep == "tree":
-            for other in sweep_builders(builder.depth, self.budgets, self.trees):
+            for other in sweep_builders(builder.depth, self.budgets, self.trees or tuple(SWEPT)):
                 systems.append(System(f"{other.name}-{other.budget}", describe(other), drafter, other, rule))
             return systems
         if self.online:
@@ -217,55 +200,20 @@ class Evaluation:
         calibration = None
         if any(other.needs for other in mine):
             calibration = calibrate(target, drafter, mine, rule, self._calibration_prompts(target))
-        online = None
-        if self.online:
-            if not any(True for _ in drafter.parameters()) or drafter.trains_target:
-                raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
-            folder.mkdir(parents=True, exist_ok=True)
-            save = save_online or (lambda learnt: None)
-            online = Online(drafter, target, self.online_lr, self.online_every, self.online_learn, save)
-            recorder = Recorder(builder)
-            systems[0] = replace(systems[0], builder=recorder)
+        online = self._learner(target, drafter, save_online) if self.online else None
+        if online is not None:
+            systems[0] = replace(systems[0], builder=Recorder(builder))
         forced = Forced({}, builder, rule) if self.oracle else None
         turns = self._decode_all(target, systems, forced, online)
-        oracle = turns.pop("oracle", [])
-        identity = self._identity(target, systems, turns) if self.check else {}
-        summary = summarise(turns["drafter"], builder.is_chain)
-        if forced is not None and any(forced.counts):
-            summary["teacher_forced"] = teacher_forced(forced, summary)
-        else:
-            oracle = []
-        summary["bounds"] = bounds(target, drafter, turns["drafter"], oracle)
-        compared = {system.name: summarise(turns[system.name], system.builder.is_chain) for system in systems[1:]}
-        for system in systems:
-            entry = summary if system.name == "drafter" else compared[system.name]
-            entry["label"], entry["tree"] = system.label, system.builder.settings()
-            entry["lossless"] = identity[system.name].summary() if system.name in identity else None
-        if systems[0].guard is not None:
-            summary["guard"] = systems[0].guard.summary()
-        summary["compared"] = compared
-        if theirs := [name for name in self.baselines if name in TRANSFORMERS]:
-            summary["transformers"] = run_transformers(target, turns["drafter"], theirs, self.assistant, self.exit_layer)
+        summary = self._summary(target, systems, turns, forced)
+        folder.mkdir(parents=True, exist_ok=True)
         if online is not None:
             curves = {name: curve(turns[name], self.online_every) for name in ("drafter", "static_drafter")}
             summary["online"] = {**online.summary(), "curves": curves}
             plot(folder / "online.svg", curves, self.online_every)
-        if not rule.lossless:
-            summary["drift"] = rule_drift(target, turns["drafter"])
         if original is not None:
             summary["target_drift"] = target_drift(original(), target, turns["drafter"], self.max_new_tokens)
-        summary["setting"] = {
-            **setting,
-            "prompts": len(self.prompts),
-            "skipped": self.skipped,
-            "max_new_tokens": self.max_new_tokens,
-            "batch_size": self.batch_size,
-            "rule": rule.name,
-            "tree": builder.settings(),
-            "guard": self.guard,
-            "threads": torch.get_num_threads(),
-        }
-        folder.mkdir(parents=True, exist_ok=True)
+        summary["setting"] = {**setting, **self._setting(systems[0])}
         write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         write_whole(folder / "samples.jsonl", "".join(json.dumps(sample(turn)) + "\n" for turn in turns["drafter"]))
         write_rounds(folder / "rounds.parquet", turns)
@@ -273,6 +221,51 @@ class Evaluation:
             calibration.save(folder / "calibration.json")
         print_table(summary)
         return summary
+
+    def _summary(
+        self, target: Target, systems: list[System], turns: dict[str, list[Turn]], forced: Forced | None
+    ) -> dict[str, Any]:
+        """Everything that was measured; the drafter's own numbers at the top, the other systems' under `compared`."""
+        identity = self._identity(target, systems, turns) if self.check else {}
+        oracle = turns.pop("oracle", [])
+        found = {}
+        for system in systems:
+            entry = summarise(turns[system.name], system.builder.is_chain)
+            entry["label"], entry["tree"] = system.label, system.builder.settings()
+            entry["lossless"] = identity[system.name].summary() if system.name in identity else None
+            found[system.name] = entry
+        first, mine = systems[0], turns["drafter"]
+        summary = found.pop("drafter")
+        rolled_out = forced is not None and any(forced.counts)
+        if forced is not None and rolled_out:
+            summary["teacher_forced"] = teacher_forced(forced, summary)
+        summary["bounds"] = bounds(target, first.drafter, mine, oracle if rolled_out else [])
+        if first.guard is not None:
+            summary["guard"] = first.guard.summary()
+        if not first.rule.lossless:
+            summary["drift"] = rule_drift(target, mine)
+        summary["compared"] = found
+        if theirs := [name for name in self.baselines if name in TRANSFORMERS]:
+            summary["transformers"] = run_transformers(target, mine, theirs, self.assistant, self.exit_layer)
+        return summary
+
+    def _setting(self, first: System) -> dict[str, Any]:
+        """What the numbers depend on, besides what the caller knows."""
+        return {
+            "prompts": len(self.chosen),
+            "skipped": self.skipped,
+            "max_new_tokens": self.max_new_tokens,
+            "batch_size": self.batch_size,
+            "rule": first.rule.name,
+            "tree": first.builder.settings(),
+            "guard": self.guard,
+            "threads": torch.get_num_threads(),
+        }
+
+    def _learner(self, target: Target, drafter: Drafter, save: Callable[[Drafter], None] | None) -> Online:
+        if not any(True for _ in drafter.parameters()) or drafter.trains_target:
+            raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
+        return Online(drafter, target, self.online_lr, self.online_every, self.online_learn, save or (lambda learnt: None))
 
     def _calibration_prompts(self, target: Target) -> list[list[int]]:
         """Openings of the embedded conversations, or of the prompts that eval.calibration names."""
@@ -293,16 +286,16 @@ class Evaluation:
         turns: dict[str, list[Turn]] = {system.name: [] for system in systems}
         contenders: list[System | None] = [None, *systems]
         free = systems[0].rule.matched()
-        opening = prompt_tokens(target, self.prompts[0].opening)
+        opening = prompt_tokens(target, self.chosen[0].opening)
         for system in contenders:  # warm up, outside every timer
             run(target, system, free, [opening], min(8, self.max_new_tokens), [0])
         if isinstance(systems[0].builder, Recorder):
             systems[0].builder.rounds = []
         row = number = 0
-        starts = range(0, len(self.prompts), self.batch_size)
+        starts = range(0, len(self.chosen), self.batch_size)
         console = Console(stderr=True)
         for first in track(starts, "prompts", console=console, disable=not console.is_terminal, transient=True):
-            chats = [(prompt, list(prompt.before)) for prompt in self.prompts[first : first + self.batch_size]]
+            chats = [(prompt, list(prompt.before)) for prompt in self.chosen[first : first + self.batch_size]]
             index = 0
             while chats:
                 jobs = []

@@ -116,14 +116,14 @@ class Generated(Source):
         step: int = 0,
     ) -> Batch:
         examples = {index: dataset.examples[index] for index in indices}
-        random = Random(f"{self.seed}/{step}")
+        random = Random(f"{self.seed}/{step}/{indices}")
         anew = [index for index in indices if random.random() < self.fraction]
         if self.by == "replay":
             batch = self._replay(examples, anew, target, drafter, random)
         else:
             if anew:
                 assert drafter is not None
-                examples |= dict(zip(anew, self._write([examples[index] for index in anew], target, drafter, step)))
+                examples |= self._write({index: examples[index] for index in anew}, target, drafter, step)
             batch = collate(list(examples.values()))
         batch = batch.to(target.device)
         return batch if not layers else replace(batch, features=target.features(batch.tokens, layers))
@@ -145,10 +145,12 @@ class Generated(Source):
                     found[index] = replay
         return collate_replays(list(found.values()))
 
-    def _write(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:
-        """New answers to the same prompts."""
-        prompts = [example.tokens[: example.mask.index(True)] for example in examples]
-        limit = min(self.max_new_tokens, max(len(example.tokens) - len(prompt) for example, prompt in zip(examples, prompts)))
+    def _write(self, examples: dict[int, Example], target: Target, drafter: Drafter, step: int) -> dict[int, Example]:
+        """New answers to the same prompts, by the examples' numbers."""
+        rows = list(examples)
+        prompts = [example.tokens[: example.mask.index(True)] for example in examples.values()]
+        longest = max(len(example.tokens) - len(prompt) for example, prompt in zip(examples.values(), prompts))
+        limit = min(self.max_new_tokens, longest)
         writer = target if self.by != "drafter" else drafter.writer()
         if writer is None:
             raise UserError("source.by=drafter: this family cannot write by itself; use source.by=target or interleaved")
@@ -158,13 +160,13 @@ class Generated(Source):
             if self.by == "interleaved":
                 rule = Interleaved(self.temperature, top_k=self.top_k, seed=seed)
                 chain = Chain(self.block, "sampled", self.temperature, seed)
-                found = decode(target, prompts, rule, limit, drafter, chain)
+                found = decode(target, prompts, rule, limit, drafter, chain, rows)
             else:
-                found = decode(writer, prompts, Match(self.temperature, seed=seed), limit)
-        return [
-            Example(prompt + one.output, [False] * len(prompt) + [True] * len(one.output))
-            for prompt, one in zip(prompts, found)
-        ]
+                found = decode(writer, prompts, Match(self.temperature, seed=seed), limit, rows=rows)
+        return {
+            row: Example(prompt + one.output, [False] * len(prompt) + [True] * len(one.output))
+            for row, prompt, one in zip(rows, prompts, found)
+        }
 
 
 @contextmanager

@@ -142,3 +142,27 @@ def test_proposals_after_skipped_rounds_depend_on_the_tokens_only(
                 decode(tiny, [prefix], Greedy(), 2, fresh, builder)
                 assert torch.equal(tree.tokens[row], fresh.trees[0].tokens[0])
                 assert torch.equal(tree.parents[row], fresh.trees[0].parents[0])
+
+
+def test_random_tokens_cost_little(tiny: Target) -> None:
+    """After prompts of random tokens, an untrained drafter with a dear tree costs at most 5 % more target work than none."""
+    torch.manual_seed(3)
+    drafter = Eagle3(tiny, vocab_size=512).eval()
+    drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+
+    def cost(nodes: int) -> float:
+        return 1 + 0.05 * (nodes - 1)
+
+    guard = Guard(cost=cost)
+    work = unguarded = steps = 0.0
+    for row in range(10):
+        prompt = torch.randint(3, tiny.head.vocab_size, (20,)).tolist()
+        options = {"rows": [row], "ignore_eos": True}
+        (plain,) = decode(tiny, [prompt], Greedy(), 48, **options)
+        (free,) = decode(tiny, [prompt], Greedy(), 48, drafter, Eagle2(4, 16, 4), **options)
+        (found,) = decode(tiny, [prompt], Greedy(), 48, drafter, Eagle2(4, 16, 4), guard=guard, **options)
+        assert found.output == plain.output == free.output
+        work += sum(map(cost, found.nodes))
+        unguarded += sum(map(cost, free.nodes))
+        steps += len(plain.nodes)
+    assert work <= 1.05 * steps < unguarded

@@ -7,7 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.losses import DIVERGENCES, UNNORMALISED, acceptance_rate, forward_kl, lk_hybrid, total_variation
+from spectrain.losses import (
+    DIVERGENCES,
+    UNNORMALISED,
+    acceptance_rate,
+    divergence,
+    forward_kl,
+    jensen_shannon,
+    lk_hybrid,
+    reverse_kl,
+    split_loss,
+    total_variation,
+)
 
 ROWS, VOCAB = 5, 9
 
@@ -131,3 +142,70 @@ def test_negative_log_acceptance_stays_finite() -> None:
     log_p = torch.tensor([[0.0, -100.0]])
     loss = DIVERGENCES["negative_log_acceptance"](log_p, log_p.flip(-1))
     assert loss.isfinite().all() and loss.item() > 10
+
+
+BETAS = [0.05, 0.1, 0.3, 0.5, 0.9, 0.99]
+
+
+def gradient(loss: Callable[[Tensor, Tensor], Tensor], log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The gradient of a loss in the drafter's logits."""
+    logits = log_q.clone().requires_grad_(True)
+    (found,) = torch.autograd.grad(loss(log_p, logits.log_softmax(-1)).sum(), logits)
+    return found
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_generalised_jensen_shannon_equals_its_definition(beta: float) -> None:
+    """beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q, over beta (1 - beta); by name it is the same."""
+    log_p, log_q = drawn()
+    p, q = log_p.exp(), log_q.exp()
+    m = beta * p + (1 - beta) * q
+    expected = (beta * kl(p, m) + (1 - beta) * kl(q, m)) / (beta * (1 - beta))
+    torch.testing.assert_close(jensen_shannon(log_p, log_q, beta), expected)
+    assert torch.equal(divergence("jensen_shannon", beta)(log_p, log_q), jensen_shannon(log_p, log_q, beta))
+    assert torch.autograd.gradcheck(lambda logits: jensen_shannon(log_p, logits.log_softmax(-1), beta),
+                                    log_q.requires_grad_(True))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(DIVERGENCES.keys() - {"jensen_shannon"}))
+def test_beta_is_that_of_jensen_shannon_only(name: str) -> None:
+    """Every other divergence is found by its name, whatever beta is."""
+    assert divergence(name, 0.3) is DIVERGENCES[name]
+
+
+@pytest.mark.parametrize(("beta", "end"), [(1e-4, forward_kl), (1 - 1e-4, reverse_kl)], ids=["forward", "reverse"])
+def test_generalised_jensen_shannon_tends_to_both_kls(beta: float, end: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Close to an end of beta, value and gradient are those of the KL there; in the middle they are not."""
+    log_p, log_q = drawn()
+
+    def near(p: Tensor, q: Tensor) -> Tensor:
+        return jensen_shannon(p, q, beta)
+
+    torch.testing.assert_close(near(log_p, log_q), end(log_p, log_q), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(gradient(near, log_p, log_q), gradient(end, log_p, log_q), rtol=1e-2, atol=1e-3)
+    assert ((jensen_shannon(log_p, log_q) - end(log_p, log_q)).abs() > 1e-2).all()
+
+
+@pytest.mark.parametrize("beta", [1e-4, *BETAS, 1 - 1e-4])
+def test_curvature_near_equality_is_the_same_for_every_beta(beta: float) -> None:
+    """At q = p + d the divergence is sum d^2 / 2p to second order, as both KLs are."""
+    p = drawn()[0].exp()
+    step = torch.randn(ROWS, VOCAB, dtype=torch.float64) * p
+    step = 1e-4 * (step - p * step.sum(-1, keepdim=True))
+    quadratic = (step**2 / p).sum(-1) / 2
+    for loss in (forward_kl, reverse_kl, lambda left, right: jensen_shannon(left, right, beta)):
+        torch.testing.assert_close(loss(p.log(), (p + step).log()), quadratic, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("decay", [0.8, 0.5, 1.0])
+def test_split_loss_equals_a_loop_over_rows(decay: float) -> None:
+    """Half of forward KL on kept rows, half of decay^k reverse KL on row k behind the first wrong one."""
+    log_p, log_q = drawn()
+    distance = torch.tensor([-1, 0, 1, 5, -1])
+    expected = []
+    for p, q, k in zip(log_p.exp(), log_q.exp(), distance.tolist(), strict=True):
+        expected.append(0.5 * kl(p, q) if k < 0 else 0.5 * decay**k * kl(q, p))
+    torch.testing.assert_close(split_loss(log_p, log_q, distance, decay), torch.stack(expected))
+    assert torch.equal(split_loss(log_p, log_q, distance), split_loss(log_p, log_q, distance, 0.8))
+    assert torch.autograd.gradcheck(lambda logits: split_loss(log_p, logits.log_softmax(-1), distance, decay),
+                                    log_q.requires_grad_(True))  # fmt: skip

@@ -27,10 +27,16 @@ from .toys import EarlyExitLora, FrozenHeads, Independent
 
 FAMILIES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "drafter").glob("*.yaml"))
 SMALL: dict[str, dict[str, Any]] = {"eagle3": {"vocab_size": 512, "ttt_steps": 3}}
+ARCHITECTURE: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "tie_word_embeddings": False,
+}  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa lora distilled": ("medusa", {"adapt": "lora", "self_distillation": True}),
     "medusa full": ("medusa", {"adapt": "full"}),
     "hydra prefix": ("hydra", {"prefix_attention": True}),
+    "causal architecture": ("causal", {"architecture": ARCHITECTURE}),
+    "causal padded": ("causal", {"architecture": {**ARCHITECTURE, "vocab_size": 2112}}),
 }
 TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent, "early exit": EarlyExitLora}
 

@@ -152,7 +152,7 @@ def test_prompts_that_do_not_fit_are_left_out(tiny: Target, tmp_path: Path) -> N
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     scored = Evaluation(prompts=str(path))
     scored.check_prompts(tiny)
-    assert [prompt.id for prompt in scored.prompts] == ["short"] and scored.skipped == {"too long": 1}
+    assert [prompt.id for prompt in scored.chosen] == ["short"] and scored.skipped == {"too long": 1}
     path.write_text(json.dumps(rows[0]) + "\n")
     with pytest.raises(UserError, match="none fits the context of tiny"):
         Evaluation(prompts=str(path)).check_prompts(tiny)
