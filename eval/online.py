@@ -43,7 +43,7 @@ class Online:
         self.random = Random(0)
         self.waiting: list[Example] = []
         self.drafts: list[Replay] = []
-        self.answers = self.updates = 0
+        self.since = self.updates = 0  # answers since the last update
         self.seconds = 0.0
 
     def see(self, generations: list[Generation], recorder: Recorder) -> None:
@@ -54,8 +54,9 @@ class Online:
             else:
                 self.waiting.append(supervised(generation, self.learn == "corrections"))
         recorder.rounds = []
-        self.answers += len(generations)
-        if self.answers // self.every > self.updates:
+        self.since += len(generations)
+        if self.since >= self.every:
+            self.since = 0
             began = time.perf_counter()
             self._update()
             self.seconds += time.perf_counter() - began

@@ -114,6 +114,8 @@ class Evaluation:
                 raise UserError(f"eval.{key}={value}: use {least} or more")
         if not self.online_lr > 0:
             raise UserError(f"eval.online_lr={self.online_lr}: use more than 0")
+        if self.online and self.sweep is not None:
+            raise UserError(f"eval.sweep={self.sweep}: a drafter that learns while it decodes gives no rows to compare; do one")
         if any(budget < 2 for budget in self.budgets):
             raise UserError(f"eval.budgets={list(self.budgets)}: a tree has 2 nodes or more, the root included")
         for key, given, known in (("trees", self.trees or (), SWEPT), ("baselines", self.baselines, (*OURS, *TRANSFORMERS))):
@@ -200,6 +202,8 @@ class Evaluation:
         calibration = None
         if any(other.needs for other in mine):
             calibration = calibrate(target, drafter, mine, rule, self._calibration_prompts(target))
+        if self.online and self.online_learn == "split" and not builder.is_chain:
+            raise UserError("eval.online_learn=split: it replays chains, and this tree branches; use tree=chain")
         online = self._learner(target, drafter, save_online) if self.online else None
         if online is not None:
             systems[0] = replace(systems[0], builder=Recorder(builder))

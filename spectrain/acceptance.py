@@ -173,6 +173,7 @@ class Row:
     p: Callable[[int], Vector]  # the target's distribution after a node
     q: Callable[[int], Vector]  # what the node's children were drawn from
     without_replacement: bool = False
+    scores: Callable[[int], Vector] | None = None  # the logarithm of p up to a constant, where p itself may underflow
 
 
 class Walking(Sampling):
@@ -214,7 +215,10 @@ class Walking(Sampling):
                 return drawn
             return drawn.new_zeros(logits.shape[-1]).scatter(0, tree.draft_ids.cpu(), drawn)
 
-        return Row(tree.tokens[b].tolist(), children, p, q, tree.children == "without_replacement")
+        def scores(node: int) -> Tensor:
+            return self.shape(logits[b, node])
+
+        return Row(tree.tokens[b].tolist(), children, p, q, tree.children == "without_replacement", scores)
 
 
 class Recursive(Walking):
@@ -375,8 +379,8 @@ class Interleaved(Walking):
         path = [0]
         while row.children[path[-1]]:
             (child,) = row.children[path[-1]]
-            p = row.p(path[-1])
-            if int((p > p[row.tokens[child]]).sum()) >= self.judged:
+            scores = (row.scores or row.p)(path[-1])
+            if int((scores > scores[row.tokens[child]]).sum()) >= self.judged:
                 break
             path.append(child)
         return path, dice.draw(row.p(path[-1]))

@@ -60,8 +60,10 @@ class Recorder(TreeBuilder):
 def replays(generation: Generation, rounds: list[tuple[list[int], int]], limit: int, random: Random) -> list[Replay]:
     """Up to `limit` drafts of one decoding, rejected ones first."""
     found = []
+    drafts = iter([drafted for drafted, _ in rounds if drafted])
     end = 1  # the answer's tokens before the round, root included
-    for drafted, count in rounds:
+    for count, depth in zip(generation.accepted, generation.depths):
+        drafted = next(drafts) if depth else []  # a guard may have let the round pass without a draft
         answer = generation.output[:end]
         kept = count - 1
         if drafted and len(answer) == end:

@@ -82,7 +82,8 @@ class Generated(Source):
 
     `by` the drafter (on-policy), the target, or interleaved (speculative knowledge distillation, Xu et al., 2024): the drafter
     writes and the target replaces what is not among its `top_k` likeliest tokens, checked `block` tokens at a time. An
-    answer is written for the first prompt of a conversation, at most as long as the data's and `max_new_tokens`. By replay,
+    answer is written for the first prompt of a conversation, at most `max_new_tokens` long and no longer than the longest of
+    the data's that it is written with; a prompt that leaves no room for two tokens keeps the data's. By replay,
     the target decodes greedily with chains of `block` drafts, and a draft of that is learnt from with Draft-OPD's split loss.
     """
 
@@ -117,7 +118,7 @@ class Generated(Source):
     ) -> Batch:
         examples = {index: dataset.examples[index] for index in indices}
         random = Random(f"{self.seed}/{step}/{indices}")
-        anew = [index for index in indices if random.random() < self.fraction]
+        anew = [index for index in indices if random.random() < self.fraction and self._fits(examples[index], target, drafter)]
         if self.by == "replay":
             batch = self._replay(examples, anew, target, drafter, random)
         else:
@@ -127,6 +128,12 @@ class Generated(Source):
             batch = collate(list(examples.values()))
         batch = batch.to(target.device)
         return batch if not layers else replace(batch, features=target.features(batch.tokens, layers))
+
+    def _fits(self, example: Example, target: Target, drafter: Drafter | None) -> bool:
+        """Whether an answer of two tokens has room behind the prompt."""
+        writer = drafter.writer() if drafter is not None and self.by == "drafter" else None
+        room = min(target.max_length, target.max_length if writer is None else writer.max_length)
+        return example.mask.index(True) + 2 <= room
 
     def _replay(
         self, examples: dict[int, Example], anew: list[int], target: Target, drafter: Drafter | None, random: Random

@@ -176,14 +176,14 @@ def test_beta_is_that_of_jensen_shannon_only(name: str) -> None:
 @pytest.mark.parametrize(("beta", "end"), [(1e-4, forward_kl), (1 - 1e-4, reverse_kl)], ids=["forward", "reverse"])
 def test_generalised_jensen_shannon_tends_to_both_kls(beta: float, end: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Close to an end of beta, value and gradient are those of the KL there; in the middle they are not."""
-    log_p, log_q = drawn()
+    log_p, log_q = ((scores / 4).log_softmax(-1) for scores in drawn())  # far apart, p / q itself is as large as 1 / beta
 
     def near(p: Tensor, q: Tensor) -> Tensor:
         return jensen_shannon(p, q, beta)
 
-    torch.testing.assert_close(near(log_p, log_q), end(log_p, log_q), rtol=1e-2, atol=1e-3)
-    torch.testing.assert_close(gradient(near, log_p, log_q), gradient(end, log_p, log_q), rtol=1e-2, atol=1e-3)
-    assert ((jensen_shannon(log_p, log_q) - end(log_p, log_q)).abs() > 1e-2).all()
+    torch.testing.assert_close(near(log_p, log_q), end(log_p, log_q), rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(gradient(near, log_p, log_q), gradient(end, log_p, log_q), rtol=1e-2, atol=1e-5)
+    assert ((jensen_shannon(log_p, log_q) - end(log_p, log_q)).abs() > 1e-4).all()
 
 
 @pytest.mark.parametrize("beta", [1e-4, *BETAS, 1 - 1e-4])
@@ -191,10 +191,10 @@ def test_curvature_near_equality_is_the_same_for_every_beta(beta: float) -> None
     """At q = p + d the divergence is sum d^2 / 2p to second order, as both KLs are."""
     p = drawn()[0].exp()
     step = torch.randn(ROWS, VOCAB, dtype=torch.float64) * p
-    step = 1e-4 * (step - p * step.sum(-1, keepdim=True))
+    step = 1e-3 * (step - p * step.sum(-1, keepdim=True))
     quadratic = (step**2 / p).sum(-1) / 2
     for loss in (forward_kl, reverse_kl, lambda left, right: jensen_shannon(left, right, beta)):
-        torch.testing.assert_close(loss(p.log(), (p + step).log()), quadratic, rtol=1e-3, atol=0)
+        torch.testing.assert_close(loss(p.log(), (p + step).log()), quadratic, rtol=1e-2, atol=0)
 
 
 @pytest.mark.parametrize("decay", [0.8, 0.5, 1.0])

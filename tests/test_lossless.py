@@ -597,7 +597,7 @@ def test_rules_that_need_drawn_children_refuse_others(rule: Walking) -> None:
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), Block()], ids=lambda rule: rule.name)
 def test_rules_for_one_path_refuse_branches(rule: Walking) -> None:
     """A tree that branches is refused under the rule's name, with two ways out."""
-    with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree=chain, or acceptance=recursive"):
+    with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree=chain or acceptance=recursive"):
         judged(rule, BRANCHED)
 
 

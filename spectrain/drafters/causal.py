@@ -51,7 +51,11 @@ class Causal(Drafter):
         loss_temperature: float = 1.0,
     ) -> None:
         super().__init__()
-        given = [key for key, value in (("num_layers", num_layers), ("model", model), ("architecture", architecture)) if value]
+        given = [
+            key
+            for key, value in (("num_layers", num_layers), ("model", model), ("architecture", architecture))
+            if value is not None
+        ]
         if len(given) > 1:
             raise UserError(
                 f"drafter.{given[1]}: drafter.{given[0]} says already where the drafter comes from; give one of them"
@@ -66,7 +70,13 @@ class Causal(Drafter):
         elif architecture is not None:
             inner = fresh_model(architecture, target)
         else:
-            inner = cut_model(target, num_layers or max(1, target.num_layers // 4))
+            inner = cut_model(target, max(1, target.num_layers // 4) if num_layers is None else num_layers)
+        known, rows = len(target.tokenizer), inner.get_input_embeddings().weight.shape[0]
+        if rows < known:
+            key = "model" if model is not None else "architecture"
+            raise UserError(
+                f"drafter.{key}: its vocab_size is {rows}, below the {known} tokens of the tokenizer; use as many or more"
+            )
         inner.config._attn_implementation = ATTENTION
         self.model = Target(inner, target.tokenizer, "drafter", model or "")
         self.model.requires_grad_(True)
@@ -184,7 +194,7 @@ def cut_model(target: Target, num_layers: int) -> nn.Module:
     mine.load_state_dict(weights)
     with torch.no_grad():
         model.get_output_embeddings().weight.copy_(target.head.output.weight)
-    return model.to(target.dtype)
+    return model.float()  # whatever the target's type: it is trained in float32 and cast to decode
 
 
 def fresh_model(architecture: dict[str, Any], target: Target) -> nn.Module:
@@ -203,7 +213,7 @@ def load_model(path: str, target: Target) -> nn.Module:
     """A model whose tokenizer is the target's, from a directory or the hub."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise UserError(
             f"drafter.model={path}: it cannot be loaded ({str(error).strip().splitlines()[0]}); give a directory or a name"

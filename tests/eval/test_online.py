@@ -1,0 +1,345 @@
+"""Learning while decoding: what is learnt from, that a copy stays as it was, and that the output stays the target's."""
+
+import copy
+import json
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spectrain.acceptance import Greedy
+from spectrain.cli import dispatch
+from spectrain.data.chat import Example
+from spectrain.data.dataset import collate
+from spectrain.decode import Generation, decode
+from spectrain.drafters.causal import Causal
+from spectrain.drafters.ngram import Ngram
+from spectrain.errors import RunError, UserError
+from spectrain.eval.metrics import Turn
+from spectrain.eval.online import Online, curve, supervised
+from spectrain.eval.run import Evaluation
+from spectrain.features import Batch
+from spectrain.replay import Recorder, collate_replays, replays
+from spectrain.shapes import Chain, Eagle2, TreeBuilder
+from spectrain.target import Target
+
+LIMIT = 14
+SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
+QUESTIONS = [["Name a color.", "Name another color."], ["Count: one two three one two three one two"], ["Why is the sky blue?"],
+             ["Say hello."]]  # fmt: skip
+ROWS = [{"id": f"{number}", "category": "talk", "turns": turns} for number, turns in enumerate(QUESTIONS)]
+NUM_TURNS = 5
+LEARN = pytest.mark.parametrize("learn", ["corrections", "answers", "split"])
+Weights = dict[str, Tensor]
+
+
+def make(tiny: Target) -> Causal:
+    return Causal(tiny, num_layers=6)
+
+
+def weights(drafter: torch.nn.Module) -> Weights:
+    return {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+
+
+def same(left: Weights, right: Weights) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+# What is learnt from
+
+
+@pytest.mark.parametrize(
+    ("output", "accepted", "depths", "corrected"),
+    [
+        ([10, 11, 12, 13, 14, 15], [3, 1, 1], [3, 2, 0], [5, 6]),  # a round that drafted nothing corrects nothing
+        ([10, 11, 12, 13, 14, 15], [4, 1], [3, 3], [7]),  # the bonus behind a draft that was right is no correction
+        ([10, 11], [3], [3], []),  # cut before its correction
+        ([10, 11, 12, 13], [3], [3], [5]),  # cut right behind it
+        ([10, 11, 2], [1, 3], [3, 3], [3]),  # EOS is a draft that was kept
+        ([10, 2], [1], [3], [3]),  # EOS is a correction
+        ([2], [], [], []),
+    ],
+)
+def test_corrections_by_hand(output: list[int], accepted: list[int], depths: list[int], corrected: list[int]) -> None:
+    """Exactly the tokens that replaced a wrong draft carry loss; without `corrections` the whole answer does."""
+    generation = Generation([1, 2], output, accepted, depths)
+    tokens = [1, 2, *output]
+    expected = Example(tokens, [place in corrected for place in range(len(tokens))])
+    assert supervised(generation, corrections=True) == expected
+    assert supervised(generation, corrections=False) == Example(tokens, [False] * 2 + [True] * len(output))
+
+
+def seen(tiny: Target, drafter: Causal, count: int) -> list[tuple[Generation, Any]]:
+    """Answers, each decoded by itself, and what was recorded of it."""
+    found = []
+    for number in range(count):
+        recorder = Recorder(Chain(3))
+        torch.manual_seed(number)
+        (one,) = decode(tiny, [torch.randint(3, 2000, (6,)).tolist()], Greedy(), LIMIT, drafter, recorder)
+        found.append((one, recorder.rounds[0]))
+    return found
+
+
+def test_corrections_are_what_the_drafter_got_wrong(tiny: Target) -> None:
+    """In a real answer a token is marked exactly where the record says that a draft ended before it."""
+    marked = 0
+    for one, rounds in seen(tiny, make(tiny), 6):
+        expected, end = [False] * (len(one.prompt) + len(one.output) + 4), len(one.prompt) + 1
+        for drafted, count in rounds:
+            end += count
+            expected[end - 1] = count <= len(drafted)
+        example = supervised(one, corrections=True)
+        assert example.mask == expected[: len(example.tokens)]
+        marked += sum(example.mask)
+    assert marked > 5
+
+
+def learner(tiny: Target, drafter: Causal, every: int, learn: Any, saved: list[Weights]) -> Online:
+    return Online(drafter, tiny, 1e-3, every, learn, lambda learnt: saved.append(weights(learnt)))
+
+
+def give(online: Online, parts: list[list[tuple[Generation, Any]]]) -> None:
+    """Show answers, some at a time."""
+    recorder = Recorder(Chain(3))
+    for part in parts:
+        recorder.rounds = [rounds for _, rounds in part]
+        online.see([one for one, _ in part], recorder)
+        assert recorder.rounds == []
+
+
+@LEARN
+def test_an_update_after_every_so_many_answers(tiny: Target, learn: Any) -> None:
+    """Weights change and are saved at every `every`-th answer and nowhere else; the drafter is left as it decodes."""
+    drafter, saved = Causal(tiny, num_layers=3).eval(), list[Weights]()
+    online = learner(tiny, drafter, 2, learn, saved)
+    for number, answer in enumerate(seen(tiny, drafter, 5), 1):
+        before = weights(drafter)
+        give(online, [[answer]])
+        assert same(before, weights(drafter)) == bool(number % 2)
+        assert online.updates == len(saved) == number // 2 and not drafter.training
+        assert all(parameter.grad is None for parameter in drafter.parameters())
+    assert same(saved[-1], weights(drafter)) and online.seconds > 0
+    assert online.summary().keys() == {"updates", "every", "learn", "seconds"} and online.summary()["updates"] == 2
+
+
+@LEARN
+def test_an_update_is_one_clipped_step_on_the_mean_loss(tiny: Target, learn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is clipped is the gradient of all waiting answers' loss over their supervised tokens, in one batch by hand; what
+    is stepped with is the clipped one."""
+    drafter, count = Causal(tiny, num_layers=3).eval(), 6
+    other = copy.deepcopy(drafter)
+    answers = seen(tiny, drafter, count)
+    online = learner(tiny, drafter, count, learn, [])
+    found: list[list[Tensor]] = []
+
+    def note() -> None:
+        found.append([parameter.grad.clone() for parameter in online.parameters])
+
+    clip, step = torch.nn.utils.clip_grad_norm_, online.optimizer.step
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: (note(), clip(parameters, norm)))
+    monkeypatch.setattr(online.optimizer, "step", lambda: (note(), step()))
+    give(online, [answers[:2], answers[2:]])
+    if learn == "split":
+        random = Random(0)
+        batch = collate_replays([replay for one, rounds in answers for replay in replays(one, rounds, 4, random)])
+    else:
+        batch = collate([supervised(one, learn == "corrections") for one, _ in answers])
+    assert len(batch.tokens) > 4  # more than are taken at once
+    batch = Batch(batch.tokens, batch.loss_mask, tiny.features(batch.tokens, ("final",)), batch.distance)
+    (other.train().loss(batch, tiny).total / batch.num_supervised).backward()
+    for clipped in (False, True):
+        if clipped:
+            clip(other.parameters(), 0.5)
+        for parameter, gradient in zip(other.parameters(), found[clipped], strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_nothing_wrong_nothing_learnt(tiny: Target) -> None:
+    """Answers without a correction leave the weights as they are."""
+    drafter = make(tiny).eval()
+    before = weights(drafter)
+    online = learner(tiny, drafter, 1, "corrections", [])
+    give(online, [[(Generation([1, 2], [10, 11, 12, 13], [3], [2]), [([11, 12], 3)])]])
+    assert online.updates == 1 and same(before, weights(drafter))
+
+
+def test_a_loss_that_is_not_finite_stops(tiny: Target) -> None:
+    """Nothing is stepped on a NaN, and the setting to lower is named."""
+    drafter = make(tiny).eval()
+    answers = seen(tiny, drafter, 1)
+    with torch.no_grad():
+        drafter.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+    with pytest.raises(RunError, match=r"loss is not finite at update 1; lower eval\.online_lr"):
+        give(learner(tiny, drafter, 1, "answers", []), [answers])
+
+
+def test_the_curve_is_a_moving_mean_over_rounds() -> None:
+    """At every turn, the mean over the whole rounds of the last `window` turns; 1 where there is none."""
+    turns = [Turn("a", 0, "talk", Generation([1]), Generation([1], [2], rounds, cut=cut))
+             for rounds, cut in (([4], True), ([2, 4], False), ([1], False), ([3, 3, 9], True))]  # fmt: skip
+    assert curve(turns, 2) == [1.0, 3.0, round(7 / 3, 4), round(7 / 3, 4)]
+    assert curve(turns, 1) == [1.0, 3.0, 1.0, 3.0] and curve([], 3) == []
+
+
+# An evaluation
+
+
+def scored(tiny: Target, folder: Path, builder: TreeBuilder, saved: list[Weights], **options: Any) -> tuple[Any, Any, Causal]:
+    """The summary, the copy that does not learn and the drafter of one evaluation."""
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    evaluation = Evaluation(prompts=str(folder / "prompts.jsonl"), max_new_tokens=LIMIT, baselines=(), oracle=False, **options)
+    held: list[Any] = []
+    systems = evaluation.systems
+
+    def watched(*arguments: Any) -> Any:
+        held.extend(systems(*arguments))
+        return list(held)
+
+    evaluation.systems = watched  # type: ignore[method-assign]
+    drafter = make(tiny)
+    summary = evaluation.score(
+        tiny, drafter, builder, Greedy(), folder / "out", SETTING, save_online=lambda learnt: saved.append(weights(learnt))
+    )
+    return summary, held[-1].drafter, drafter
+
+
+def rounds_of(folder: Path, system: str) -> list[tuple[Any, ...]]:
+    """Every round of a system, its times left out."""
+    rows = pq.read_table(folder / "out" / "rounds.parquet").to_pylist()
+    keys = ("id", "turn", "round", "tokens", "depth", "nodes", "whole")
+    return [tuple(row[key] for key in keys) for row in rows if row["system"] == system]
+
+
+@LEARN
+def test_one_learns_and_the_other_does_not(tiny: Target, tmp_path: Path, learn: Any) -> None:
+    """The copy decodes as without learning and keeps its weights; the learner changes; both say what generate says."""
+    folders = [tmp_path / "plain", tmp_path / "online"]
+    for folder in folders:
+        folder.mkdir()
+    saved: list[Weights] = []
+    plain, _, untouched = scored(tiny, folders[0], Chain(3), [])
+    options = {"online": True, "online_every": 2, "online_lr": 1e-3, "online_learn": learn}
+    summary, still, drafter = scored(tiny, folders[1], Chain(3), saved, **options)
+    assert still is not drafter and same(weights(untouched), weights(still)) and same(weights(untouched), weights(make(tiny)))
+    assert rounds_of(folders[1], "static_drafter") == rounds_of(folders[0], "drafter")
+    assert summary["compared"]["static_drafter"]["tokens_by_round"] == plain["tokens_by_round"]
+    first = {("0", 0), ("0", 1)}  # what was decoded before the first update
+    assert [row for row in rounds_of(folders[1], "drafter") if row[:2] in first] == [
+        row for row in rounds_of(folders[0], "drafter") if row[:2] in first
+    ]
+    assert len(saved) == 2 and same(saved[-1], weights(drafter)) and not same(saved[-1], weights(still))
+    assert not same(saved[0], saved[1]) and not drafter.training
+    for entry in (summary, summary["compared"]["static_drafter"]):
+        assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == NUM_TURNS
+    outputs = [[json.loads(line)["output_tokens"] for line in (folder / "out" / "samples.jsonl").read_text().splitlines()]
+               for folder in folders]  # fmt: skip
+    assert outputs[0] == outputs[1]
+    found = summary["online"]
+    assert found["updates"] == 2 and found["every"] == 2 and found["learn"] == learn
+    assert {name: len(values) for name, values in found["curves"].items()} == {
+        "drafter": NUM_TURNS,
+        "static_drafter": NUM_TURNS,
+    }
+    assert found["curves"]["drafter"][0] == found["curves"]["static_drafter"][0]
+    assert (folders[1] / "out" / "online.svg").read_text().lstrip().startswith("<?xml")
+    assert "online" not in plain and not (folders[0] / "out" / "online.svg").exists()
+    assert json.loads((folders[1] / "out" / "summary.json").read_text()) == summary
+
+
+@pytest.mark.parametrize("learn", ["corrections", "answers"])
+def test_trees_and_batches_learn_too(tiny: Target, tmp_path: Path, learn: Any) -> None:
+    """Behind a branching tree, with prompts decoded together, the output is still the target's and the learner learns."""
+    options = {"online": True, "online_every": 1, "online_lr": 1e-3, "online_learn": learn, "batch_size": 2}
+    summary, still, drafter = scored(tiny, tmp_path, Eagle2(3, 6, 2), [], **options)
+    assert not same(weights(still), weights(drafter))
+    assert summary["lossless"]["identical"] == summary["lossless"]["checked"] == NUM_TURNS
+    assert summary["tree"]["name"] == summary["compared"]["static_drafter"]["tree"]["name"] == "eagle2"
+
+
+def test_replays_want_chains(tiny: Target, tmp_path: Path) -> None:
+    """Draft-OPD replays one path: with a tree that branches, learning so is refused before anything is decoded."""
+    with pytest.raises(UserError, match=r"eval\.online_learn"):
+        scored(tiny, tmp_path, Eagle2(3, 6, 2), [], online=True, online_learn="split")
+
+
+def test_rounds_without_a_draft_keep_replays_in_step(tiny: Target) -> None:
+    """Where a guard let rounds pass without a draft, every replay is still the prompt, the answer so far and a draft."""
+
+    class Every:
+        """Drafts in every second round."""
+
+        cost = None
+        turn = 0
+
+        def drafts(self) -> bool:
+            self.turn += 1
+            return self.turn % 2 == 0
+
+        def record(self, drafted: bool, tokens: float, seconds: float) -> None: ...
+
+    drafter, recorder = make(tiny).eval(), Recorder(Chain(3))
+    guard: Any = Every()
+    (one,) = decode(tiny, [[5, 900, 71, 4]], Greedy(), LIMIT, drafter, recorder, guard=guard, ignore_eos=True)
+    found = replays(one, recorder.rounds[0], 9, Random(0))
+    assert len(found) > 2
+    for replay in found:
+        text = replay.example.tokens[:-3]
+        assert replay.example.tokens[-3:] == decode(drafter.model, [text], Greedy(), 3, ignore_eos=True)[0].output
+
+
+@pytest.mark.parametrize(("key", "value"), [("online_lr", 0.0), ("online_every", 0)])
+def test_bad_settings_are_refused(key: str, value: Any) -> None:
+    """A setting out of range is refused under its own key."""
+    with pytest.raises(UserError, match=rf"eval\.{key}={value}"):
+        Evaluation(**{key: value})
+
+
+def test_a_drafter_without_weights_is_refused(tiny: Target, tmp_path: Path) -> None:
+    """N-gram lookup has nothing to learn with."""
+    with pytest.raises(UserError, match=r"eval\.online: this drafter has no weights"):
+        Evaluation(limit=1, online=True).score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path, SETTING)
+
+
+def test_learning_and_a_sweep_exclude_each_other() -> None:
+    """A sweep scores one drafter over many trees, so it can't change on the way."""
+    with pytest.raises(UserError, match=r"eval\.(online|sweep)"):
+        Evaluation(limit=1, online=True, sweep="tree")
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run whose drafter then learnt while it was scored."""
+    run = tmp_path_factory.mktemp("runs") / "gkd"
+    argv = sys.argv
+    try:
+        dispatch(["train", "recipe=gkd", "target=tiny", "drafter.num_layers=6", "data.limit=12", "data.max_length=64",
+                  "source=generated", "source.max_new_tokens=8", "trainer.max_steps=2", "eval=none", f"run={run}"])  # fmt: skip
+        dispatch(["eval", f"run={run}", "eval.online=true", "eval.online_every=2", "eval.online_lr=1e-3", "eval.limit=3",
+                  "eval.max_new_tokens=12", "eval.name=learnt", "eval.baselines=[]"])  # fmt: skip
+    finally:
+        sys.argv = argv
+    return run
+
+
+def test_the_learnt_drafter_is_kept_and_can_be_scored(learnt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """eval/NAME/drafter holds other weights than the run's drafter, and eval run=RUN/eval/NAME scores it losslessly."""
+    before, after = (load_file(folder / "drafter" / "model.safetensors") for folder in (learnt, learnt / "eval" / "learnt"))
+    assert before.keys() == after.keys() and not same(before, after)
+    summary = json.loads((learnt / "eval" / "learnt" / "summary.json").read_text())
+    assert summary["online"]["updates"] >= 1 and (learnt / "eval" / "learnt" / "online.svg").exists()
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    dispatch(["eval", f"run={learnt / 'eval' / 'learnt'}", "eval.limit=2", "eval.max_new_tokens=12", "eval.name=again",
+              "eval.baselines=[]"])  # fmt: skip
+    again = json.loads((learnt / "eval" / "learnt" / "eval" / "again" / "summary.json").read_text())
+    assert again["lossless"]["identical"] == again["lossless"]["checked"] > 0
+    assert (learnt / "eval" / "learnt" / "summary.json").exists()
