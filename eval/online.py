@@ -39,7 +39,9 @@ class Online:
     ) -> None:
         self.drafter, self.target, self.every, self.learn, self.save = drafter, target, every, learn, save
         self.parameters = [parameter for group in drafter.param_groups() for parameter in group["params"]]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        # Steps are taken in float32: a small one would be lost to the rounding of bfloat16 weights.
+        self.masters = [parameter.detach().float().clone() for parameter in self.parameters]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.random = Random(0)
         self.waiting: list[Example] = []
         self.drafts: list[Replay] = []
@@ -80,12 +82,15 @@ class Online:
             losses.total.backward()
         self.drafter.eval()
         if count:
-            for parameter in self.parameters:
-                if parameter.grad is not None:
-                    parameter.grad /= count
-            torch.nn.utils.clip_grad_norm_(self.parameters, 0.5)
+            for parameter, master in zip(self.parameters, self.masters):
+                master.grad = None if parameter.grad is None else parameter.grad.float() / count
+            torch.nn.utils.clip_grad_norm_(self.masters, 0.5)
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            with torch.no_grad():
+                for parameter, master in zip(self.parameters, self.masters):
+                    parameter.copy_(master)
+        for parameter in self.parameters:
+            parameter.grad = None
         self.save(self.drafter)
 
     def summary(self) -> dict[str, Any]:

@@ -30,14 +30,15 @@ def print_table(summary: dict[str, Any]) -> None:
     share = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
     console.print(f"time of a drafted round: {share}; tokens/s are of all {setting['batch_size']} rows of a batch")
     console.print(f"kept by depth: {_rates(summary['acceptance_by_depth'])}; device {setting['device']}, {setting['dtype']}")
-    forced, limits = summary.get("teacher_forced"), summary["bounds"]
+    forced, limits = summary.get("forced"), summary["bounds"]
     if forced:
         console.print(f"right on the target's own text, by depth: {_rates(forced['agreement_by_depth'])}")
     if limits.get("oracle"):
-        floors = 1 / limits["autoregressive_of_floor"]
+        floor = limits["autoregressive_of_floor"]
         console.print(
             f"speedup if every draft were right (chain) {limits['oracle']:.2f}, if drafting were free "
-            f"{limits['zero_cost_draft']:.2f}; an autoregressive step takes {floors:.1f} times its floor"
+            f"{limits['zero_cost_draft']:.2f}"
+            + (f"; an autoregressive step takes {1 / floor:.1f} times its floor" if floor else "")
         )
     for name, entry in summary.get("transformers", {}).items():
         console.print(

@@ -38,7 +38,7 @@ from spectrain.eval.metrics import Turn
 from spectrain.eval.online import Online, curve, plot
 from spectrain.eval.prompts import Prompt, read_prompts
 from spectrain.eval.report import print_table
-from spectrain.eval.summary import bounds, sample, summarise, teacher_forced, write_rounds, write_whole
+from spectrain.eval.summary import bounds, on_known_text, sample, summarise, write_rounds, write_whole
 from spectrain.guard import Guard
 from spectrain.packing import pack_linears
 from spectrain.replay import Recorder
@@ -158,6 +158,7 @@ class Evaluation:
         plain = rule.matched()  # a drafter that copies text draws nothing, so p / q has no meaning for it
         if self.sweep == "tree":
             for other in sweep_builders(builder.depth, self.budgets, self.trees or tuple(SWEPT)):
+                rule.check(other.children, other.is_chain)
                 systems.append(System(f"{other.name}-{other.budget}", describe(other), drafter, other, rule))
             return systems
         if self.online:
@@ -167,7 +168,7 @@ class Evaluation:
             systems.append(System("chain", "the same, chain", drafter, chain, rule))
         if "untrained" in self.baselines and untrained is not None:
             fresh = untrained().to(target.device, target.dtype).eval()
-            systems.append(System("untrained", "untrained", fresh, builder, rule))
+            systems.append(System("untrained", "untrained", fresh, copy.deepcopy(builder), rule))
         if "ngram" in self.baselines and not isinstance(drafter, Ngram):
             systems.append(System("ngram", "n-gram lookup", Ngram(target), Chain(chain.depth), plain))
         if "lookahead" in self.baselines and not isinstance(drafter, Lookahead):
@@ -202,6 +203,9 @@ class Evaluation:
         calibration = None
         if any(other.needs for other in mine):
             calibration = calibrate(target, drafter, mine, rule, self._calibration_prompts(target))
+            for system in systems:  # the same shapes for a drafter that is compared with this one
+                if calibration is not None and system.name in ("untrained", "static_drafter"):
+                    system.builder.prepare(calibration)
         if self.online and self.online_learn == "split" and not builder.is_chain:
             raise UserError("eval.online_learn=split: it replays chains, and this tree branches; use tree=chain")
         online = self._learner(target, drafter, save_online) if self.online else None
@@ -230,22 +234,24 @@ class Evaluation:
         self, target: Target, systems: list[System], turns: dict[str, list[Turn]], forced: Forced | None
     ) -> dict[str, Any]:
         """Everything that was measured; the drafter's own numbers at the top, the other systems' under `compared`."""
-        identity = self._identity(target, systems, turns) if self.check else {}
         oracle = turns.pop("oracle", [])
+        first, mine = systems[0], turns["drafter"]
         found = {}
         for system in systems:
             entry = summarise(turns[system.name], system.builder.is_chain)
             entry["label"], entry["tree"] = system.label, system.builder.settings()
-            entry["lossless"] = identity[system.name].summary() if system.name in identity else None
             found[system.name] = entry
-        first, mine = systems[0], turns["drafter"]
+        guard = None if first.guard is None else first.guard.summary()
+        identity = self._identity(target, systems, turns) if self.check else {}  # it may decode more: after what was measured
+        for name, entry in found.items():
+            entry["lossless"] = identity[name].summary() if name in identity else None
         summary = found.pop("drafter")
         rolled_out = forced is not None and any(forced.counts)
         if forced is not None and rolled_out:
-            summary["teacher_forced"] = teacher_forced(forced, summary)
+            summary["forced"] = on_known_text(forced, summary)
         summary["bounds"] = bounds(target, first.drafter, mine, oracle if rolled_out else [])
-        if first.guard is not None:
-            summary["guard"] = first.guard.summary()
+        if guard is not None:
+            summary["guard"] = guard
         if not first.rule.lossless:
             summary["drift"] = rule_drift(target, mine)
         summary["compared"] = found

@@ -59,7 +59,7 @@ def summarise(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:
     }
 
 
-def teacher_forced(forced: Forced, summary: dict[str, Any]) -> dict[str, Any]:
+def on_known_text(forced: Forced, summary: dict[str, Any]) -> dict[str, Any]:
     """How often the drafter's first choice is right on the target's own text, beside how often decoding kept one.
 
     `agreement_by_depth` is EAGLE's n-alpha: depth d reads d - 1 of the drafter's own states and the true tokens.
@@ -84,7 +84,8 @@ def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequ
 
     engine_efficiency: speedup over tokens per forward. zero_cost_draft: the speedup if drafting took no time. oracle: the
     measured speedup of a chain as deep as the tree of which every draft is right, the ceiling of a better drafter. roofline:
-    the speedup if a draft step, a step and a verification took what this machine's memory and arithmetic allow at least.
+    the speedup if a draft step, a step and a verification took what this machine's memory and arithmetic allow at least; not
+    given for a mixture of experts, which reads only some of its weights.
     """
     length = metrics.pooled_acceptance(turns)
     rounds = sum(len(turn.drafted.times) for turn in turns)
@@ -96,15 +97,16 @@ def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequ
     batch = turns[0].drafted.batch
     nodes = sum(sum(turn.drafted.nodes) for turn in turns) / rounds
     depth = sum(sum(turn.drafted.depths) for turn in turns) / rounds
+    sparse = bool(getattr(target.config, "num_experts", None) or getattr(target.config, "num_local_experts", None))
     floor = forward_floor(target.model, batch, target.device, target.dtype)
-    drafting = depth * forward_floor(drafter, batch, target.device, target.dtype)
+    drafting = drafter.draft_passes(depth) * forward_floor(drafter, batch, target.device, target.dtype)
     verifying = forward_floor(target.model, batch * nodes, target.device, target.dtype)
     return {
         "engine_efficiency": round(metrics.speedup(turns) / length, 4),
         "zero_cost_draft": round(length * step / verify, 4),
         "oracle": round(metrics.speedup(oracle), 4) if oracle else None,
-        "roofline": round(length * floor / (drafting + verifying), 4),
-        "autoregressive_of_floor": round(floor / step, 4),
+        "roofline": None if sparse else round(length * floor / (drafting + verifying), 4),
+        "autoregressive_of_floor": None if sparse else round(floor / step, 4),
     }
 
 

@@ -211,9 +211,8 @@ class Walking(Sampling):
         def q(node: int) -> Tensor:
             assert tree.q is not None, "a tree with drawn children says what they were drawn from"
             drawn = tree.q[b, node].double().cpu()
-            if tree.draft_ids is None:
-                return drawn
-            return drawn.new_zeros(logits.shape[-1]).scatter(0, tree.draft_ids.cpu(), drawn)
+            ids = torch.arange(len(drawn)) if tree.draft_ids is None else tree.draft_ids.cpu()
+            return drawn.new_zeros(logits.shape[-1]).scatter(0, ids, drawn)
 
         def scores(node: int) -> Tensor:
             return self.shape(logits[b, node])

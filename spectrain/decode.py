@@ -130,6 +130,8 @@ def decode(
     clock = Clock(target.device)
     keys = torch.tensor(list(range(len(prompts))) if rows is None else rows, device=target.device)
     layers, extra_nodes = ((), 0) if drafter is None else (drafter.layers, drafter.extra_nodes)
+    if guard is not None:
+        extra_nodes += max_new_tokens  # a drafter that catches up writes as many slots in every row as the furthest behind
     with clock("prefill"):
         context = _prefill(target, prompts, rule, max_new_tokens, layers, builder, keys, extra_nodes)
     prefill = clock.seconds["prefill"]

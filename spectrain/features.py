@@ -61,6 +61,11 @@ class Batch:
     distance: Tensor | None = None  # [B, T] how far behind the first wrong token of a draft a token lies; -1 where it was kept
 
     @property
+    def predicts(self) -> Tensor:
+        """[B, T] bool, the positions whose next token carries loss."""
+        return torch.nn.functional.pad(self.loss_mask[:, 1:], (0, 1))
+
+    @property
     def num_supervised(self) -> int:
         """How many tokens carry loss: what a loss sum is divided by, over the whole step."""
         return int(self.loss_mask.sum())

@@ -7,6 +7,7 @@ vocabulary; `log_p` is either renormalised over it or carries the target's own m
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -65,6 +66,13 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 UNNORMALISED = {"total_variation", "negative_log_acceptance", "lk_hybrid"}
 """Losses that measure acceptance: the target's mass outside the draft vocabulary counts as rejected."""
+
+
+Loss = Literal[
+    "cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "negative_log_acceptance", "lk_hybrid"
+]
+"""What a family may be trained on: a divergence from the target, or the tokens of the data."""
+assert {*get_args(Loss)} == {"cross_entropy", *DIVERGENCES}
 
 
 def divergence(name: str, beta: float) -> Callable[[Tensor, Tensor], Tensor]:

@@ -22,17 +22,21 @@ def arithmetic(device: torch.device, dtype: torch.dtype, width: int = 1024) -> f
     return 2 * width**3 / min(_seconds(lambda: data @ data, device) for _ in range(6))
 
 
-def weight_bytes(module: nn.Module) -> int:
-    """Bytes of all parameters, shared ones once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+def read_weights(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a forward reads whole, shared ones once: an embedding that is no output layer too is looked up."""
+    looked_up = {id(child.weight) for child in module.modules() if isinstance(child, nn.Embedding)}
+    looked_up -= {id(child.weight) for child in module.modules() if isinstance(child, nn.Linear)}
+    return [parameter for parameter in module.parameters() if id(parameter) not in looked_up]
 
 
 def forward_floor(module: nn.Module, rows: float, device: torch.device, dtype: torch.dtype) -> float:
     """Seconds that no forward over so many rows can beat: reading every weight once, or its arithmetic."""
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    if not parameters:
+    weights = read_weights(module)
+    if not weights:
         return 0.0
-    return max(weight_bytes(module) / bandwidth(device), 2 * parameters * rows / arithmetic(device, dtype))
+    size = sum(weight.numel() * weight.element_size() for weight in weights)
+    products = 2 * rows * sum(weight.numel() for weight in weights)
+    return max(size / bandwidth(device), products / arithmetic(device, dtype))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

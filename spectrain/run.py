@@ -73,6 +73,7 @@ def train(config: DictConfig, asked: list[str]) -> Path:
         if drafter.trains_target:
             with written_whole(run / "target") as scratch:
                 target.save(scratch)
+            target.name = f"{target.name}, trained"
         save_drafter(run / "drafter", drafter, config)
     if evaluation is not None and accelerator.is_main_process:
         rule, builder = build(config.acceptance), build(config.tree)
@@ -85,10 +86,15 @@ def evaluate(config: DictConfig, run: Path) -> dict[str, Any]:
     """Score the drafter of a run folder or of a drafter directory."""
     directory = drafter_directory(run)
     evaluation = build(config.eval)
-    saved_target = run / "target"
-    trained = directory is not None and saved_target.is_dir()
-    target: Target = build({**config.target, "_target_": "spectrain.loading.load_hf", "model": str(saved_target)}
-                           if trained else config.target)  # fmt: skip
+    saved_target = trained_target(run)
+    if saved_target is None:
+        target: Target = build(config.target)
+    else:
+        kept = {key: value for key, value in config.target.items() if key in ("dtype", "device", "trust_remote_code")}
+        target = build({**kept, "_target_": "spectrain.loading.load_hf", "model": str(saved_target)})
+        facts = saved_target.parent / "provenance.json"
+        known = json.loads(facts.read_text()).get("target_name") if facts.exists() else None
+        target.name = f"{known or target_name(config)}, trained"
     evaluation.check_prompts(target)
     dataset = None
     if config.get("data") and "_target_" in config.data:
@@ -96,6 +102,10 @@ def evaluate(config: DictConfig, run: Path) -> dict[str, Any]:
     drafter: Drafter = build(config.drafter, target=target)
     if directory is not None:
         load_weights(drafter, directory)
+        if drafter.trains_target and saved_target is None:
+            raise UserError(
+                f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
+            )
     return score(config, run, target, drafter, evaluation, build(config.tree), build(config.acceptance), dataset)
 
 
@@ -112,7 +122,7 @@ def score(
     """Run an evaluation and write its results below the run folder."""
     setting = {
         "target": target.name,
-        "target_path": str((run / "target").resolve()) if drafter.trains_target else target.path,
+        "target_path": str((trained_target(run) or Path(target.path)).resolve()) if drafter.trains_target else target.path,
         "recipe": recipe_name(config),
         "drafter": OmegaConf.to_container(config.drafter),
         "acceptance": OmegaConf.to_container(config.acceptance),
@@ -121,7 +131,9 @@ def score(
         **provenance(),
     }
     trainable = dataset is not None and any(True for _ in drafter.parameters()) and not drafter.trains_target
-    untrained = (lambda: fresh_drafter(config, target, dataset)) if dataset is not None and trainable else None
+    began: Any = OmegaConf.load(run / "config.yaml") if (run / "config.yaml").exists() else config
+    trainable = trainable and (began is not config or not drafter.settings())  # the description no longer says how it began
+    untrained = (lambda: fresh_drafter(began, target, dataset)) if dataset is not None and trainable else None
     original = (lambda: build(config.target)) if drafter.trains_target else None
     folder = run / "eval" / evaluation.name
     keep_earlier(folder)
@@ -134,6 +146,11 @@ def score(
     )
     print(f"written to {folder}")
     return summary
+
+
+def trained_target(run: Path) -> Path | None:
+    """The target that was trained with a drafter: in its run folder, or beside its directory."""
+    return next((place for place in (run / "target", run.parent / "target") if place.is_dir()), None)
 
 
 def keep_earlier(folder: Path) -> None:
@@ -217,6 +234,7 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
         facts = {
             "data": {"fingerprint": dataset.fingerprint, "tokens": dataset.num_tokens},
             "target": target.path,
+            "target_name": target.name,
             **provenance(),
         }
         (run / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")

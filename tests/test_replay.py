@@ -14,7 +14,7 @@ from spectrain.decode import Generation, decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.drafters.vocabulary import Teacher
+from spectrain.drafters.vocabulary import Supervision
 from spectrain.features import Batch
 from spectrain.losses import split_loss
 from spectrain.replay import KEPT, Recorder, Replay, collate_replays, replays
@@ -183,7 +183,7 @@ def test_a_teachers_rows_are_the_targets_after_the_draft(tiny: Target, loss: str
     drafter = make("eagle3", tiny, loss)
     assert isinstance(drafter, Eagle3)
     batch = replayed(tiny, drafter)
-    teacher = Teacher(drafter, batch)
+    teacher = Supervision(drafter, batch)
     assert batch.distance is not None and teacher.distance is not None and teacher.log_p is not None
     places = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2]
     assert len(teacher.log_p) == len(places)
@@ -201,13 +201,13 @@ def test_eagle3_loss_equals_brute_force(tiny: Target, loss: str, monkeypatch: py
     batch = replayed(tiny, drafter)
     assert batch.distance is not None
     said: list[Tensor] = []
-    judge = Teacher.judge
+    judge = Supervision.judge
 
-    def watched(self: Teacher, step: int, log_q: Tensor) -> Any:
+    def watched(self: Supervision, step: int, log_q: Tensor) -> Any:
         said.append(log_q.detach())
         return judge(self, step, log_q)
 
-    monkeypatch.setattr(Teacher, "judge", watched)
+    monkeypatch.setattr(Supervision, "judge", watched)
     losses = drafter.loss(batch, tiny)
     total, outside = torch.zeros(()), 0
     for step, log_q in enumerate(said):

@@ -63,6 +63,10 @@ class Drafter(nn.Module, ABC):
     def commit(self, context: Context, accepted: Accepted) -> None:
         """Forget what was rejected; the context already holds the accepted tokens and their features."""
 
+    def draft_passes(self, depth: float) -> float:
+        """How often drafting so deep reads all of the drafter's weights, for the floor of its time."""
+        return depth
+
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Called once before a fresh training, with how often each token [V] is the assistant's in the data."""
 

@@ -6,7 +6,7 @@ Shapes: B batch, T tokens, V vocabulary, R supervised rows, F frontier nodes.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..cache import TreeCache
 from ..errors import UserError
 from ..features import Batch, Layer
-from ..losses import divergence, split_loss
+from ..losses import Loss, divergence, split_loss
 from ..shapes.base import Rollout, TreeBuilder
 from ..target import ATTENTION, Target
 from ..tree import TokenTree
@@ -24,10 +24,6 @@ from .base import Drafter, Losses
 
 if TYPE_CHECKING:
     from ..decode import Context
-
-Loss = Literal[
-    "cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "negative_log_acceptance", "lk_hybrid"
-]
 
 
 class Causal(Drafter):
@@ -39,6 +35,8 @@ class Causal(Drafter):
     generalised one with `beta`, scaled by 1 / (beta (1 - beta)) so that a learning rate carries over from KL to KL.
     Which sequences these are is the source's to say: source=live takes the data's, source=generated others.
     """
+
+    shape = ("architecture", "num_layers", "model")
 
     def __init__(
         self,
@@ -99,8 +97,7 @@ class Causal(Drafter):
 
     def loss(self, batch: Batch, target: Target) -> Losses:
         assert batch.features is not None
-        predicts = torch.zeros_like(batch.loss_mask)
-        predicts[:, :-1] = batch.loss_mask[:, 1:]  # position s predicts token s + 1
+        predicts = batch.predicts
         states = self.model.run(batch.tokens, layers=("final",), grad=torch.is_grad_enabled()).at("final")[predicts]
         final, following = batch.features.at("final")[predicts], batch.tokens.roll(-1, dims=1)[predicts]
         total, hits = states.new_zeros((), dtype=torch.float32), 0
@@ -121,7 +118,8 @@ class Causal(Drafter):
                 losses = divergence(self.divergence, self.beta)(log_p, log_q)
             total = total + losses.sum()
             hits += int((log_q.argmax(-1) == log_p.argmax(-1)).sum())
-        return Losses({self.divergence: total}, states.new_tensor([hits]), states.new_tensor([len(following)]))
+        found, judged = (torch.tensor([float(number)], device=states.device) for number in (hits, len(following)))
+        return Losses({self.divergence: total}, found, judged)
 
     # Decoding
 
@@ -206,7 +204,7 @@ def fresh_model(architecture: dict[str, Any], target: Target) -> nn.Module:
         model: nn.Module = AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"drafter.architecture: transformers cannot build it ({str(error).splitlines()[0]})") from error
-    return model
+    return model.float()
 
 
 def load_model(path: str, target: Target) -> nn.Module:

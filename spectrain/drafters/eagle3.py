@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from ..cache import TreeCache
 from ..features import Batch, Layer
+from ..losses import Loss
 from ..shapes.base import Rollout, TreeBuilder
 from ..tree import TokenTree
 from .base import Losses
 from .layers import Attention, Mlp, copy_weights, llama_config, rotary
-from .vocabulary import Divergence, Teacher, VocabularyDrafter
+from .vocabulary import Supervision, VocabularyDrafter
 
 if TYPE_CHECKING:
     from ..decode import Context
@@ -39,7 +40,7 @@ class Eagle3(VocabularyDrafter):
         ttt_steps: int = 7,
         vocab_size: int = 32000,
         layers: list[int] | None = None,
-        loss: Divergence = "forward_kl",
+        loss: Loss = "forward_kl",
         step_decay: float = 0.8,
         start: Literal["target", "random"] = "target",
     ) -> None:
@@ -89,12 +90,13 @@ class Eagle3(VocabularyDrafter):
         the steps is weighted by step_decay^i.
         """
         assert batch.features is not None
-        teacher = Teacher(self, batch)
+        wanted = Supervision(self, batch)
         hidden = self.fc(batch.features.fused(self.fused).to(self.fc.weight.dtype))
         keys: list[Tensor] = []
         values: list[Tensor] = []
         total = hidden.new_zeros((), dtype=torch.float32)
-        hits, counts = hidden.new_zeros(self.ttt_steps), hidden.new_zeros(self.ttt_steps)
+        hits = torch.zeros(self.ttt_steps, device=hidden.device)
+        counts = torch.zeros_like(hits)
         length = batch.tokens.shape[1]
         positions = torch.arange(length, device=batch.tokens.device)[None]
         eye = torch.eye(length, dtype=torch.bool, device=batch.tokens.device)
@@ -109,8 +111,8 @@ class Eagle3(VocabularyDrafter):
             attended = self.self_attn.masked(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask)
             masks.append(eye)
             hidden = self._feed_forward(hidden + attended)
-            log_q = self.lm_head(self.norm(hidden[teacher.rows(step)])).float().log_softmax(-1)
-            loss, hits[step], counts[step] = teacher.judge(step, log_q)
+            log_q = self.lm_head(self.norm(hidden[wanted.rows(step)])).float().log_softmax(-1)
+            loss, hits[step], counts[step] = wanted.judge(step, log_q)
             total = total + self.step_decay**step * loss
         return Losses({self.divergence: total}, hits, counts)
 
@@ -130,7 +132,7 @@ class Eagle3(VocabularyDrafter):
             self.cache = TreeCache(1, batch, context.cache.max_length + budget.drafted, context.tokens.device)
         num_new = context.fresh.tokens.shape[1]
         visible = torch.ones(num_new, num_new, dtype=torch.bool, device=context.tokens.device).tril().expand(batch, -1, -1)
-        hidden = self.fc(context.fresh.fused(self.fused))
+        hidden = self.fc(context.fresh.fused(self.fused).to(self.fc.weight.dtype))
         output = self.decode(context.following, hidden, self.cache.slots(num_new), self.cache, visible)
         steps = torch.arange(num_new, device=context.tokens.device).expand(batch, -1)
         self.cache.commit(steps, context.counts)

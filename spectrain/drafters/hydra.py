@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from ..cache import TreeCache
 from ..errors import UserError
 from ..features import Batch, Layer
+from ..losses import Loss
 from ..shapes.base import Rollout, TreeBuilder
 from ..tree import TokenTree
 from .base import Losses
 from .layers import Attention, Mlp, ResBlock, llama_config, rotary
-from .vocabulary import Divergence, Teacher, VocabularyDrafter
+from .vocabulary import Supervision, VocabularyDrafter
 
 if TYPE_CHECKING:
     from ..decode import Context
@@ -92,7 +93,7 @@ class Hydra(VocabularyDrafter):
         num_heads: int = 3,
         num_layers: int = 1,
         vocab_size: int = 32000,
-        loss: Divergence = "forward_kl",
+        loss: Loss = "forward_kl",
         head_decay: float = 0.8,
         prefix_attention: bool = False,
     ) -> None:
@@ -117,18 +118,19 @@ class Hydra(VocabularyDrafter):
 
     def loss(self, batch: Batch, target: Target) -> Losses:
         assert batch.features is not None
-        teacher = Teacher(self, batch)
+        wanted = Supervision(self, batch)
         states = batch.features.at("final").to(next(self.parameters()).dtype)
         if self.prefix is not None:
             states = self.prefix(states, torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None])
         embedded = self.embed(batch.tokens)
         terms = {}
-        hits, counts = states.new_zeros(len(self.heads)), states.new_zeros(len(self.heads))
+        hits = torch.zeros(len(self.heads), device=states.device)
+        counts = torch.zeros_like(hits)
         for k, head in enumerate(self.heads):
-            rows = teacher.rows(k)
+            rows = wanted.rows(k)
             read = [embedded.roll(-1 - j, dims=1)[rows] for j in range(k + 1)]
             log_q = head(torch.cat([states[rows], *read], dim=-1)).float().log_softmax(-1)
-            loss, hits[k], counts[k] = teacher.judge(k, log_q)
+            loss, hits[k], counts[k] = wanted.judge(k, log_q)
             terms[f"head{k}"] = self.head_decay ** (k + 1) * loss
         return Losses(terms, hits, counts)
 
@@ -136,8 +138,11 @@ class Hydra(VocabularyDrafter):
         with torch.no_grad():
             return self.head.embed(tokens).to(next(self.parameters()).dtype)
 
+    def draft_passes(self, depth: float) -> float:
+        return min(1.0, depth / len(self.heads))
+
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        states = context.fresh.at("final")
+        states = context.fresh.at("final").to(next(self.parameters()).dtype)
         last = (context.counts - 1).clamp(min=0)[:, None, None]
         if self.prefix is not None:
             batch, num_new, _ = states.shape

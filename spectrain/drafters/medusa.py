@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..features import Batch, Layer
+from ..losses import Loss
 from ..shapes.base import Rollout, TreeBuilder
 from ..tree import TokenTree
 from .adapters import adapters_off, inject_lora, merge_lora
 from .base import Losses
 from .layers import ResBlock
-from .vocabulary import Divergence, Teacher, VocabularyDrafter
+from .vocabulary import Supervision, VocabularyDrafter
 
 if TYPE_CHECKING:
     from ..decode import Context
@@ -60,7 +61,7 @@ class Medusa(VocabularyDrafter):
         num_heads: int = 3,
         num_layers: int = 1,
         vocab_size: int = 32000,
-        loss: Divergence = "cross_entropy",
+        loss: Loss = "cross_entropy",
         head_decay: float = 0.8,
         adapt: Literal["lora", "full"] | None = None,
         heads_first: float = 0.5,
@@ -128,13 +129,14 @@ class Medusa(VocabularyDrafter):
         return Losses({"language_model": self._language_model_loss(batch, final, target), **heads}, hits, counts)
 
     def _heads_loss(self, batch: Batch, final: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Each head's loss, weighted; hits and counts [K]. Gradients flow into `final`, the teacher's do not."""
-        teacher = Teacher(self, batch, final.detach())
+        """Each head's loss, weighted; hits and counts [K]. Gradients flow into `final`, what is wanted does not."""
+        wanted = Supervision(self, batch, final.detach())
         terms = []
-        hits, counts = final.new_zeros(len(self.heads)), final.new_zeros(len(self.heads))
+        hits = torch.zeros(len(self.heads), device=final.device)
+        counts = torch.zeros_like(hits)
         for k, head in enumerate(self.heads):
-            log_q = head(final[teacher.rows(k)].to(head.lm_head.weight.dtype)).float().log_softmax(-1)
-            loss, hits[k], counts[k] = teacher.judge(k, log_q)
+            log_q = head(final[wanted.rows(k)].to(head.lm_head.weight.dtype)).float().log_softmax(-1)
+            loss, hits[k], counts[k] = wanted.judge(k, log_q)
             terms.append(self.head_decay ** (k + 1) * loss)
         return terms, hits, counts
 
@@ -145,8 +147,7 @@ class Medusa(VocabularyDrafter):
 
     def _language_model_loss(self, batch: Batch, final: Tensor, target: Target) -> Tensor:
         """What keeps the target good, summed over supervised tokens."""
-        predicts = torch.zeros_like(batch.loss_mask)
-        predicts[:, :-1] = batch.loss_mask[:, 1:]
+        predicts = batch.predicts
         logits = self.head.logits(final[predicts])
         if not self.self_distillation:
             return F.cross_entropy(logits, batch.tokens.roll(-1, dims=1)[predicts], reduction="sum")
@@ -161,9 +162,12 @@ class Medusa(VocabularyDrafter):
 
     # Decoding
 
+    def draft_passes(self, depth: float) -> float:
+        return min(1.0, depth / len(self.heads))
+
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
         last = (context.counts - 1).clamp(min=0)[:, None]
-        return budget.grow(context, _Heads(self, context.fresh.gather(last).at("final")))
+        return budget.grow(context, _Heads(self, context.fresh.gather(last).at("final").to(next(self.parameters()).dtype)))
 
 
 class _Heads(Rollout):

@@ -6,7 +6,7 @@ for token t + 1 is the target's own; at step k (from 0) it predicts token t + 2 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,11 +17,6 @@ from .base import Drafter
 
 if TYPE_CHECKING:
     from ..target import Head
-
-Divergence = Literal[
-    "cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "negative_log_acceptance", "lk_hybrid"
-]
-assert {*get_args(Divergence)} == {"cross_entropy", *DIVERGENCES}
 
 
 class VocabularyDrafter(Drafter):
@@ -56,7 +51,7 @@ class VocabularyDrafter(Drafter):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
 
-class Teacher:
+class Supervision:
     """What a drafter should say at every position whose next token is supervised, worked out once for all draft steps.
 
     Either the target's distribution there, from its `final` features, or with cross_entropy the token of the data. Replayed
@@ -65,8 +60,7 @@ class Teacher:
 
     def __init__(self, drafter: VocabularyDrafter, batch: Batch, final: Tensor | None = None) -> None:
         self.drafter, self.length = drafter, batch.tokens.shape[1]
-        predicts = torch.zeros_like(batch.loss_mask)
-        predicts[:, :-1] = batch.loss_mask[:, 1:]  # position s predicts token s + 1
+        predicts = batch.predicts.clone()
         predicts[:, 0] = False  # the earliest prediction a drafter can make is from index 0, for token 2
         self.row_of = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
         self.row_of[predicts] = torch.arange(int(predicts.sum()), device=batch.tokens.device)
@@ -109,7 +103,7 @@ class Teacher:
         return self._positions(step) >= 0
 
     def answers(self, step: int) -> Tensor:
-        """[R] which of the teacher's rows answer the supervised indices of a step."""
+        """[R] which rows answer the supervised indices of a step."""
         positions = self._positions(step)
         return positions[positions >= 0]
 

@@ -207,8 +207,8 @@ class Trainer:
             tally.loss += float(total.detach()) / accelerator.num_processes
             for name, term in losses.terms.items():
                 tally.terms[name] = term.detach().float() * scale / accelerator.num_processes + tally.terms.get(name, 0.0)
-            tally.hits = losses.hits.detach() + (0 if tally.hits is None else tally.hits)
-            tally.counts = losses.counts.detach() + (0 if tally.counts is None else tally.counts)
+            tally.hits = losses.hits.detach().float() + (0 if tally.hits is None else tally.hits)
+            tally.counts = losses.counts.detach().float() + (0 if tally.counts is None else tally.counts)
             tally.tokens += sum(len(job.dataset.examples[index].tokens) for index in share[number])
         self._share_target_gradients(job)
         norm = accelerator.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], self.clip)

@@ -10,7 +10,7 @@ from spectrain.cache import TreeCache
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3, _Eagle3Rollout
-from spectrain.drafters.vocabulary import Teacher
+from spectrain.drafters.vocabulary import Supervision
 from spectrain.features import Batch
 from spectrain.sources import Live
 from spectrain.target import Target
@@ -62,7 +62,7 @@ def test_supervised_positions_are_those_whose_prediction_is_the_assistants(tiny:
     dataset = examples()
     drafter = make(tiny)
     batch = batch_of(dataset, [0, 1, 2, 3], tiny, drafter)
-    teacher = Teacher(drafter, batch)
+    teacher = Supervision(drafter, batch)
     for step in range(3):
         rows = teacher.rows(step)
         for b, example in enumerate(dataset.examples):
@@ -79,7 +79,7 @@ def test_teacher_judges_the_predicted_token(tiny: Target) -> None:
     batch = batch_of(dataset, [0, 1], tiny, drafter)
     logits = tiny.run(batch.tokens, logits=True).logits
     assert logits is not None
-    teacher = Teacher(drafter, batch)
+    teacher = Supervision(drafter, batch)
     for step in range(3):
         assert teacher.log_p is not None
         rows = teacher.answers(step)
@@ -122,7 +122,7 @@ def test_token_outside_the_draft_vocabulary_is_a_miss(tiny: Target) -> None:
     drafter = make(tiny, vocab_size=16)
     batch = batch_of(dataset, [0], tiny, drafter)
     losses = drafter.loss(batch, tiny)
-    teacher = Teacher(drafter, batch)
+    teacher = Supervision(drafter, batch)
     inside = drafter.t2d[teacher.best[teacher.answers(0)]]
     assert losses.counts[0] == int(teacher.rows(0).sum()) and losses.hits[0] <= inside.sum() < losses.counts[0]
 

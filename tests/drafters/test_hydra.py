@@ -12,7 +12,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decode import Context, _commit, _prefill, decode
 from spectrain.drafters.hydra import Hydra, _Path
-from spectrain.drafters.vocabulary import Teacher
+from spectrain.drafters.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features import Batch, Features
 from spectrain.shapes import Chain, DySpec, Eagle2, OptTree, Rollout, Static, TreeBuilder
@@ -74,7 +74,7 @@ def in_training(drafter: Hydra, tiny: Target, tokens: Tensor) -> list[dict[tuple
         drafter.loss(batch, tiny)
     for hook in hooks:
         hook.remove()
-    teacher = Teacher(drafter, batch)
+    teacher = Supervision(drafter, batch)
     found = []
     for k, output in enumerate(outputs):
         places = [(int(b), int(t)) for b, t in teacher.rows(k).nonzero()]

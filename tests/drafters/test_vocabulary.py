@@ -7,7 +7,7 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.medusa import Medusa
-from spectrain.drafters.vocabulary import Teacher
+from spectrain.drafters.vocabulary import Supervision
 from spectrain.features import Batch
 from spectrain.losses import DIVERGENCES, UNNORMALISED
 from spectrain.sources import Live
@@ -32,10 +32,10 @@ def make(tiny: Target, loss: str) -> Medusa:
     return drafter
 
 
-def taught(tiny: Target, loss: str) -> tuple[Medusa, Teacher, Batch]:
+def taught(tiny: Target, loss: str) -> tuple[Medusa, Supervision, Batch]:
     drafter = make(tiny, loss)
     batch = Live().batch(examples(), [0, 1, 2], tiny, drafter.layers)
-    return drafter, Teacher(drafter, batch), batch
+    return drafter, Supervision(drafter, batch), batch
 
 
 def places(batch: Batch, step: int) -> list[tuple[int, int]]:
@@ -109,7 +109,7 @@ def test_a_token_beyond_the_last_draft_id_is_a_miss(tiny: Target) -> None:
     drafter = Medusa(tiny, vocab_size=8, loss="cross_entropy")
     tokens = torch.full((1, 6), 2000)
     batch = Live().batch(Dataset([Example(tokens[0].tolist(), [True] * 6)], 1, 0, 0), [0], tiny, drafter.layers)
-    loss, hits, count = Teacher(drafter, batch).judge(0, torch.randn(4, 8).log_softmax(-1))
+    loss, hits, count = Supervision(drafter, batch).judge(0, torch.randn(4, 8).log_softmax(-1))
     assert (float(loss), int(hits), count) == (0.0, 0, 4)
 
 

@@ -139,7 +139,7 @@ def test_an_update_is_one_clipped_step_on_the_mean_loss(tiny: Target, learn: Any
     found: list[list[Tensor]] = []
 
     def note() -> None:
-        found.append([parameter.grad.clone() for parameter in online.parameters])
+        found.append([master.grad.clone() for master in online.masters])
 
     clip, step = torch.nn.utils.clip_grad_norm_, online.optimizer.step
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, norm: (note(), clip(parameters, norm)))

@@ -250,7 +250,7 @@ def test_rounds_and_samples_agree(tiny: Target, tmp_path: Path, eagle3: Eagle3) 
 
 
 def test_what_is_right_on_the_targets_text(tiny: Target, tmp_path: Path, eagle3: Eagle3) -> None:
-    """Teacher-forced agreement equals a count by hand over the target's own answers; nothing is forced on n-gram lookup."""
+    """Supervision-forced agreement equals a count by hand over the target's own answers; nothing is forced on n-gram lookup."""
     scored = evaluation(tmp_path)
     summary = scored.score(tiny, eagle3, Chain(1), Greedy(), tmp_path / "out", SETTING)
     right = total = 0
@@ -259,10 +259,10 @@ def test_what_is_right_on_the_targets_text(tiny: Target, tmp_path: Path, eagle3:
         for root in range(start, len(text) - 1, 2):
             (found,) = decode(tiny, [text[:root]], Greedy(), 4, eagle3, Chain(1))
             right, total = right + (found.accepted[0] == 2), total + 1
-    assert total and summary["teacher_forced"]["agreement_by_depth"] == [pytest.approx(right / total, abs=1e-4)]
+    assert total and summary["forced"]["agreement_by_depth"] == [pytest.approx(right / total, abs=1e-4)]
     assert summary["bounds"]["oracle"] > 0
     other = evaluation(tmp_path).score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "ngram", SETTING)
-    assert "teacher_forced" not in other and other["bounds"]["oracle"] is None
+    assert "forced" not in other and other["bounds"]["oracle"] is None
 
 
 def test_transformers_own_drafting_is_shown_beside(tiny: Target, tmp_path: Path) -> None:
