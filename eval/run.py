@@ -199,13 +199,14 @@ class Evaluation:
         target.pack()
         for system in systems:
             pack_linears(system.drafter)
-        mine = [system.builder for system in systems if system.drafter is drafter]
         calibration = None
-        if any(other.needs for other in mine):
-            calibration = calibrate(target, drafter, mine, rule, self._calibration_prompts(target))
-            for system in systems:  # the same shapes for a drafter that is compared with this one
-                if calibration is not None and system.name in ("untrained", "static_drafter"):
-                    system.builder.prepare(calibration)
+        for children in dict.fromkeys(system.builder.children for system in systems):  # hits depend on how children are chosen
+            mine = [system.builder for system in systems if system.drafter is drafter and system.builder.children == children]
+            found = calibrate(target, drafter, mine, rule, self._calibration_prompts(target))
+            calibration = found if children == builder.children else calibration
+        for system in systems:  # the same shapes for a drafter that is compared with this one
+            if calibration is not None and system.name in ("untrained", "static_drafter"):
+                system.builder.prepare(calibration)
         if self.online and self.online_learn == "split" and not builder.is_chain:
             raise UserError("eval.online_learn=split: it replays chains, and this tree branches; use tree=chain")
         online = self._learner(target, drafter, save_online) if self.online else None
