@@ -7,7 +7,7 @@ from rich.table import Table
 
 
 def print_table(summary: dict[str, Any]) -> None:
-    """Acceptance length and speed of every system with 95 % intervals, then where the time went and what was checked."""
+    """Acceptance length and speed of every system with 95 % intervals, then what explains them."""
     setting = summary["setting"]
     console = Console(width=None if Console().is_terminal else 120)
     table = Table(
@@ -27,6 +27,13 @@ def print_table(summary: dict[str, Any]) -> None:
             f"{speed['predicted']:.2f}", identical,
         )  # fmt: skip
     console.print(table)
+    _print_explanation(console, summary)
+    _print_caveats(console, summary)
+
+
+def _print_explanation(console: Console, summary: dict[str, Any]) -> None:
+    """Where the time went, what was kept, and what the speedup is to be read against."""
+    setting = summary["setting"]
     share = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
     console.print(f"time of a drafted round: {share}; tokens/s are of all {setting['batch_size']} rows of a batch")
     console.print(f"kept by depth: {_rates(summary['acceptance_by_depth'])}; device {setting['device']}, {setting['dtype']}")
@@ -45,6 +52,11 @@ def print_table(summary: dict[str, Any]) -> None:
             f"transformers {name}: {entry['tokens_per_second']:.1f} tokens/s with prefill, {entry['speedup']:.2f} of its plain "
             f"generate, {entry['tokens_per_forward']:.2f} tokens per forward"
         )
+
+
+def _print_caveats(console: Console, summary: dict[str, Any]) -> None:
+    """What changed the output or the drafter, what was left out, and what was checked."""
+    setting = summary["setting"]
     if drift := summary.get("drift"):
         before, after = drift["autoregressive"], drift["drafted"]
         console.print(

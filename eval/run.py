@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 from spectrain.acceptance import AcceptanceRule, Greedy, Match
-from spectrain.calibration import Forced, calibrate
+from spectrain.calibration import Calibration, Forced, calibrate
 from spectrain.data.chat import render
 from spectrain.decode import Generation, decode
 from spectrain.drafters.base import Drafter
@@ -192,23 +192,16 @@ class Evaluation:
         `original` loads the target as it was before training, where the drafter's training changed it. `save_online` keeps a
         drafter that has learnt.
         """
-        if any(True for _ in drafter.parameters()):  # otherwise it copies text, whatever the builder is made for
+        if drafter.has_weights:  # otherwise it copies text, whatever the builder is made for
             rule.check(builder.children, builder.is_chain)
+        if self.online and self.online_learn == "split" and not builder.is_chain:
+            raise UserError("eval.online_learn=split: it replays chains, and this tree branches; use tree=chain")
         drafter = drafter.to(target.device, target.dtype).eval()
         systems = self.systems(target, drafter, builder, rule, untrained)
         target.pack()
         for system in systems:
             pack_linears(system.drafter)
-        calibration = None
-        for children in dict.fromkeys(system.builder.children for system in systems):  # hits depend on how children are chosen
-            mine = [system.builder for system in systems if system.drafter is drafter and system.builder.children == children]
-            found = calibrate(target, drafter, mine, rule, self._calibration_prompts(target))
-            calibration = found if children == builder.children else calibration
-        for system in systems:  # the same shapes for a drafter that is compared with this one
-            if calibration is not None and system.name in ("untrained", "static_drafter"):
-                system.builder.prepare(calibration)
-        if self.online and self.online_learn == "split" and not builder.is_chain:
-            raise UserError("eval.online_learn=split: it replays chains, and this tree branches; use tree=chain")
+        calibration = self._calibrate(target, systems)
         online = self._learner(target, drafter, save_online) if self.online else None
         if online is not None:
             systems[0] = replace(systems[0], builder=Recorder(builder))
@@ -222,7 +215,7 @@ class Evaluation:
             plot(folder / "online.svg", curves, self.online_every)
         if original is not None:
             summary["target_drift"] = target_drift(original(), target, turns["drafter"], self.max_new_tokens)
-        summary["setting"] = {**setting, **self._setting(systems[0])}
+        summary["setting"] = {**setting, **self._setting(rule, summary["tree"])}
         write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         write_whole(folder / "samples.jsonl", "".join(json.dumps(sample(turn)) + "\n" for turn in turns["drafter"]))
         write_rounds(folder / "rounds.parquet", turns)
@@ -260,23 +253,36 @@ class Evaluation:
             summary["transformers"] = run_transformers(target, mine, theirs, self.assistant, self.exit_layer)
         return summary
 
-    def _setting(self, first: System) -> dict[str, Any]:
+    def _setting(self, rule: AcceptanceRule, tree: dict[str, object]) -> dict[str, Any]:
         """What the numbers depend on, besides what the caller knows."""
         return {
             "prompts": len(self.chosen),
             "skipped": self.skipped,
             "max_new_tokens": self.max_new_tokens,
             "batch_size": self.batch_size,
-            "rule": first.rule.name,
-            "tree": first.builder.settings(),
+            "rule": rule.name,
+            "tree": tree,
             "guard": self.guard,
             "threads": torch.get_num_threads(),
         }
 
     def _learner(self, target: Target, drafter: Drafter, save: Callable[[Drafter], None] | None) -> Online:
-        if not any(True for _ in drafter.parameters()) or drafter.trains_target:
+        if not drafter.has_weights or drafter.trains_target:
             raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
         return Online(drafter, target, self.online_lr, self.online_every, self.online_learn, save or (lambda learnt: None))
+
+    def _calibrate(self, target: Target, systems: list[System]) -> Calibration | None:
+        """Prepare every builder that needs it; what was measured for the drafter's own."""
+        first, calibration = systems[0], None
+        for children in dict.fromkeys(system.builder.children for system in systems):  # hits depend on how they are chosen
+            mine = [one.builder for one in systems if one.drafter is first.drafter and one.builder.children == children]
+            if any(builder.needs for builder in mine):
+                found = calibrate(target, first.drafter, mine, first.rule, self._calibration_prompts(target))
+                calibration = found if children == first.builder.children else calibration
+        for system in systems:  # the same shapes for a drafter that is compared with this one
+            if calibration is not None and system.name in ("untrained", "static_drafter"):
+                system.builder.prepare(calibration)
+        return calibration
 
     def _calibration_prompts(self, target: Target) -> list[list[int]]:
         """Openings of the embedded conversations, or of the prompts that eval.calibration names."""

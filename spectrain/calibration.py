@@ -20,6 +20,7 @@ from .acceptance import AcceptanceRule, Greedy, Recursive, Sampling, Traversal, 
 from .decode import Context, decode
 from .drafters.base import Drafter
 from .errors import UserError
+from .machine import wait
 from .randomness import DRAFT, generator, gumbel
 from .shapes.base import Rollout, Round, TreeBuilder
 from .target import Target
@@ -235,10 +236,10 @@ class Probe(TreeBuilder):
         vocab_size = rollout.start().shape[-1]
         ids = torch.randint(vocab_size, (len(context.root), size), generator=torch.Generator().manual_seed(self.number))
         tokens = rollout.to_target(ids.to(context.root.device))
-        _wait(tokens)
+        wait(tokens.device)
         began = time.perf_counter()
         rollout.extend(tokens, torch.zeros_like(tokens))
-        _wait(tokens)
+        wait(tokens.device)
         self.in_steps = time.perf_counter() - began
         self.step[size].append(self.in_steps)
         self.number += 1
@@ -257,11 +258,6 @@ def _check_rolled_out(builder: TreeBuilder, rolled_out: bool) -> None:
             f"tree={builder.name}: it is prepared by watching the drafter draft step by step, and this drafter copies text; "
             "use tree=chain"
         )
-
-
-def _wait(tensor: Tensor) -> None:
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
 
 
 def _between(table: dict[int, float], nodes: float) -> float:

@@ -17,6 +17,7 @@ from .drafters.base import Drafter
 from .errors import UserError
 from .features import Features, Layer
 from .guard import Guard
+from .machine import wait
 from .shapes.base import Round, TreeBuilder
 from .target import Target
 from .tree import TokenTree
@@ -100,8 +101,7 @@ class Clock:
     def __call__(self, part: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait(self.device)
         self.seconds[part] = time.perf_counter() - began
 
     def lap(self) -> dict[str, float]:
@@ -171,7 +171,7 @@ def decode(
                 generation.times.append(seconds)
                 generation.cut = _emit(generation, tokens[:count], stop_ids, max_new_tokens)
         if asked is not None and builder is not None:
-            builder.observe(Round(tree, seen.logits, counts, accepted.path, seconds))
+            builder.observe(Round(tree, seen.logits, counts, seconds))
         if guard is not None:
             cost = sum(seconds.values()) if guard.cost is None else guard.cost(max(nodes))
             guard.record(asked is not None, float(counts.sum() / active.sum()), cost)

@@ -80,6 +80,11 @@ def divergence(name: str, beta: float) -> Callable[[Tensor, Tensor], Tensor]:
     return partial(jensen_shannon, beta=beta) if name == "jensen_shannon" else DIVERGENCES[name]
 
 
+def row_losses(name: str, log_p: Tensor, log_q: Tensor, distance: Tensor | None = None, beta: float = 0.5) -> Tensor:
+    """A divergence by name, or of replayed drafts the split loss, [R]."""
+    return divergence(name, beta)(log_p, log_q) if distance is None else split_loss(log_p, log_q, distance)
+
+
 def split_loss(log_p: Tensor, log_q: Tensor, distance: Tensor, decay: float = 0.8) -> Tensor:
     """Draft-OPD's: half of KL(p || q) where a draft was kept, half of decay^k KL(q || p) at distance [R] k behind its first
     wrong token, where p is what the target says after the drafted tokens."""

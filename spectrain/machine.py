@@ -8,6 +8,12 @@ import torch
 from torch import nn
 
 
+def wait(device: torch.device) -> None:
+    """Let a GPU finish what it was given, so that a clock sees it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @cache
 def bandwidth(device: torch.device, size: int = 1 << 28) -> float:
     """Bytes a second that can be read, the best of several passes over `size` bytes."""
@@ -40,10 +46,8 @@ def forward_floor(module: nn.Module, rows: float, device: torch.device, dtype: t
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     began = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait(device)
     return time.perf_counter() - began

@@ -7,13 +7,14 @@ knows how far behind the first wrong one it lies.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING
 
 import torch
 
 from .data.chat import Example
+from .data.dataset import collate
 from .features import Batch
 from .shapes.base import Rollout, Round, TreeBuilder
 from .tree import TokenTree
@@ -77,11 +78,8 @@ def replays(generation: Generation, rounds: list[tuple[list[int], int]], limit: 
 
 def collate_replays(found: list[Replay]) -> Batch:
     """Replays as one batch, padded on the right."""
-    width = max(len(replay.distance) for replay in found)
-
-    def padded(rows: list[list[int]], value: int) -> torch.Tensor:
-        return torch.tensor([row + [value] * (width - len(row)) for row in rows])
-
-    mask = padded([[int(flag) for flag in replay.example.mask] for replay in found], 0).bool()
-    distance = padded([replay.distance for replay in found], KEPT)
-    return Batch(padded([replay.example.tokens for replay in found], 0), mask, distance=distance)
+    batch = collate([replay.example for replay in found])
+    distance = torch.full_like(batch.tokens, KEPT)
+    for row, replay in zip(distance, found):
+        row[: len(replay.distance)] = torch.tensor(replay.distance)
+    return replace(batch, distance=distance)

@@ -130,7 +130,7 @@ def score(
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
         **provenance(),
     }
-    trainable = dataset is not None and any(True for _ in drafter.parameters()) and not drafter.trains_target
+    trainable = dataset is not None and drafter.has_weights and not drafter.trains_target
     began: Any = OmegaConf.load(run / "config.yaml") if (run / "config.yaml").exists() else config
     trainable = trainable and (began is not config or not drafter.settings())  # the description no longer says how it began
     untrained = (lambda: fresh_drafter(began, target, dataset)) if dataset is not None and trainable else None

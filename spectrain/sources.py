@@ -132,8 +132,11 @@ class Generated(Source):
     def _fits(self, example: Example, target: Target, drafter: Drafter | None) -> bool:
         """Whether an answer of two tokens has room behind the prompt."""
         writer = drafter.writer() if drafter is not None and self.by == "drafter" else None
-        room = min(target.max_length, target.max_length if writer is None else writer.max_length)
-        return example.mask.index(True) + 2 <= room
+        return len(example.prompt) + 2 <= min(target.max_length, (writer or target).max_length)
+
+    def _limit(self, writer: Target, prompts: list[list[int]]) -> int:
+        """How many tokens may be written behind these prompts."""
+        return max(2, min(self.max_new_tokens, writer.max_length - max(map(len, prompts))))
 
     def _replay(
         self, examples: dict[int, Example], anew: list[int], target: Target, drafter: Drafter | None, random: Random
@@ -142,11 +145,10 @@ class Generated(Source):
         found = {index: Replay(example, [KEPT] * len(example.tokens)) for index, example in examples.items()}
         if anew:
             assert drafter is not None
-            prompts = [examples[index].tokens[: examples[index].mask.index(True)] for index in anew]
+            prompts = [examples[index].prompt for index in anew]
             recorder = Recorder(Chain(self.block))
-            limit = max(2, min(self.max_new_tokens, target.max_length - max(map(len, prompts))))
             with evaluating(drafter):
-                written = decode(target, prompts, Greedy(), limit, drafter, recorder)
+                written = decode(target, prompts, Greedy(), self._limit(target, prompts), drafter, recorder)
             for index, generation, rounds in zip(anew, written, recorder.rounds):
                 for replay in replays(generation, rounds, 1, random):
                     found[index] = replay
@@ -155,13 +157,12 @@ class Generated(Source):
     def _write(self, examples: dict[int, Example], target: Target, drafter: Drafter, step: int) -> dict[int, Example]:
         """New answers to the same prompts, by the examples' numbers."""
         rows = list(examples)
-        prompts = [example.tokens[: example.mask.index(True)] for example in examples.values()]
+        prompts = [example.prompt for example in examples.values()]
         longest = max(len(example.tokens) - len(prompt) for example, prompt in zip(examples.values(), prompts))
-        limit = min(self.max_new_tokens, longest)
         writer = target if self.by != "drafter" else drafter.writer()
         if writer is None:
             raise UserError("source.by=drafter: this family cannot write by itself; use source.by=target or interleaved")
-        limit = max(2, min(limit, writer.max_length - max(map(len, prompts))))
+        limit = max(2, min(longest, self._limit(writer, prompts)))
         seed = self.seed + 1_000_003 * step
         with evaluating(drafter):
             if self.by == "interleaved":

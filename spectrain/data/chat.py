@@ -21,6 +21,11 @@ class Example:
     tokens: list[int]
     mask: list[bool]
 
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens before the first that carries loss."""
+        return self.tokens[: self.mask.index(True)]
+
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: bool = False) -> str:
     """The conversation as text; with `prompt`, up to where the assistant would go on."""

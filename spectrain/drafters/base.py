@@ -44,6 +44,11 @@ class Drafter(nn.Module, ABC):
     extra_nodes: int = 0  # nodes that its trees may hold beyond the builder's budget, such as nodes that only draft
     trains_target: bool = False  # its parameter groups hold parameters of the target: the run then saves the target too
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether it has parameters of its own; a family without any copies text."""
+        return any(True for _ in self.parameters())
+
     def loss(self, batch: Batch, target: Target) -> Losses:
         """Training losses of a batch, which holds the features named by `layers`. Training-free families have none."""
         name = type(self).__name__.lower()

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from ..cache import TreeCache
 from ..errors import UserError
 from ..features import Batch, Layer
-from ..losses import Loss, divergence, split_loss
+from ..losses import Loss, row_losses
 from ..shapes.base import Rollout, TreeBuilder
 from ..target import ATTENTION, Target
 from ..tree import TokenTree
@@ -112,11 +112,8 @@ class Causal(Drafter):
                 continue
             with torch.no_grad():
                 log_p = (self.head.logits(theirs)[:, : self.vocab_size] / self.loss_temperature).log_softmax(-1)
-            if distance is not None:
-                losses = split_loss(log_p, log_q, distance[rows])
-            else:
-                losses = divergence(self.divergence, self.beta)(log_p, log_q)
-            total = total + losses.sum()
+            behind = None if distance is None else distance[rows]
+            total = total + row_losses(self.divergence, log_p, log_q, behind, self.beta).sum()
             hits += int((log_q.argmax(-1) == log_p.argmax(-1)).sum())
         found, judged = (torch.tensor([float(number)], device=states.device) for number in (hits, len(following)))
         return Losses({self.divergence: total}, found, judged)

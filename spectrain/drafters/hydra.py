@@ -7,7 +7,7 @@ token t + 2 + k. In training these tokens are the true ones, in decoding those o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..shapes.base import Rollout, TreeBuilder
 from ..tree import TokenTree
 from .base import Losses
 from .layers import Attention, Mlp, ResBlock, llama_config, rotary
-from .vocabulary import Supervision, VocabularyDrafter
+from .vocabulary import HeadsDrafter, Supervision
 
 if TYPE_CHECKING:
     from ..decode import Context
@@ -80,11 +80,10 @@ class PrefixAttention(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Hydra(VocabularyDrafter):
+class Hydra(HeadsDrafter):
     """Sequentially dependent heads (section 3); with `prefix_attention`, Hydra++. The loss is sum_k head_decay^k L_k."""
 
     layers: tuple[Layer, ...] = ("final",)
-    heads: Any  # nn.ModuleList of HydraHead
     shape = ("num_heads", "num_layers", "vocab_size", "prefix_attention")
 
     def __init__(
@@ -109,13 +108,6 @@ class Hydra(VocabularyDrafter):
         self.add_vocabulary(vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
 
-    def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Choose the draft vocabulary and copy the target's head into every head."""
-        ids = self.choose_vocabulary(token_counts)
-        with torch.no_grad():
-            for head in self.heads:
-                head.lm_head.weight.copy_(self.head.output.weight[ids])
-
     def loss(self, batch: Batch, target: Target) -> Losses:
         assert batch.features is not None
         wanted = Supervision(self, batch)
@@ -123,23 +115,16 @@ class Hydra(VocabularyDrafter):
         if self.prefix is not None:
             states = self.prefix(states, torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None])
         embedded = self.embed(batch.tokens)
-        terms = {}
-        hits = torch.zeros(len(self.heads), device=states.device)
-        counts = torch.zeros_like(hits)
-        for k, head in enumerate(self.heads):
+
+        def read(k: int) -> Tensor:
             rows = wanted.rows(k)
-            read = [embedded.roll(-1 - j, dims=1)[rows] for j in range(k + 1)]
-            log_q = head(torch.cat([states[rows], *read], dim=-1)).float().log_softmax(-1)
-            loss, hits[k], counts[k] = wanted.judge(k, log_q)
-            terms[f"head{k}"] = self.head_decay ** (k + 1) * loss
-        return Losses(terms, hits, counts)
+            return torch.cat([states[rows], *(embedded.roll(-1 - j, dims=1)[rows] for j in range(k + 1))], dim=-1)
+
+        return Losses(*self.heads_loss(wanted, read))
 
     def embed(self, tokens: Tensor) -> Tensor:
         with torch.no_grad():
             return self.head.embed(tokens).to(next(self.parameters()).dtype)
-
-    def draft_passes(self, depth: float) -> float:
-        return min(1.0, depth / len(self.heads))
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
         states = context.fresh.at("final").to(next(self.parameters()).dtype)

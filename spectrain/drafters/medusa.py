@@ -21,7 +21,7 @@ from ..tree import TokenTree
 from .adapters import adapters_off, inject_lora, merge_lora
 from .base import Losses
 from .layers import ResBlock
-from .vocabulary import Supervision, VocabularyDrafter
+from .vocabulary import HeadsDrafter, Supervision
 
 if TYPE_CHECKING:
     from ..decode import Context
@@ -42,7 +42,7 @@ class MedusaHead(nn.Module):
         return self.lm_head(hidden)
 
 
-class Medusa(VocabularyDrafter):
+class Medusa(HeadsDrafter):
     """Medusa-1 (section 3.2.1) on a frozen target; with `adapt`, Medusa-2 (3.2.2), which trains the target with its heads.
 
     Medusa-1's loss is sum_k head_decay^k L_k, k from 1. Medusa-2 first trains the heads alone for `heads_first` of the steps,
@@ -52,7 +52,6 @@ class Medusa(VocabularyDrafter):
     """
 
     layers: tuple[Layer, ...] = ("final",)
-    heads: Any  # nn.ModuleList of MedusaHead
     shape = ("num_heads", "num_layers", "vocab_size")
 
     def __init__(
@@ -93,11 +92,8 @@ class Medusa(VocabularyDrafter):
         self.adapted: list[nn.Parameter] = []  # of the target
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Choose the draft vocabulary, copy the target's head into every head, and put in the adapters."""
-        ids = self.choose_vocabulary(token_counts)
-        with torch.no_grad():
-            for head in self.heads:
-                head.lm_head.weight.copy_(self.head.output.weight[ids])
+        """Start the heads as the target's own, and put in the adapters."""
+        super().prepare(target, token_counts)
         if self.adapt == "lora":
             self.adapted = inject_lora(target, self.rank, self.alpha)
         elif self.adapt == "full":
@@ -120,25 +116,17 @@ class Medusa(VocabularyDrafter):
     def loss(self, batch: Batch, target: Target) -> Losses:
         """The heads' loss and, in the second stage, the target's own."""
         if batch.features is not None:
-            terms, hits, counts = self._heads_loss(batch, batch.features.at("final"))
-            return Losses({f"head{k}": loss for k, loss in enumerate(terms)}, hits, counts)
+            return Losses(*self._heads_loss(batch, batch.features.at("final")))
         final = target.run(batch.tokens, layers=("final",), grad=True).at("final")
         terms, hits, counts = self._heads_loss(batch, final)
         weight = self.heads_coefficient * self._scheduled()
-        heads = {f"head{k}": weight * loss for k, loss in enumerate(terms)}
+        heads = {name: weight * loss for name, loss in terms.items()}
         return Losses({"language_model": self._language_model_loss(batch, final, target), **heads}, hits, counts)
 
-    def _heads_loss(self, batch: Batch, final: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
-        """Each head's loss, weighted; hits and counts [K]. Gradients flow into `final`, what is wanted does not."""
+    def _heads_loss(self, batch: Batch, final: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """All heads read the same state. Gradients flow into `final`; what is wanted has none."""
         wanted = Supervision(self, batch, final.detach())
-        terms = []
-        hits = torch.zeros(len(self.heads), device=final.device)
-        counts = torch.zeros_like(hits)
-        for k, head in enumerate(self.heads):
-            log_q = head(final[wanted.rows(k)].to(head.lm_head.weight.dtype)).float().log_softmax(-1)
-            loss, hits[k], counts[k] = wanted.judge(k, log_q)
-            terms.append(self.head_decay ** (k + 1) * loss)
-        return terms, hits, counts
+        return self.heads_loss(wanted, lambda k: final[wanted.rows(k)])
 
     def _scheduled(self) -> float:
         """The schedule's factor, from 0 to 1 over the second stage; constant is 1."""
@@ -161,9 +149,6 @@ class Medusa(VocabularyDrafter):
         self.adapted = []
 
     # Decoding
-
-    def draft_passes(self, depth: float) -> float:
-        return min(1.0, depth / len(self.heads))
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
         last = (context.counts - 1).clamp(min=0)[:, None]

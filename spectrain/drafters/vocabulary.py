@@ -6,17 +6,18 @@ for token t + 1 is the target's own; at step k (from 0) it predicts token t + 2 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..features import Batch
-from ..losses import DIVERGENCES, UNNORMALISED, split_loss
+from ..losses import UNNORMALISED, row_losses
 from .base import Drafter
 
 if TYPE_CHECKING:
-    from ..target import Head
+    from ..target import Head, Target
 
 
 class VocabularyDrafter(Drafter):
@@ -49,6 +50,34 @@ class VocabularyDrafter(Drafter):
     def draft_ids(self) -> Tensor:
         """[V] the target id of every draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+
+class HeadsDrafter(VocabularyDrafter):
+    """A drafter with a head for every draft step, each with an output layer `lm_head` that starts as the target's own."""
+
+    heads: Any  # nn.ModuleList
+    head_decay: float
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Choose the draft vocabulary and copy the target's output layer into every head."""
+        ids = self.choose_vocabulary(token_counts)
+        with torch.no_grad():
+            for head in self.heads:
+                head.lm_head.weight.copy_(self.head.output.weight[ids])
+
+    def draft_passes(self, depth: float) -> float:
+        return min(1.0, depth / len(self.heads))
+
+    def heads_loss(self, wanted: Supervision, inputs: Callable[[int], Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Each head's loss on `inputs` of its supervised indices, weighted by head_decay^k, k from 1; hits and counts [K]."""
+        terms = {}
+        hits = torch.zeros(len(self.heads), device=wanted.best.device)
+        counts = torch.zeros_like(hits)
+        for k, head in enumerate(self.heads):
+            log_q = head(inputs(k).to(head.lm_head.weight.dtype)).float().log_softmax(-1)
+            loss, hits[k], counts[k] = wanted.judge(k, log_q)
+            terms[f"head{k}"] = self.head_decay ** (k + 1) * loss
+        return terms, hits, counts
 
 
 class Supervision:
@@ -114,9 +143,8 @@ class Supervision:
         if self.log_p is None:
             slots = torch.searchsorted(self.drafter.draft_ids, best).clamp(max=log_q.shape[-1] - 1)  # any, where outside
             losses = -log_q.gather(-1, slots[:, None])[:, 0]
-        elif self.distance is not None:
-            losses = split_loss(self.log_p[rows], log_q, self.distance[rows])
         else:
-            losses = DIVERGENCES[self.drafter.divergence](self.log_p[rows], log_q)
+            distance = None if self.distance is None else self.distance[rows]
+            losses = row_losses(self.drafter.divergence, self.log_p[rows], log_q, distance)
         hits = (self.drafter.draft_ids[log_q.argmax(-1)] == best).sum()
         return torch.where(inside, losses, 0.0).sum(), hits, len(best)

@@ -50,7 +50,6 @@ class Round:
     tree: TokenTree
     logits: Tensor  # [B, N, target vocabulary]
     counts: Tensor  # [B] tokens emitted, 0 in rows that were done before
-    path: Tensor  # [B, P] the kept nodes
     seconds: dict[str, float]  # draft, verify, accept
 
 
@@ -101,7 +100,7 @@ class Draft:
     """
 
     def __init__(self, builder: TreeBuilder, context: Context, rollout: Rollout) -> None:
-        self.builder, self.context, self.rollout = builder, context, rollout
+        self.builder, self.rollout = builder, rollout
         root = context.root
         self.tokens = root[:, None]  # [B, nodes]
         self.parents = torch.full_like(self.tokens, -1)

@@ -199,7 +199,7 @@ def observed(builder: Auto, tree: TokenTree, counts: list[int], node: float) -> 
     """Tell a builder what became of its round, at the costs it was prepared with."""
     seconds = {"draft": builder.start_seconds + (builder.levels - 1) * builder.step_seconds, "accept": 0.0}
     seconds["verify"] = 1 + node * tree.tokens.shape[1]
-    builder.observe(Round(tree, torch.zeros(0), torch.tensor(counts), torch.zeros(0), seconds))
+    builder.observe(Round(tree, torch.zeros(0), torch.tensor(counts), seconds))
 
 
 def test_auto_shrinks_where_nothing_is_kept() -> None:
