@@ -3,7 +3,6 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from spectrain.eval.metrics import Turn
 from spectrain.packing import is_packed, pack_linears, unpack_linears
 from spectrain.target import ATTENTION, Target
 
-NEAR_TIE = 1e-4
 TRANSFORMERS = ("generate", "prompt_lookup", "assistant", "early_exit")
 
 
@@ -117,38 +115,3 @@ def _count_forwards(model: Any, num_layers: int) -> Iterator[list[int]]:
         yield counted
     finally:
         handle.remove()
-
-
-@dataclass
-class Identity:
-    """Whether drafted outputs equal their reference."""
-
-    rule: str
-    lossless: bool  # as the rule declares it
-    reference: str
-    checked: int = 0
-    identical: int = 0
-    near_ties: list[dict[str, Any]] = field(default_factory=list)
-    differences: list[dict[str, Any]] = field(default_factory=list)
-
-    def summary(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-
-def first_difference(left: list[int], right: list[int]) -> int | None:
-    """The first position at which two outputs differ; None where they are equal."""
-    for position, (a, b) in enumerate(zip(left, right)):
-        if a != b:
-            return position
-    return None if len(left) == len(right) else min(len(left), len(right))
-
-
-def logit_gap(target: Target, context: list[int]) -> float:
-    """The target's best logit minus its second best after `context`, computed in float64."""
-    import copy
-
-    with plain_model(target) as model, torch.inference_mode():
-        exact = copy.deepcopy(model).to("cpu", torch.float64)
-        logits = exact(torch.tensor([context])).logits[0, -1].double()
-    best = logits.topk(2).values
-    return float(best[0] - best[1])

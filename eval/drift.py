@@ -23,22 +23,23 @@ def rule_drift(target: Target, turns: Sequence[Turn]) -> dict[str, Any]:
     }
 
 
-def target_drift(original: Target, trained: Target, turns: Sequence[Turn], max_new_tokens: int) -> dict[str, Any]:
-    """What training changed, on the original's own greedy answers to the prompts: how either target judges them.
+def own_answers(target: Target, prompts: Sequence[list[int]], max_new_tokens: int) -> list[Text]:
+    """Prompts with the target's greedy answers."""
+    target.pack()
+    return [(prompt, decode(target, [prompt], Greedy(), max_new_tokens)[0].output) for prompt in prompts]
+
+
+def target_drift(original: Target, trained: Target, texts: Sequence[Text], max_new_tokens: int) -> dict[str, Any]:
+    """What training changed, on the original's own answers: how either target judges them.
 
     `agreement` is how often both have the same most likely token; `same_answers` how many greedy answers are equal.
     """
-    original.pack()
-    texts: list[Text] = []
     agreed = judged = same = 0
-    for turn in turns:
-        prompt = turn.autoregressive.prompt
-        (answer,) = decode(original, [prompt], Greedy(), max_new_tokens)
-        texts.append((prompt, answer.output))
-        choices = [logits(target, texts[-1]).argmax(-1) for target in (original, trained)]
+    for prompt, answer in texts:
+        choices = [logits(target, (prompt, answer)).argmax(-1) for target in (original, trained)]
         agreed += int((choices[0] == choices[1]).sum())
-        judged += len(answer.output)
-        same += decode(trained, [prompt], Greedy(), max_new_tokens)[0].output == answer.output
+        judged += len(answer)
+        same += decode(trained, [prompt], Greedy(), max_new_tokens)[0].output == answer
     return {
         "original": quality(original, texts),
         "trained": quality(trained, texts),

@@ -18,7 +18,9 @@ def print_table(summary: dict[str, Any]) -> None:
         table.add_column(title, justify="right")
     base = summary["tokens_per_second"]["autoregressive"]
     table.add_row("autoregressive", "1.00", "", f"{base:.1f}", "1.00", "", "", "")
-    for entry in (summary, *summary["compared"].values()):
+    sweep = summary.get("sweep")
+    shown = [entry for name, entry in summary["compared"].items() if not sweep or not name.startswith(f"{sweep['over']}-")]
+    for entry in (summary, *shown):
         length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry["lossless"]
         identical = f"{lossless['identical']} of {lossless['checked']}" if lossless and lossless["checked"] else ""
         table.add_row(
@@ -27,8 +29,30 @@ def print_table(summary: dict[str, Any]) -> None:
             f"{speed['predicted']:.2f}", identical,
         )  # fmt: skip
     console.print(table)
+    if sweep:
+        _print_sweep(console, summary)
     _print_explanation(console, summary)
     _print_caveats(console, summary)
+
+
+def _print_sweep(console: Console, summary: dict[str, Any]) -> None:
+    """Two settings against each other: tokens per forward, and how fast that is or what it saved."""
+    sweep = summary["sweep"]
+    second = "node_layers_saved" if sweep["over"] == "prune" else "speedup"
+    what = "tokens per forward and node-layers saved" if sweep["over"] == "prune" else "tokens per forward and speedup"
+    table = Table(title=f"{what} by {sweep['row']} and {sweep['column']}")
+    table.add_column(f"{sweep['row']} \\ {sweep['column']}", justify="right")
+    for column in sweep["columns"]:
+        table.add_column(str(column), justify="right")
+    for row, lengths, others in zip(sweep["rows"], sweep["acceptance_length"], sweep[second]):
+        values = [f"{other:.1%}" if second == "node_layers_saved" else f"{other:.2f}x" for other in others]
+        table.add_row(str(row), *(f"{length:.2f}  {value}" for length, value in zip(lengths, values)))
+    console.print(table)
+    entries = [entry["lossless"] for name, entry in summary["compared"].items() if name.startswith(f"{sweep['over']}-")]
+    if entries and all(entries):
+        identical, checked = sum(e["identical"] for e in entries), sum(e["checked"] for e in entries)
+        console.print(f"identical in all {len(entries)} settings: {identical} of {checked} answers")
+    console.print("fastest: " + " ".join(f"{key}={value}" for key, value in sweep["fastest"].items()))
 
 
 def _print_explanation(console: Console, summary: dict[str, Any]) -> None:
@@ -71,6 +95,17 @@ def _print_caveats(console: Console, summary: dict[str, Any]) -> None:
             f"{drift['same_answers']} of {drift['checked']} answers the same"
         )
         console.print(f"output is that of the trained target in {setting['target_path']}")
+    if exits := summary.get("exits"):
+        for name, found in exits.items():
+            console.print(f"{name}, by layers run: perplexity {_rates(found['perplexity'])}; same token as the last "
+                          f"{_rates(found['agreement'])}")  # fmt: skip
+    if pruning := summary.get("pruning"):
+        console.print(
+            f"pruned after {pruning['layer']} layers by their top {pruning['top_k']}: {pruning['nodes_pruned']:.1%} of the "
+            f"nodes, {pruning['node_layers_saved']:.1%} of the node-layers of verification"
+        )
+    if skipped := setting["drafter"].get("skipped"):
+        console.print(f"drafted without layers {skipped}; drafter.skipped={str(skipped).replace(' ', '')} uses them again")
     if online := summary.get("online"):
         ends = ", ".join(f"{name} {values[-1]:.2f}" for name, values in online["curves"].items())
         console.print(

@@ -15,60 +15,34 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from spectrain.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.acceptance import AcceptanceRule
 from spectrain.calibration import Calibration, Forced, calibrate
 from spectrain.data.chat import render
-from spectrain.decode import Generation, decode
+from spectrain.decode import Generation
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.lookahead import Lookahead
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval.baselines import (
-    NEAR_TIE,
-    TRANSFORMERS,
-    Identity,
-    first_difference,
-    generate,
-    logit_gap,
-    plain_model,
-    run_transformers,
-)
-from spectrain.eval.drift import rule_drift, target_drift
+from spectrain.eval.baselines import TRANSFORMERS, run_transformers
+from spectrain.eval.drift import own_answers, rule_drift, target_drift
+from spectrain.eval.exits import exit_quality, plot_exits
+from spectrain.eval.identity import check_identity
 from spectrain.eval.metrics import Turn
 from spectrain.eval.online import Online, curve, plot
 from spectrain.eval.prompts import Prompt, read_prompts
 from spectrain.eval.report import print_table
-from spectrain.eval.summary import bounds, on_known_text, sample, summarise, write_rounds, write_whole
+from spectrain.eval.summary import bounds, on_known_text, sample, saved_by_pruning, summarise, write_rounds, write_whole
+from spectrain.eval.sweep import SWEPT, Grid, exit_systems, prune_systems, tree_systems
+from spectrain.eval.systems import System, describe, run
 from spectrain.guard import Guard
 from spectrain.packing import pack_linears
+from spectrain.pruning import Pruning
 from spectrain.replay import Recorder
-from spectrain.shapes import Auto, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Sequoia, Static, TreeBuilder
+from spectrain.shapes import Chain, Eagle2, TreeBuilder
 from spectrain.target import Target
 
 OURS = ("chain", "untrained", "ngram", "lookahead")
-SWEPT: dict[str, Callable[[int, int], TreeBuilder]] = {
-    "chain": lambda depth, budget: Chain(depth),
-    "static": Static,
-    "sequoia": Sequoia,
-    "eagle2": Eagle2,
-    "opt": OptTree,
-    "dyspec": lambda depth, budget: DySpec(depth, budget, children="deterministic"),
-    "entropy": Entropy,
-    "cast": Cast,
-    "auto": Auto,
-}
-
-
-@dataclass(frozen=True)
-class System:
-    """A drafter with a tree and a rule: one row of the table."""
-
-    name: str
-    label: str
-    drafter: Drafter
-    builder: TreeBuilder
-    rule: AcceptanceRule
-    guard: Guard | None = None
 
 
 @dataclass(frozen=True)
@@ -99,9 +73,14 @@ class Evaluation:
     online_lr: float = 1e-4
     online_every: int = 8
     online_learn: Literal["corrections", "answers", "split"] = "corrections"
-    sweep: Literal["tree"] | None = None  # tree: tree builders, all or those in `trees`, at `budgets`
-    trees: tuple[str, ...] | None = None
-    budgets: tuple[int, ...] = (8, 16, 32, 64)
+    prune_layer: int | None = None  # drop branches that the target's first layers find unlikely: not among their
+    prune_top: int = 8  # likeliest tokens
+    sweep: Literal["tree", "exit", "prune"] | None = None  # many settings of one drafter side by side
+    trees: tuple[str, ...] | None = None  # sweep=tree: tree builders, all or these,
+    budgets: tuple[int, ...] = (8, 16, 32, 64)  # at these sizes
+    exits: tuple[int, ...] | None = None  # sweep=exit, sweep=prune: after so many layers, by default up to seven places,
+    depths: tuple[int, ...] = (2, 4, 6)  # sweep=exit: chains so long
+    tops: tuple[int, ...] = (1, 2, 4, 8, 16)  # sweep=prune: by so many likeliest tokens
     calibration: str | None = None  # prompts that trees are searched and timed on; else openings of the embedded data
     calibration_limit: int = 8
     assistant: str | None = None  # a model's directory, for the baseline of that name
@@ -109,22 +88,26 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         for key, least in (("limit", 1), ("max_new_tokens", 2), ("batch_size", 1), ("calibration_limit", 1), ("exit_layer", 1),
-                           ("online_every", 1)):  # fmt: skip
+                           ("online_every", 1), ("prune_layer", 1), ("prune_top", 1)):  # fmt: skip
             if (value := getattr(self, key)) is not None and value < least:
                 raise UserError(f"eval.{key}={value}: use {least} or more")
         if not self.online_lr > 0:
             raise UserError(f"eval.online_lr={self.online_lr}: use more than 0")
         if self.online and self.sweep is not None:
             raise UserError(f"eval.sweep={self.sweep}: a drafter that learns while it decodes gives no rows to compare; do one")
+        if self.prune_layer is not None and self.sweep is not None:
+            raise UserError(f"eval.sweep={self.sweep}: it needs no eval.prune_layer; use eval.sweep=prune with eval.exits")
         if any(budget < 2 for budget in self.budgets):
             raise UserError(f"eval.budgets={list(self.budgets)}: a tree has 2 nodes or more, the root included")
+        for key in ("exits", "depths", "tops"):
+            numbers = getattr(self, key)
+            if numbers is not None and (not numbers or any(number < 1 for number in numbers)):
+                raise UserError(f"eval.{key}={list(numbers)}: give numbers from 1 on")
         for key, given, known in (("trees", self.trees or (), SWEPT), ("baselines", self.baselines, (*OURS, *TRANSFORMERS))):
             if unknown := sorted(set(given) - set(known)):
                 raise UserError(f"eval.{key}: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
         if "assistant" in self.baselines and self.assistant is None:
             raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
-        if "early_exit" in self.baselines and self.exit_layer is None:
-            raise UserError("eval.baselines: early_exit needs eval.exit_layer=N")
         read = read_prompts(self.prompts, self.limit, self.categories)
         self.chosen, self.skipped = read.prompts, dict(read.skipped)
 
@@ -153,18 +136,25 @@ class Evaluation:
     ) -> list[System]:
         """The drafter with its tree first, then what it is shown beside."""
         guard = Guard() if self.guard else None
-        systems = [System("drafter", f"drafter, {describe(builder)}", drafter, builder, rule, guard)]
+        pruning = None if self.prune_layer is None else Pruning(self.prune_layer, self.prune_top)
+        systems = [System("drafter", f"drafter, {describe(builder)}", drafter, builder, rule, guard, pruning)]
+        self.grid: Grid | None = None
         chain = Chain(min(3, builder.depth), builder.children, builder.temperature, builder.seed)
         plain = rule.matched()  # a drafter that copies text draws nothing, so p / q has no meaning for it
         if self.sweep == "tree":
-            for other in sweep_builders(builder.depth, self.budgets, self.trees or tuple(SWEPT)):
-                rule.check(other.children, other.is_chain)
-                systems.append(System(f"{other.name}-{other.budget}", describe(other), drafter, other, rule))
-            return systems
+            return systems + tree_systems(drafter, builder, rule, self.budgets, self.trees or tuple(SWEPT))
+        if self.sweep == "exit":
+            self.grid, others = exit_systems(target, drafter, rule, self.exits, self.depths)
+            return systems + others
+        if self.sweep == "prune":
+            self.grid, others = prune_systems(target, drafter, builder, rule, self.exits, self.tops)
+            return systems + others
+        if pruning is not None:
+            systems.append(System("unpruned", "the same, not pruned", drafter, builder, rule))
         if self.online:
             still = copy.deepcopy(drafter)
             systems.append(System("static_drafter", "the same, not learning", still, copy.deepcopy(builder), rule))
-        if "chain" in self.baselines and not builder.is_chain and not isinstance(drafter, (Ngram, Lookahead)):
+        if "chain" in self.baselines and not builder.is_chain and not drafter.copies_text:
             systems.append(System("chain", "the same, chain", drafter, chain, rule))
         if "untrained" in self.baselines and untrained is not None:
             fresh = untrained().to(target.device, target.dtype).eval()
@@ -192,10 +182,12 @@ class Evaluation:
         `original` loads the target as it was before training, where the drafter's training changed it. `save_online` keeps a
         drafter that has learnt.
         """
-        if drafter.has_weights:  # otherwise it copies text, whatever the builder is made for
+        if not drafter.copies_text:  # otherwise nothing is drawn, whatever the builder is made for
             rule.check(builder.children, builder.is_chain)
         if self.online and self.online_learn == "split" and not builder.is_chain:
             raise UserError("eval.online_learn=split: it replays chains, and this tree branches; use tree=chain")
+        if "early_exit" in self.baselines and self.exit_layer is None and not isinstance(drafter, EarlyExit):
+            raise UserError("eval.baselines: early_exit needs eval.exit_layer=N")
         drafter = drafter.to(target.device, target.dtype).eval()
         systems = self.systems(target, drafter, builder, rule, untrained)
         target.pack()
@@ -213,9 +205,9 @@ class Evaluation:
             curves = {name: curve(turns[name], self.online_every) for name in ("drafter", "static_drafter")}
             summary["online"] = {**online.summary(), "curves": curves}
             plot(folder / "online.svg", curves, self.online_every)
-        if original is not None:
-            summary["target_drift"] = target_drift(original(), target, turns["drafter"], self.max_new_tokens)
+        self._judge_target(target, drafter, turns["drafter"], None if original is None else original(), folder, summary)
         summary["setting"] = {**setting, **self._setting(rule, summary["tree"])}
+        summary["setting"]["drafter"] = {**setting.get("drafter", {}), **drafter.settings()}
         write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         write_whole(folder / "samples.jsonl", "".join(json.dumps(sample(turn)) + "\n" for turn in turns["drafter"]))
         write_rounds(folder / "rounds.parquet", turns)
@@ -234,9 +226,11 @@ class Evaluation:
         for system in systems:
             entry = summarise(turns[system.name], system.builder.is_chain)
             entry["label"], entry["tree"] = system.label, system.builder.settings()
+            if system.pruning is not None:
+                entry["pruning"] = saved_by_pruning(turns[system.name], system.pruning, target.num_layers)
             found[system.name] = entry
         guard = None if first.guard is None else first.guard.summary()
-        identity = self._identity(target, systems, turns) if self.check else {}  # it may decode more: after what was measured
+        identity = check_identity(target, systems, turns, self.max_new_tokens) if self.check else {}  # it may decode more
         for name, entry in found.items():
             entry["lossless"] = identity[name].summary() if name in identity else None
         summary = found.pop("drafter")
@@ -249,9 +243,32 @@ class Evaluation:
         if not first.rule.lossless:
             summary["drift"] = rule_drift(target, mine)
         summary["compared"] = found
+        if self.grid is not None:
+            summary["sweep"] = self.grid.summary(found)
         if theirs := [name for name in self.baselines if name in TRANSFORMERS]:
-            summary["transformers"] = run_transformers(target, mine, theirs, self.assistant, self.exit_layer)
+            summary["transformers"] = run_transformers(
+                target, mine, theirs, self.assistant, self.exit_layer or getattr(first.drafter, "exit_layer", None)
+            )
         return summary
+
+    def _judge_target(
+        self,
+        target: Target,
+        drafter: Drafter,
+        turns: list[Turn],
+        original: Target | None,
+        folder: Path,
+        summary: dict[str, Any],
+    ) -> None:
+        """What training did to the target, and how good early exits are; both on the untrained target's own answers."""
+        texts = [(turn.autoregressive.prompt, turn.autoregressive.output) for turn in turns]
+        if original is not None:
+            texts = own_answers(original, [prompt for prompt, _ in texts], self.max_new_tokens)
+            summary["target_drift"] = target_drift(original, target, texts, self.max_new_tokens)
+        if isinstance(drafter, EarlyExit):
+            models = {"target": target} if original is None else {"original": original, "trained": target}
+            summary["exits"] = {name: exit_quality(model, texts) for name, model in models.items()}
+            plot_exits(folder / "exits.svg", summary["exits"])
 
     def _setting(self, rule: AcceptanceRule, tree: dict[str, object]) -> dict[str, Any]:
         """What the numbers depend on, besides what the caller knows."""
@@ -274,6 +291,7 @@ class Evaluation:
     def _calibrate(self, target: Target, systems: list[System]) -> Calibration | None:
         """Prepare every builder that needs it; what was measured for the drafter's own."""
         first, calibration = systems[0], None
+        first.drafter.calibrate(target, lambda: self._calibration_prompts(target), first.builder.depth)
         for children in dict.fromkeys(system.builder.children for system in systems):  # hits depend on how they are chosen
             mine = [one.builder for one in systems if one.drafter is first.drafter and one.builder.children == children]
             if any(builder.needs for builder in mine):
@@ -358,79 +376,8 @@ class Evaluation:
             left.append((prompt, messages))
         return left
 
-    def _identity(self, target: Target, systems: list[System], turns: dict[str, list[Turn]]) -> dict[str, Identity]:
-        """Compare every output with its reference: `generate` for greedy decoding, our autoregressive run for sampling.
-
-        A rule that weighs p against q is the target's in distribution, not token by token: nothing is compared.
-        """
-        found = {}
-        greedy = [system for system in systems if isinstance(system.rule, Greedy)]
-        references: list[list[int]] = []
-        if greedy:
-            with plain_model(target) as model:
-                for turn in turns[greedy[0].name]:
-                    references.append(generate(model, turn.autoregressive.prompt, self.max_new_tokens, target.stop_ids))
-        for system in systems:
-            if system in greedy:
-                identity = Identity(system.rule.name, True, "transformers generate")
-            elif isinstance(system.rule, Match):
-                identity = Identity(system.rule.name, True, "autoregressive, same random draws")
-                references = [turn.autoregressive.output for turn in turns[system.name]]
-            else:
-                reference = "the target's distribution, by proof" if system.rule.lossless else "none: the rule is lossy"
-                found[system.name] = Identity(system.rule.name, system.rule.lossless, reference)
-                continue
-            found[system.name] = identity
-            for row, (turn, wanted) in enumerate(zip(turns[system.name], references), 1):
-                self._compare(target, system, identity, turn, wanted, row)
-        return found
-
-    def _compare(self, target: Target, system: System, found: Identity, turn: Turn, wanted: list[int], row: int) -> None:
-        """Count a turn as identical; where two logits are nearly equal, go on from the reference's token."""
-        found.checked += 1
-        output = list(turn.drafted.output)
-        while (position := first_difference(output, wanted)) is not None:
-            where = {"id": turn.id, "turn": turn.turn, "position": position}
-            prefix = wanted[:position]
-            tied = isinstance(system.rule, Greedy)  # a sampled token is decided by noise as well: equal logits excuse nothing
-            gap = logit_gap(target, turn.drafted.prompt + prefix) if tied else None
-            if gap is None or gap >= NEAR_TIE or position >= len(wanted):
-                found.differences.append({**where, "gap": gap})
-                return
-            found.near_ties.append({**where, "gap": gap})
-            prefix = wanted[: position + 1]
-            left = self.max_new_tokens - len(prefix)
-            if left < 1 or prefix[-1] in target.stop_ids:
-                output = prefix
-                continue
-            context = turn.drafted.prompt + prefix
-            output = prefix + run(target, system, system.rule, [context], left, [row])[0].output
-        found.identical += 1
-
-
-def run(
-    target: Target, system: System | None, rule: AcceptanceRule, prompts: list[list[int]], limit: int, rows: list[int]
-) -> list[Generation]:
-    """Decode prompts with a system, or autoregressively by `rule`; `rows` key their random draws."""
-    if system is None:
-        return decode(target, prompts, rule, limit, rows=rows)
-    return decode(target, prompts, system.rule, limit, system.drafter, system.builder, rows, system.guard)
-
 
 def prompt_tokens(target: Target, messages: list[dict[str, str]]) -> list[int]:
     """The token ids after which the assistant goes on."""
     text = render(target.tokenizer, messages, prompt=True)
     return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def describe(builder: TreeBuilder) -> str:
-    """A builder in a few words."""
-    drawn = "" if builder.children == "deterministic" else ", drawn"
-    shape = f"chain of {builder.depth}" if builder.is_chain else f"{builder.name}, {builder.budget} nodes"
-    return shape + drawn
-
-
-def sweep_builders(depth: int, budgets: tuple[int, ...], names: tuple[str, ...]) -> list[TreeBuilder]:
-    """The named kinds of tree at every budget, `depth` deep; a chain has one size."""
-    builders: list[TreeBuilder] = [Chain(depth)] if "chain" in names else []
-    return builders + [SWEPT[name](depth, budget) for budget in budgets for name in names if name != "chain"]

@@ -13,6 +13,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
 from spectrain.eval.metrics import Turn
 from spectrain.machine import forward_floor
+from spectrain.pruning import Pruning
 from spectrain.target import Target
 
 
@@ -59,6 +60,14 @@ def summarise(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:
     }
 
 
+def saved_by_pruning(turns: Sequence[Turn], pruning: Pruning, num_layers: int) -> dict[str, Any]:
+    """What early pruning spared: the share of node-layers of verification, a node run through one layer, left undone."""
+    left = sum(sum(turn.drafted.pruned) for turn in turns)
+    every = left + sum(sum(turn.drafted.nodes) for turn in turns)
+    saved = left * (num_layers - pruning.layer) / (every * num_layers) if every else 0.0
+    return {**pruning.settings(), "nodes_pruned": round(left / max(every, 1), 4), "node_layers_saved": round(saved, 4)}
+
+
 def on_known_text(forced: Forced, summary: dict[str, Any]) -> dict[str, Any]:
     """How often the drafter's first choice is right on the target's own text, beside how often decoding kept one.
 
@@ -99,7 +108,8 @@ def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequ
     depth = sum(sum(turn.drafted.depths) for turn in turns) / rounds
     sparse = bool(getattr(target.config, "num_experts", None) or getattr(target.config, "num_local_experts", None))
     floor = forward_floor(target.model, batch, target.device, target.dtype)
-    drafting = drafter.draft_passes(depth) * forward_floor(drafter, batch, target.device, target.dtype)
+    read = drafter.drafting_weights(target)
+    drafting = drafter.draft_passes(depth) * forward_floor(read, batch, target.device, target.dtype)
     verifying = forward_floor(target.model, batch * nodes, target.device, target.dtype)
     return {
         "engine_efficiency": round(metrics.speedup(turns) / length, 4),

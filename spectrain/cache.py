@@ -54,15 +54,20 @@ class TreeCache(Cache):
         """Say that a forward over every layer has appended `num_nodes` nodes."""
         self.pending += num_nodes
 
-    def commit(self, path: Tensor, counts: Tensor, layers: slice = slice(None)) -> None:
+    def arrange(self, order: Tensor, layers: slice = slice(None)) -> None:
+        """Put the appended nodes in another order: the i-th behind the committed tokens becomes node `order[b, i]` [B, N]."""
+        if self.storage is None:
+            return
+        source = self.lengths[:, None] + order
+        target = self.lengths[:, None] + torch.arange(order.shape[1], device=order.device)
+        target = target.clamp(max=self.max_length - 1)
+        if not torch.equal(source, target):
+            rows = torch.arange(order.shape[0], device=order.device)[:, None]
+            self.storage[layers, :, rows, target] = self.storage[layers, :, rows, source]
+
+    def commit(self, path: Tensor, counts: Tensor) -> None:
         """Keep the first `counts[b]` of the appended nodes `path[b]` [B, P], in that order; forget the other ones."""
-        if self.storage is not None:
-            source = self.lengths[:, None] + path
-            target = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
-            target = target.clamp(max=self.max_length - 1)
-            if not torch.equal(source, target):
-                rows = torch.arange(path.shape[0], device=path.device)[:, None]
-                self.storage[layers, :, rows, target] = self.storage[layers, :, rows, source]
+        self.arrange(path)
         self.lengths = self.lengths + counts
         self.longest = int(self.lengths.max())
         self.forget()

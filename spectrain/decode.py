@@ -18,6 +18,8 @@ from .errors import UserError
 from .features import Features, Layer
 from .guard import Guard
 from .machine import wait
+from .pruning import Pruning
+from .shallow import Shallow
 from .shapes.base import Round, TreeBuilder
 from .target import Target
 from .tree import TokenTree
@@ -35,6 +37,7 @@ class Context:
     counts: Tensor  # [B] how many of these positions are real
     round: int = 0  # proposals made so far
     waiting: list[tuple[Features, Tensor]] = field(default_factory=list)  # the same, of later rounds without a proposal
+    shallow: Shallow | None = None  # this round's nodes that a part of the target has run already
 
     @property
     def root(self) -> Tensor:
@@ -65,6 +68,7 @@ class Generation:
     accepted: list[int] = field(default_factory=list)  # tokens emitted in each round, before trimming
     depths: list[int] = field(default_factory=list)  # depth of the proposal in each round
     nodes: list[int] = field(default_factory=list)  # nodes that the target ran in each round, padding left out
+    pruned: list[int] = field(default_factory=list)  # further nodes that its first layers ran only, where branches are pruned
     times: list[dict[str, float]] = field(default_factory=list)  # draft, verify, accept, other of each round of the batch
     cut: bool = False  # EOS or the limit cut the last round short
     done: bool = False
@@ -124,8 +128,11 @@ def decode(
     rows: list[int] | None = None,
     guard: Guard | None = None,
     ignore_eos: bool = False,
+    pruning: Pruning | None = None,
 ) -> list[Generation]:
     """Continue every prompt; without a drafter, autoregressively. `rows` keys each sequence's random draws."""
+    if pruning is not None:
+        pruning.check(rule)
     generations = [Generation(prompt, batch=len(prompts)) for prompt in prompts]
     clock = Clock(target.device)
     keys = torch.tensor(list(range(len(prompts))) if rows is None else rows, device=target.device)
@@ -147,13 +154,19 @@ def decode(
             else:
                 context.catch_up()
                 tree = asked.propose(context, builder)
+        pruned = torch.zeros_like(keys)
         with clock("verify"):
+            if asked is not None and pruning is not None:
+                before = tree.valid.sum(1)
+                tree = pruning(context, tree, layers)
+                pruned = before - tree.valid.sum(1)
             seen = target.verify(tree, context.cache, layers) if asked is None else asked.verify(context, tree)
         with clock("accept"):
             assert seen.logits is not None
             positions = context.cache.lengths[:, None] + tree.depths + 1
             accepted = rule(tree, seen.logits, keys, positions)
             emitted = accepted.emitted(tree)
+            context.shallow = None
             active = torch.tensor([not generation.done for generation in generations], device=target.device)
             counts = accepted.counts * active
             _commit(context, seen, accepted.path, counts, emitted, asked is not None)
@@ -161,13 +174,14 @@ def decode(
                 asked.commit(context, accepted)
         proposed = tree.depths * (tree.valid & tree.emitted)
         depths, nodes = proposed.amax(1).tolist(), tree.valid.sum(1).tolist()
-        rounds = list(zip(generations, emitted.tolist(), counts.tolist(), depths, nodes))
+        rounds = list(zip(generations, emitted.tolist(), counts.tolist(), depths, nodes, pruned.tolist()))
         seconds = clock.lap()
-        for generation, tokens, count, depth, size in rounds:
+        for generation, tokens, count, depth, size, left in rounds:
             if not generation.done:
                 generation.accepted.append(count)
                 generation.depths.append(depth)
                 generation.nodes.append(size)
+                generation.pruned.append(left)
                 generation.times.append(seconds)
                 generation.cut = _emit(generation, tokens[:count], stop_ids, max_new_tokens)
         if asked is not None and builder is not None:
@@ -200,8 +214,10 @@ def _prefill(
             f"prompt of {longest} tokens: with {max_new_tokens} new ones it is longer than the context of {target.name} "
             f"({target.max_length} tokens); shorten it or lower eval.max_new_tokens"
         )
-    depth, budget = (0, 1) if builder is None else (builder.depth, builder.budget)
-    capacity = longest + max_new_tokens + depth + budget + extra_nodes + 2
+    depth, budget, drafted = (0, 1, 0) if builder is None else (builder.depth, builder.budget, builder.drafted)
+    capacity = (
+        longest + max_new_tokens + depth + budget + drafted + extra_nodes + 3
+    )  # a drafter may draft in the target's cache
     tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=target.device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt, device=target.device)

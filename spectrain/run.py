@@ -134,7 +134,7 @@ def score(
     began: Any = OmegaConf.load(run / "config.yaml") if (run / "config.yaml").exists() else config
     trainable = trainable and (began is not config or not drafter.settings())  # the description no longer says how it began
     untrained = (lambda: fresh_drafter(began, target, dataset)) if dataset is not None and trainable else None
-    original = (lambda: build(config.target)) if drafter.trains_target else None
+    original = (lambda: build(config.target)) if drafter.trains_target and trained_target(run) is not None else None
     folder = run / "eval" / evaluation.name
     keep_earlier(folder)
 
@@ -169,6 +169,11 @@ def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Draft
     drafter: Drafter = build(config.drafter, target=target)
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     if config.drafter.get("init"):
+        if not drafter.has_weights:
+            raise UserError(
+                f"drafter.init={config.drafter.init}: this family has no weights beside the target's; go on from a trained one "
+                "with target=hf target.model=RUN/target"
+            )
         load_weights(drafter, initial_directory(config))
     return drafter
 

@@ -5,7 +5,7 @@ Nothing here copies or patches model code: attention goes through `AttentionInte
 `Cache`, features through hooks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,15 @@ def _attention(
 
 AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+
+
+def _rows_of(value: Any, rows: Tensor, batch: int) -> Any:
+    """The same arguments for some sequences of the batch."""
+    if isinstance(value, Tensor):
+        return value[rows] if value.dim() > 1 and len(value) == batch else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_rows_of(item, rows, batch) for item in value)
+    return {key: _rows_of(item, rows, batch) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 class Head:
@@ -203,14 +212,20 @@ class Target(nn.Module):
         hidden: Tensor | None = None,
         logits: bool = False,
         grad: bool = False,
+        skipped: Collection[int] = (),
+        dropped: Tensor | None = None,
     ) -> Features:
         """One forward over layers `first` to `last` (excluded), from tokens [B, N] or, at `first`, from `hidden` [B, N, D].
+
+        Layers in `skipped` pass their input on; so does layer l for row b where `dropped` [layers, B] is True (in training:
+        without cache and mask). Neither costs the layer's work.
 
         Without a cache, `mask` [B, N, N] says what each token sees; with one it marks, for every new node, the nodes
         behind the committed tokens that it sees [B, N, pending + N]. None is causal. "final" is the final norm of
         whatever layer ran last, so an early exit reads it the same way. Positions default to the order of the tokens.
         """
         last = self.num_layers if last is None else last
+        assert dropped is None or (cache is None and mask is None), "layers are dropped in training only"
         batch, num_new = tokens.shape
         kwargs: dict[str, Any] = {"visibility": None}
         if cache is not None:
@@ -223,7 +238,8 @@ class Target(nn.Module):
             kwargs["visibility"] = Visibility(tokens.new_zeros(batch), 0, mask, position_ids, position_ids)
         with ExitStack() as stack, torch.set_grad_enabled(grad):
             captured = stack.enter_context(self._capture(layers))
-            stack.enter_context(self._only(first, last, hidden))
+            working = [layer for layer in range(first, last) if layer not in skipped]
+            stack.enter_context(self._only(working, hidden, first, dropped))
             output = self.decoder(
                 input_ids=tokens,
                 position_ids=position_ids,
@@ -239,6 +255,11 @@ class Target(nn.Module):
         if cache is not None:
             cache.advance(num_new)
         return result
+
+    def normed(self, hidden: Tensor, grad: bool = False) -> Tensor:
+        """The final norm of states [B, T, D] of any layer: what the head reads at an early exit."""
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        return self.run(tokens, layers=("final",), first=self.num_layers, hidden=hidden, grad=grad).at("final")
 
     def save(self, path: str | Path) -> None:
         """Write model and tokenizer in transformers format."""
@@ -284,34 +305,55 @@ class Target(nn.Module):
                 handle.remove()
 
     @contextmanager
-    def _only(self, first: int, last: int, hidden: Tensor | None) -> Iterator[None]:
-        """Let layers outside [first, last) pass their input on without working; feed `hidden` to layer `first`."""
-        skipped = [layer for index, layer in enumerate(self.layers) if not first <= index < last]
+    def _only(self, working: Collection[int], hidden: Tensor | None, first: int, dropped: Tensor | None) -> Iterator[None]:
+        """Let layers that are not `working` pass their input on, and others for rows that are `dropped`; feed `hidden` to
+        layer `first`."""
 
         def skip(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             return (hidden_states,) if self._returns_tuple else hidden_states
+
+        def run_rows(layer: nn.Module, kept: Tensor) -> Callable[..., Any]:
+            forward = layer.forward
+
+            def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+                """The layer on the kept rows; whatever else has a row for each sequence is cut to the same ones."""
+                batch = len(hidden_states)
+                args, kwargs = (_rows_of(value, kept, batch) for value in (args, kwargs))
+                output = forward(hidden_states[kept], *args, **kwargs)
+                result = hidden_states.index_copy(0, kept, output[0] if self._returns_tuple else output)
+                return (result, *output[1:]) if self._returns_tuple else result
+
+            return run
+
+        replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
+        for index, layer in enumerate(self.layers):
+            kept = None if dropped is None else (~dropped[index]).nonzero()[:, 0]
+            if index not in working or (kept is not None and not len(kept)):
+                replaced.append((layer, skip))
+            elif dropped is not None and kept is not None and len(kept) < dropped.shape[1]:
+                replaced.append((layer, run_rows(layer, kept)))
 
         def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args:
                 return (hidden, *args[1:]), kwargs
             return args, {**kwargs, "hidden_states": hidden}
 
-        previous = [layer.__dict__.get("forward") for layer in skipped]
+        previous = [layer.__dict__.get("forward") for layer, _ in replaced]
         handle = None
         if hidden is not None:  # with no layer left to run, the last one, skipped, passes it on to the final norm
             handle = self.layers[min(first, self.num_layers - 1)].register_forward_pre_hook(
                 feed, with_kwargs=True, prepend=True
             )
-        for layer in skipped:
-            layer.forward = skip
+        for layer, forward in replaced:
+            layer.forward = forward
         try:
             yield
         finally:
-            for layer, forward in zip(skipped, previous):
-                if forward is None:
+            for (layer, _), before in zip(replaced, previous):
+                if before is None:
                     del layer.forward
                 else:
-                    layer.forward = forward
+                    layer.forward = before
             if handle is not None:
                 handle.remove()
 

@@ -64,6 +64,20 @@ class TokenTree:
         """[B, N] int64, 0 at the root."""
         return self.ancestors.sum(-1) - 1
 
+    def select(self, keep: Tensor) -> "TokenTree":
+        """The tree of the nodes that `keep` [B, N] marks, which must be closed under parents; padded to the longest row."""
+        order = keep.long().argsort(dim=1, descending=True, stable=True)[:, : int(keep.sum(1).max())]
+        places = torch.zeros_like(self.tokens).scatter(
+            1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
+        )
+        parents = self.parents.gather(1, order)
+        parents = torch.where(parents < 0, -1, places.gather(1, parents.clamp(min=0)))
+        real = keep.gather(1, order)
+        parents = torch.where(real, parents, 0)  # padding hangs below the root
+        q = None if self.q is None else self.q.gather(1, order[..., None].expand(-1, -1, self.q.shape[-1]))
+        valid, emitted = self.valid.gather(1, order) & real, self.emitted.gather(1, order)
+        return TokenTree(self.tokens.gather(1, order), parents, valid, emitted, self.children, q, self.draft_ids)
+
     @cached_property
     def words(self) -> Tensor:
         """[B, N, W] int64: bit j of word w of node i is set where node 64 w + j is i or an ancestor of it."""

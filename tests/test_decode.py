@@ -10,7 +10,8 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval.baselines import NEAR_TIE, first_difference, generate, logit_gap, plain_model
+from spectrain.eval.baselines import generate, plain_model
+from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
 from spectrain.features import Batch, Features
 from spectrain.shapes import Chain, Eagle2, Rollout, TreeBuilder
 from spectrain.target import Target

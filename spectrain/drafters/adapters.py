@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -16,6 +17,9 @@ from ..target import Target
 def inject_lora(target: Target, rank: int, alpha: float) -> list[nn.Parameter]:
     """LoRA (Hu et al., 2022) on every linear of the decoder layers; the parameters that it adds, which start as nothing."""
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"), target.decoder)
+    for layer in lora_layers(target):
+        for factors in (layer.lora_A, layer.lora_B):
+            factors.float()  # whatever the target's type: small steps would be lost in bfloat16
     return [parameter for name, parameter in target.named_parameters() if ".lora_" in name]
 
 
@@ -45,3 +49,18 @@ def merge_lora(target: Target) -> None:
                 base.weight.add_(module.get_delta_weight("default").to(base.weight.dtype))
             parent, _, child = name.rpartition(".")
             setattr(target.get_submodule(parent), child, base)
+
+
+def adapt_target(target: Target, how: Literal["full", "lora"], rank: int, alpha: float) -> list[nn.Parameter]:
+    """Get a target ready to be trained; the parameters that will be. Weights that change are kept in float32."""
+    if how == "lora":
+        return inject_lora(target, rank, alpha)
+    target.float()
+    return list(target.parameters())
+
+
+def settle_target(target: Target, how: Literal["full", "lora"], dtype: torch.dtype) -> None:
+    """The trained target as an ordinary model again, frozen, in the type that it had."""
+    if how == "lora":
+        merge_lora(target)
+    target.to(dtype).requires_grad_(False)

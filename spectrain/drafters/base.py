@@ -6,6 +6,7 @@ A family is one class in one file: `loss` trains it, `propose` decodes with it, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +42,15 @@ class Drafter(nn.Module, ABC):
     layers: tuple[Layer, ...] = ()  # the features it reads, in training and decoding; none for an independent model
     shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
     progress: float = 0.0  # how much of the training is done, from 0 to 1; the trainer keeps it, for schedules
+    step: int = 0  # optimiser steps done; the trainer keeps it too
     extra_nodes: int = 0  # nodes that its trees may hold beyond the builder's budget, such as nodes that only draft
     trains_target: bool = False  # its parameter groups hold parameters of the target: the run then saves the target too
 
+    copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and drafts are not drawn
+
     @property
     def has_weights(self) -> bool:
-        """Whether it has parameters of its own; a family without any copies text."""
+        """Whether it has parameters of its own."""
         return any(True for _ in self.parameters())
 
     def loss(self, batch: Batch, target: Target) -> Losses:
@@ -62,15 +66,25 @@ class Drafter(nn.Module, ABC):
         """
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        """The target's logits and features at every node; a family overrides it to reuse work done while drafting."""
+        """The target's logits and features at every node, from where `context.shallow` left them if something ran a part."""
+        if context.shallow is not None:
+            return context.shallow.finish(tree)
         return context.target.verify(tree, context.cache, self.layers)
 
     def commit(self, context: Context, accepted: Accepted) -> None:
         """Forget what was rejected; the context already holds the accepted tokens and their features."""
 
     def draft_passes(self, depth: float) -> float:
-        """How often drafting so deep reads all of the drafter's weights, for the floor of its time."""
+        """How often drafting so deep reads all of `drafting_weights`, for the floor of its time."""
         return depth
+
+    def drafting_weights(self, target: Target) -> nn.Module:
+        """What a draft step reads: the drafter's own weights, unless it runs a part of the target."""
+        return self
+
+    def calibrate(self, target: Target, prompts: Callable[[], list[list[int]]], depth: int) -> None:
+        """Called once before scoring, with prompts that are not scored, read when asked for, and the depth of the trees to
+        come; a training-free family searches its settings here."""
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Called once before a fresh training, with how often each token [V] is the assistant's in the data."""

@@ -38,6 +38,8 @@ class Lookahead(Drafter):
     the root as column 0, whose n-gram begins in text that is already there; here all W columns lie ahead of it.
     """
 
+    copies_text = True
+
     def __init__(
         self, target: Target, window: int = 5, ngram: int = 4, guesses: int = 5, pool_from_prompt: bool = True
     ) -> None:

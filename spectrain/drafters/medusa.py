@@ -18,7 +18,7 @@ from ..features import Batch, Layer
 from ..losses import Loss
 from ..shapes.base import Rollout, TreeBuilder
 from ..tree import TokenTree
-from .adapters import adapters_off, inject_lora, merge_lora
+from .adapters import adapt_target, adapters_off, settle_target
 from .base import Losses
 from .layers import ResBlock
 from .vocabulary import HeadsDrafter, Supervision
@@ -90,14 +90,13 @@ class Medusa(HeadsDrafter):
         self.heads = nn.ModuleList(MedusaHead(target.width, vocab_size, num_layers) for _ in range(num_heads))
         self.add_vocabulary(vocab_size, target.head.vocab_size)
         self.adapted: list[nn.Parameter] = []  # of the target
+        self.dtype = target.dtype
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Start the heads as the target's own, and put in the adapters."""
         super().prepare(target, token_counts)
-        if self.adapt == "lora":
-            self.adapted = inject_lora(target, self.rank, self.alpha)
-        elif self.adapt == "full":
-            self.adapted = list(target.parameters())
+        if self.adapt is not None:
+            self.adapted = adapt_target(target, self.adapt, self.rank, self.alpha)
 
     # Training
 
@@ -144,8 +143,8 @@ class Medusa(HeadsDrafter):
         return F.kl_div(logits.log_softmax(-1), original.log_softmax(-1), log_target=True, reduction="sum")
 
     def finish(self, target: Target) -> None:
-        if self.adapt == "lora":
-            merge_lora(target)
+        if self.adapt is not None:
+            settle_target(target, self.adapt, self.dtype)
         self.adapted = []
 
     # Decoding

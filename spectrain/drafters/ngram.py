@@ -27,6 +27,8 @@ class Index:
 class Ngram(Drafter):
     """A chain copied from the latest earlier occurrence of the longest matching n-gram, `longest` to `shortest` tokens."""
 
+    copies_text = True
+
     def __init__(self, target: Target, longest: int = 3, shortest: int = 1) -> None:
         super().__init__()
         self.longest, self.shortest = longest, shortest

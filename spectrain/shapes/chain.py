@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -17,18 +17,25 @@ if TYPE_CHECKING:
 class Chain(TreeBuilder):
     """The drafter's continuation, up to `depth` tokens: its most likely one, or with children=sampled a drawn one.
 
-    With `stop`, a row ends before a token whose chance of being kept, the product of the likeliest q along the path, is
-    below it (the rule of Kangaroo and BiLD, over paths). The token itself is not looked at, so drawn chains stay lossless;
-    drawing one and then discarding it would not.
+    With `stop`, a row ends before a token whose chance of being kept is below it: the product of the likeliest q along the
+    path or, with stop_on=token, the likeliest q after the path alone (the second exit of Kangaroo, Liu et al., 2024). The
+    token itself is not looked at, so drawn chains stay lossless; drawing one and then discarding it would not.
     """
 
     name = "chain"
     is_chain = True
 
     def __init__(
-        self, depth: int = 3, children: Children = "deterministic", temperature: float = 1.0, seed: int = 0, stop: float = 0.0
+        self,
+        depth: int = 3,
+        children: Children = "deterministic",
+        temperature: float = 1.0,
+        seed: int = 0,
+        stop: float = 0.0,
+        stop_on: Literal["path", "token"] = "path",
     ) -> None:
         self.depth, self.children, self.temperature, self.seed, self.stop = depth, children, temperature, seed, stop
+        self.stop_on = stop_on
         self._check(depth=(depth, 1))
         if not 0 <= stop < 1:
             raise UserError(f"tree.stop={stop}: use 0 or more and less than 1")
@@ -37,10 +44,12 @@ class Chain(TreeBuilder):
     def grow(self, context: Context, rollout: Rollout) -> TokenTree:
         draft = Draft(self, context, rollout)
         confidence = torch.ones(len(context.root), device=context.root.device)
+        going = torch.ones_like(context.root, dtype=torch.bool)
         depth = self.reach(rollout)
         for level in range(depth):
-            confidence = confidence * (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1)
-            going = confidence >= self.stop
+            likeliest = (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1)
+            going = going & ((likeliest if self.stop_on == "token" else confidence * likeliest) >= self.stop)
+            confidence = confidence * likeliest
             if self.stop and not going.any():
                 break
             draft.branch(1, going[:, None, None] if self.stop else None)

@@ -140,7 +140,9 @@ class Trainer:
             _load_weights(drafter, target, weights)
             batches_done = progress["batches_done"]
         pack_linears(drafter)
-        model, optimizer = accelerator.prepare(drafter.to(accelerator.device), optimizer)
+        own = any(parameter.requires_grad for parameter in drafter.parameters())  # what wraps a model wants something to train
+        model = accelerator.prepare_model(drafter.to(accelerator.device), evaluation_mode=not own)
+        optimizer = accelerator.prepare(optimizer)
         job = Job(drafter, target, dataset, source, accelerator, model, optimizer)
         stream = dataset.stream(self.batch_tokens, self.seed, skip=batches_done)
         metrics_file = MetricsFile(run / "metrics.jsonl", step) if accelerator.is_main_process else None
@@ -153,7 +155,7 @@ class Trainer:
                 lr = self.lr_at(step, num_steps, stage_began)
                 for group in job.optimizer.param_groups:
                     group["lr"] = lr * group["lr_scale"]
-                drafter.progress = step / num_steps
+                drafter.progress, drafter.step = step / num_steps, step
                 share = list(islice(stream, self.accumulate * accelerator.num_processes))
                 batches_done += len(share)
                 mine = share[accelerator.process_index :: accelerator.num_processes]

@@ -1,0 +1,53 @@
+"""How good the target is at every exit. Shapes: T tokens, R supervised rows, D target width, V vocabulary.
+
+Exit E reads the residual stream entering layer E through the final norm and the head; the last one is the model's own.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spectrain.eval.drift import Text
+from spectrain.target import Target
+
+
+@torch.no_grad()
+def exit_quality(target: Target, texts: Sequence[Text]) -> dict[str, list[float]]:
+    """At every exit from 1 on: the perplexity of answers, and how often the last exit has the same most likely token."""
+    count = target.num_layers
+    losses, agreed = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    judged = 0
+    for prompt, answer in texts:
+        tokens = torch.tensor([prompt + answer], device=target.device)
+        states = target.features(tokens, tuple(range(1, count + 1))).hidden[0, len(prompt) - 1 : -1]  # [R, exits, D]
+        following = tokens[0, len(prompt) :, None]
+        best: Tensor | None = None
+        for exit in reversed(range(count)):
+            log_p = target.head.logits(target.normed(states[None, :, exit])[0]).log_softmax(-1)
+            best = log_p.argmax(-1) if best is None else best
+            losses[exit] -= log_p.gather(-1, following).double().sum().cpu()
+            agreed[exit] += (log_p.argmax(-1) == best).sum().cpu()
+        judged += len(answer)
+    return {
+        "perplexity": [round(math.exp(loss / judged), 4) for loss in losses.tolist()],
+        "agreement": [round(hits / judged, 4) for hits in agreed.tolist()],
+    }
+
+
+def plot_exits(path: Path, found: dict[str, dict[str, list[float]]]) -> None:
+    """Perplexity and agreement by exit, a curve for each model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, values in found.items():
+        exits = range(1, len(values["perplexity"]) + 1)
+        left.plot(exits, values["perplexity"], marker="o", label=name)
+        right.plot(exits, values["agreement"], marker="o", label=name)
+    left.set(xlabel="layers run", ylabel="perplexity of the answers", yscale="log")
+    right.set(xlabel="layers run", ylabel="same most likely token as the last layer", ylim=(0, 1.02))
+    left.legend()
+    figure.savefig(path)

@@ -1,0 +1,103 @@
+"""Whether drafted outputs are the target's own, token by token."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from spectrain.acceptance import Greedy, Match
+from spectrain.eval.baselines import generate, plain_model
+from spectrain.eval.metrics import Turn
+from spectrain.eval.systems import System, run
+from spectrain.target import Target
+
+NEAR_TIE = 1e-4
+
+
+@dataclass
+class Identity:
+    """Whether drafted outputs equal their reference."""
+
+    rule: str
+    lossless: bool  # as the rule declares it
+    reference: str
+    checked: int = 0
+    identical: int = 0
+    near_ties: list[dict[str, Any]] = field(default_factory=list)
+    differences: list[dict[str, Any]] = field(default_factory=list)
+
+    def summary(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def check_identity(
+    target: Target, systems: list[System], turns: dict[str, list[Turn]], max_new_tokens: int
+) -> dict[str, Identity]:
+    """Compare every output with its reference: `generate` for greedy decoding, our autoregressive run for sampling.
+
+    A rule that weighs p against q is the target's in distribution, not token by token: nothing is compared.
+    """
+    found = {}
+    greedy = [system for system in systems if isinstance(system.rule, Greedy)]
+    references: list[list[int]] = []
+    if greedy:
+        with plain_model(target) as model:
+            for turn in turns[greedy[0].name]:
+                references.append(generate(model, turn.autoregressive.prompt, max_new_tokens, target.stop_ids))
+    for system in systems:
+        if system in greedy:
+            identity = Identity(system.rule.name, True, "transformers generate")
+        elif isinstance(system.rule, Match):
+            identity = Identity(system.rule.name, True, "autoregressive, same random draws")
+            references = [turn.autoregressive.output for turn in turns[system.name]]
+        else:
+            reference = "the target's distribution, by proof" if system.rule.lossless else "none: the rule is lossy"
+            found[system.name] = Identity(system.rule.name, system.rule.lossless, reference)
+            continue
+        found[system.name] = identity
+        for row, (turn, wanted) in enumerate(zip(turns[system.name], references), 1):
+            _compare(target, system, identity, turn, wanted, row, max_new_tokens)
+    return found
+
+
+def _compare(
+    target: Target, system: System, found: Identity, turn: Turn, wanted: list[int], row: int, max_new_tokens: int
+) -> None:
+    """Count a turn as identical; where two logits are nearly equal, go on from the reference's token."""
+    found.checked += 1
+    output = list(turn.drafted.output)
+    while (position := first_difference(output, wanted)) is not None:
+        where = {"id": turn.id, "turn": turn.turn, "position": position}
+        prefix = wanted[:position]
+        tied = isinstance(system.rule, Greedy)  # a sampled token is decided by noise as well: equal logits excuse nothing
+        gap = logit_gap(target, turn.drafted.prompt + prefix) if tied else None
+        if gap is None or gap >= NEAR_TIE or position >= len(wanted):
+            found.differences.append({**where, "gap": gap})
+            return
+        found.near_ties.append({**where, "gap": gap})
+        prefix = wanted[: position + 1]
+        left = max_new_tokens - len(prefix)
+        if left < 1 or prefix[-1] in target.stop_ids:
+            output = prefix
+            continue
+        context = turn.drafted.prompt + prefix
+        output = prefix + run(target, system, system.rule, [context], left, [row])[0].output
+    found.identical += 1
+
+
+def first_difference(left: list[int], right: list[int]) -> int | None:
+    """The first position at which two outputs differ; None where they are equal."""
+    for position, (a, b) in enumerate(zip(left, right)):
+        if a != b:
+            return position
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def logit_gap(target: Target, context: list[int]) -> float:
+    """The target's best logit minus its second best after `context`, computed in float64."""
+    with plain_model(target) as model, torch.inference_mode():
+        exact = copy.deepcopy(model).to("cpu", torch.float64)
+        logits = exact(torch.tensor([context])).logits[0, -1].double()
+    best = logits.topk(2).values
+    return float(best[0] - best[1])

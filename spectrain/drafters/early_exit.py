@@ -1,0 +1,162 @@
+"""Early exit (LayerSkip, Elhoushi et al., 2024): the target's own first layers draft, its other layers verify.
+
+Shapes: B batch, T tokens, L layers of the target, D its width, V vocabulary, R supervised rows.
+Exit l, from 0, is behind layer l: it reads the residual stream entering layer l + 1. Exit L - 1 is the model's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import zlib
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..features import Batch, Layer
+from ..randomness import LAYER_DROPOUT, generator
+from .adapters import adapt_target, settle_target
+from .base import Losses
+from .selfdraft import SelfDrafter, exit_of
+
+if TYPE_CHECKING:
+    from ..target import Target
+
+Curriculum = Literal["rotational", "gradual", "all"]
+
+
+class EarlyExit(SelfDrafter):
+    """Drafts with the layers before `exit_layer` and the target's own norm and head; training makes the target good at it.
+
+    Layer dropout (section 4.1.1): a sequence skips layer l with probability S(t) D(l) max_dropout, D(l) = exp(l ln 2 / (L - 1))
+    - 1; S is 1, or with dropout_schedule=exponential, for pre-training, exp(t ln 2 / (T - 1)) - 1 at step t of T.
+    Early-exit loss (4.1.2): J = sum_l C(t, l) e(l) CE(head(norm(x_(l+1))), Y) / sum_l C(t, l) e(l) with e(l) = exit_scale *
+    (0 + 1 + ... + l) before the last exit and e(L - 1) = L - 1 + exit_scale * (0 + 1 + ... + L - 2). The curriculum C is
+    rotational (every `rotate`-th exit, the first of them moving on with every step), gradual (exits open from the last one
+    downwards, all of them by half of the training) or all; the last exit is always in the loss.
+
+    The output is that of the trained target.
+    """
+
+    trains_target = True
+
+    def __init__(
+        self,
+        target: Target,
+        exit_layer: int | None = None,
+        max_dropout: float = 0.1,
+        dropout_schedule: Literal["constant", "exponential"] = "constant",
+        exit_scale: float = 1.0,
+        curriculum: Curriculum = "rotational",
+        rotate: int = 4,
+        adapt: Literal["full", "lora"] = "full",
+        rank: int = 32,
+        alpha: float = 32.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not 0 <= max_dropout < 1:
+            raise UserError(f"drafter.max_dropout={max_dropout}: use 0 or more and less than 1")
+        if not exit_scale >= 0:
+            raise UserError(f"drafter.exit_scale={exit_scale}: use 0 or more")
+        for key, value in (("rotate", rotate), ("rank", rank)):
+            if value < 1:
+                raise UserError(f"drafter.{key}={value}: use 1 or more")
+        self.exit_layer = exit_of(target, exit_layer)
+        self.max_dropout, self.dropout_schedule, self.exit_scale = max_dropout, dropout_schedule, exit_scale
+        self.curriculum, self.rotate, self.seed = curriculum, rotate, seed
+        self.adapt, self.rank, self.alpha = adapt, rank, alpha
+        self.head = target.head
+        self.adapted: list[nn.Parameter] = []  # of the target
+        self.dtype = target.dtype
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Open the target's weights, or the adapters that are put into it."""
+        self.adapted = adapt_target(target, self.adapt, self.rank, self.alpha)
+
+    def at_exit(self, exit_layer: int, target: Target) -> EarlyExit:
+        """The same drafter with another exit."""
+        other = copy.copy(self)
+        other.exit_layer = exit_of(target, exit_layer)
+        return other
+
+    def settings(self) -> dict[str, Any]:
+        return {"exit_layer": self.exit_layer}
+
+    # Training
+
+    def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
+        return [{"params": self.adapted}]
+
+    def features_in(self, stage: int) -> tuple[Layer, ...]:
+        """None: the target runs in the loss, with layers dropped."""
+        return ()
+
+    def loss(self, batch: Batch, target: Target) -> Losses:
+        """The weighted cross-entropy of every open exit; the hits are how often `exit_layer` says what the last exit says."""
+        weights = self.exit_weights(target.num_layers)
+        exits = [exit for exit, weight in enumerate(weights) if weight > 0]
+        asked = sorted({*exits, self.exit_layer - 1})
+        predicts, labels = batch.predicts, batch.tokens.roll(-1, dims=1)[batch.predicts]
+        layers = tuple(exit + 1 for exit in asked)
+        states = target.run(batch.tokens, layers=layers, grad=torch.is_grad_enabled(), dropped=self.dropped(batch, target))
+        losses, best = {}, {}
+        for exit in asked:
+            state = states.at(exit + 1)[predicts]
+            if exit in exits:
+                losses[exit], best[exit] = self._exit_loss(target, state, labels)
+            else:
+                with torch.no_grad():
+                    best[exit] = self._exit_loss(target, state, labels)[1]
+        last = exits[-1]
+        early = sum((weights[exit] * losses[exit] for exit in exits[:-1]), start=losses[last].new_zeros(()))
+        hits = (best[self.exit_layer - 1] == best[last]).sum()[None].float()
+        counts = torch.full_like(hits, len(labels))
+        return Losses({"language_model": weights[last] * losses[last], "exits": early}, hits, counts)
+
+    def exit_weights(self, num_layers: int) -> list[float]:
+        """What every exit's loss is multiplied by at this step, [L], summing to 1; 0 where the curriculum keeps it closed."""
+        below = num_layers - 1
+        scale = [self.exit_scale * exit * (exit + 1) / 2 for exit in range(below)]
+        scale.append(below + self.exit_scale * (below - 1) * below / 2)
+        if self.curriculum == "rotational":
+            opened = {exit for exit in range(num_layers) if exit % self.rotate == self.step % self.rotate}
+        elif self.curriculum == "gradual":
+            opened = set(range(max(0, below - int(self.progress * 2 * num_layers)), num_layers))
+        else:
+            opened = set(range(num_layers))
+        opened.add(below)
+        total = sum(scale[exit] for exit in opened)
+        return [scale[exit] / total if exit in opened and total else float(exit == below) for exit in range(num_layers)]
+
+    def dropout_rates(self, num_layers: int) -> list[float]:
+        """The chance that a sequence skips each layer at this step, [L]."""
+        over_time = 1.0 if self.dropout_schedule == "constant" else math.expm1(self.progress * math.log(2))
+        span = max(1, num_layers - 1)
+        return [self.max_dropout * over_time * math.expm1(layer * math.log(2) / span) for layer in range(num_layers)]
+
+    def dropped(self, batch: Batch, target: Target) -> Tensor | None:
+        """[L, B] which layers each sequence skips, drawn for its own tokens and the step: however sequences are batched, on
+        whichever process, they skip the same ones."""
+        if not self.training or not self.max_dropout:
+            return None
+        rates = torch.tensor(self.dropout_rates(target.num_layers))
+        columns = []
+        for row in batch.tokens.cpu():
+            key = zlib.crc32(row[: int(row.nonzero()[-1]) + 1 if row.any() else 0].numpy().tobytes())  # without padding
+            source = generator(LAYER_DROPOUT, self.seed, key, self.step)
+            columns.append(torch.rand(len(rates), generator=source) < rates)
+        return torch.stack(columns, dim=1).to(batch.tokens.device)
+
+    def _exit_loss(self, target: Target, state: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The summed cross-entropy of an exit's states [R, D], and its most likely tokens [R]."""
+        final = target.normed(state[None], grad=torch.is_grad_enabled())[0]
+        logits = self.head.logits(final)
+        return F.cross_entropy(logits, labels, reduction="sum"), logits.detach().argmax(-1)
+
+    def finish(self, target: Target) -> None:
+        settle_target(target, self.adapt, self.dtype)
+        self.adapted = []

@@ -1,0 +1,112 @@
+"""Kangaroo (Liu et al., 2024): the target's first layers, and an adapter in place of the others, draft.
+
+Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P fresh positions, F frontier nodes.
+Index t of the adapter reads the residual stream entering layer `exit_layer` at t and predicts token t + 1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import TreeCache
+from ..features import Batch, Layer
+from ..losses import Loss, row_losses
+from ..shallow import Level
+from ..shapes.base import TreeBuilder
+from ..tree import TokenTree
+from .base import Losses
+from .layers import Attention, copy_weights, llama_config, rotary
+from .selfdraft import SelfDrafter, exit_of
+
+if TYPE_CHECKING:
+    from ..decode import Context
+    from ..target import Target
+
+
+class Kangaroo(SelfDrafter):
+    """One attention block with its norms, x + attention(norm(x)), between an exit of the frozen target and its output layer.
+
+    Trained on the target's distribution at every token of the assistant (equation 4). Decoding stops a draft where its most
+    likely token is unlikely, the second exit, which is the tree builder's to do: tree=chain with stop and stop_on=token.
+    """
+
+    shape = ("exit_layer",)
+
+    def __init__(self, target: Target, exit_layer: int | None = None, loss: Loss = "forward_kl") -> None:
+        super().__init__()
+        config = llama_config(target)
+        self.exit_layer, self.divergence = exit_of(target, exit_layer), loss
+        self.layers: tuple[Layer, ...] = (self.exit_layer,)
+        self.head = target.head
+        self.input_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
+        self.self_attn = Attention(config, target.width)
+        self.norm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
+        self.rotary = rotary(config)
+        self.cache: TreeCache | None = None
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Start as the target's own early exit: its norm, and an attention that adds nothing."""
+        copy_weights(getattr(target.decoder, "norm", nn.Identity()), self.norm)
+        nn.init.zeros_(self.self_attn.o_proj.weight)
+
+    def settings(self) -> dict[str, int]:
+        return {"exit_layer": self.exit_layer}
+
+    # Training
+
+    def features_in(self, stage: int) -> tuple[Layer, ...]:
+        """With what the target's head reads, for the loss."""
+        return (self.exit_layer, "final")
+
+    def loss(self, batch: Batch, target: Target) -> Losses:
+        """The divergence from the target after every position whose next token is the assistant's."""
+        assert batch.features is not None
+        predicts = batch.predicts
+        x = batch.features.at(self.exit_layer).to(self.norm.weight.dtype)
+        positions = torch.arange(x.shape[1], device=x.device)[None]
+        normed = self.input_layernorm(x)
+        q, k, v = self.self_attn.project(normed, self.rotary(normed, positions))
+        states = self.norm(x + self.self_attn.masked(q, k, v, None))[predicts]
+        final, following = batch.features.at("final")[predicts], batch.tokens.roll(-1, dims=1)[predicts]
+        log_q = self.head.logits(states.to(final.dtype)).log_softmax(-1)
+        with torch.no_grad():
+            log_p = self.head.logits(final).log_softmax(-1)
+        if self.divergence == "cross_entropy":
+            losses, wanted = -log_q.gather(-1, following[:, None])[:, 0], following
+        else:
+            losses, wanted = row_losses(self.divergence, log_p, log_q), log_p.argmax(-1)
+        hits = (log_q.argmax(-1) == wanted).sum()[None].float()
+        return Losses({self.divergence: losses.sum()}, hits, torch.full_like(hits, len(losses)))
+
+    # Decoding
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        """Read the exit states of what was just accepted, the last draft's too, then draft from the root on."""
+        batch, device = len(context.counts), context.tokens.device
+        if context.round == 0 or self.cache is None:
+            room = context.cache.max_length + 1 + budget.drafted
+            self.cache = TreeCache(1, batch, room, device)
+        num_new = context.fresh.tokens.shape[1]
+        visible = torch.ones(num_new, num_new, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
+        self._adapt(context.fresh.at(self.exit_layer), self.cache.slots(num_new), visible)
+        self.cache.commit(torch.arange(num_new, device=device).expand(batch, -1), context.counts)
+        tree = super().propose(context, budget)
+        self.cache.forget()
+        return tree
+
+    def log_q(self, level: Level) -> Tensor:
+        adapted = self._adapt(level.seen.at(self.exit_layer), level.positions, level.visible)
+        return self.head.logits(self.norm(adapted).to(self.head.output.weight.dtype)).log_softmax(-1)
+
+    def _adapt(self, x: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+        """[B, F, D] -> [B, F, D], appended to the adapter's cache behind what it holds."""
+        assert self.cache is not None
+        x = x.to(self.norm.weight.dtype)
+        normed = self.input_layernorm(x)
+        q, k, v = self.self_attn.project(normed, self.rotary(normed, positions))
+        attended = self.self_attn.cached(q, k, v, self.cache, visible)
+        self.cache.advance(x.shape[1])
+        return x + attended

@@ -1,0 +1,116 @@
+"""Draft without some of the target's layers, untrained (Draft & Verify, Zhang et al., 2024; SWIFT, Xia et al., 2025).
+
+Shapes: B batch, T tokens, L layers of the target, D its width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..acceptance import Greedy
+from ..decode import decode
+from ..errors import UserError
+from .selfdraft import SelfDrafter
+
+if TYPE_CHECKING:
+    from ..target import Target
+
+
+class LayerSkipping(SelfDrafter):
+    """Drafts with all layers but `skipped`, which are given or, by default, searched for on the calibration prompts.
+
+    The layers before the first skipped one are not run again to verify. The search measures a set on the target's own greedy
+    answers, read in one forward: a, how often leaving it out keeps the most likely token, gives with chains of d drafts
+    (1 - a^(d + 1)) / (1 - a) tokens a round for d c + 1 forwards, c being the share of the target's weights that a draft step
+    reads, and the set with the most tokens a forward wins. It starts from the layers that change their input least in
+    direction, more and more of them, and then adds, removes or swaps layers at random, `search_steps` sets in all.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        skipped: Sequence[int] | None = None,
+        search_steps: int = 60,
+        answer_tokens: int = 32,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for key, value, least in (("search_steps", search_steps, 1), ("answer_tokens", answer_tokens, 2)):
+            if value < least:
+                raise UserError(f"drafter.{key}={value}: use {least} or more")
+        wrong = [layer for layer in skipped or () if not 0 <= layer < target.num_layers]
+        if wrong or (skipped is not None and not 0 < len(set(skipped)) < target.num_layers):
+            raise UserError(
+                f"drafter.skipped={list(skipped or ())}: name at least one of the layers 0 to {target.num_layers - 1} of "
+                f"{target.name}, and not all"
+            )
+        self.search_steps, self.answer_tokens, self.seed = search_steps, answer_tokens, seed
+        self.exit_layer = target.num_layers
+        self.head = target.head
+        self.skipped = frozenset(skipped or (target.num_layers // 2,))
+        self.searched = skipped is not None
+
+    def settings(self) -> dict[str, Any]:
+        return {"skipped": sorted(self.skipped)} if self.searched else {}
+
+    def calibrate(self, target: Target, prompts: Callable[[], list[list[int]]], depth: int) -> None:
+        """Search for the set to skip, unless it was given."""
+        if not self.searched:
+            self.skipped = search(target, prompts(), depth, self.search_steps, self.answer_tokens, self.seed)
+            self.searched = True
+
+
+def search(
+    target: Target, prompts: list[list[int]], depth: int, steps: int, answer_tokens: int, seed: int = 0
+) -> frozenset[int]:
+    """The set of layers to skip that promises the most tokens a forward with chains of `depth` drafts."""
+    tokens, answers = own_answers(target, prompts, answer_tokens)
+    states = target.features(tokens, (*range(target.num_layers + 1), "final"))
+    wanted = target.head.logits(states.at("final")[answers]).argmax(-1)
+    found: dict[frozenset[int], float] = {}
+    head = target.head.output.weight.numel()
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in target.layers]
+
+    def promise(skipped: frozenset[int]) -> float:
+        """Tokens a round over forwards a round; every set is measured once."""
+        if skipped not in found:
+            final = target.run(tokens, layers=("final",), skipped=skipped).at("final")[answers]
+            agreement = float((target.head.logits(final).argmax(-1) == wanted).float().mean())
+            emitted = sum(agreement**k for k in range(depth + 1))
+            spared = sum(sizes[layer] for layer in skipped) / (head + sum(sizes))
+            found[skipped] = emitted / (1 + depth * (1 - spared))
+        return found[skipped]
+
+    entering, leaving = states.hidden[answers][:, : target.num_layers], states.hidden[answers][:, 1 : target.num_layers + 1]
+    likest = torch.cosine_similarity(entering, leaving, dim=-1).mean(0).argsort(descending=True).tolist()
+    starts = [frozenset(likest[:count]) for count in range(1, target.num_layers)]
+    for start in starts[: max(1, steps // 2)]:
+        promise(start)
+    best = max(found, key=lambda skipped: found[skipped])
+    random = Random(seed)
+    for _ in range(20 * steps):  # small targets have fewer sets than steps
+        if len(found) >= steps:
+            break
+        changed = set(best)
+        for _ in range(random.choice((1, 2))):
+            changed ^= {random.randrange(target.num_layers)}
+        if 0 < len(changed) < target.num_layers and promise(frozenset(changed)) > found[best]:
+            best = frozenset(changed)
+    return best
+
+
+def own_answers(target: Target, prompts: list[list[int]], answer_tokens: int) -> tuple[Tensor, Tensor]:
+    """Prompts with the target's greedy answers [B, T], and [B, T] bool where the next token belongs to the answer."""
+    texts, masks = [], []
+    for prompt in prompts:
+        (answer,) = decode(target, [prompt], Greedy(), min(answer_tokens, target.max_length - len(prompt)))
+        texts.append(torch.tensor(prompt + answer.output, device=target.device))
+        place = torch.arange(len(texts[-1]), device=target.device)
+        masks.append((place >= len(prompt) - 1) & (place < len(texts[-1]) - 1))
+    return pad_sequence(texts, batch_first=True), pad_sequence(masks, batch_first=True)
