@@ -41,6 +41,9 @@ def sources(folder: str) -> list[Path]:
     return [path for path in (ROOT / folder).rglob("*.py") if not any(part.is_symlink() for part in path.parents)]
 
 
+SHARED = {"base", "layers", "vocabulary", "adapters", "selfdraft", "__init__"}  # in drafters/, and no family
+
+
 def test_imports_point_one_way() -> None:
     """kernels import nothing of ours; the library imports eval only where commands are wired; families are apart."""
     for path in sources("kernels"):
@@ -49,7 +52,7 @@ def test_imports_point_one_way() -> None:
     for path in sources("spectrain"):
         if path.name not in wiring:
             assert not any(name.startswith("spectrain.eval.") for name in imports(path)), path
-    families = {path.stem for path in sources("spectrain/drafters")} - {"base", "layers", "vocabulary", "adapters", "__init__"}
+    families = {path.stem for path in sources("spectrain/drafters")} - SHARED
     for family in families:
         others = {f"spectrain.drafters.{other}" for other in families - {family}}
         assert not others & imports(ROOT / "spectrain" / "drafters" / f"{family}.py"), family
@@ -58,7 +61,7 @@ def test_imports_point_one_way() -> None:
 @pytest.mark.parametrize("folder", ["spectrain/training", "spectrain/data"])
 def test_training_knows_no_family(folder: str) -> None:
     """The trainer and the data never import a family or name one."""
-    families = {path.stem for path in sources("spectrain/drafters")} - {"base", "layers", "vocabulary", "adapters", "__init__"}
+    families = {path.stem for path in sources("spectrain/drafters")} - SHARED
     for path in sources(folder):
         assert not {f"spectrain.drafters.{family}" for family in families} & imports(path), path
 

@@ -1,4 +1,4 @@
-"""Every drafter of conf/drafter, variants of some, and three toys, through the same trainer, engine, save and reload."""
+"""Every drafter of conf/drafter, variants of some, and two toys, through the same trainer, engine, save and reload."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ from spectrain.sources import Live
 from spectrain.target import Target
 from spectrain.training.loop import Trainer
 
-from .toys import EarlyExitLora, FrozenHeads, Independent
+from .toys import FrozenHeads, Independent
 
 FAMILIES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "drafter").glob("*.yaml"))
 SMALL: dict[str, dict[str, Any]] = {"eagle3": {"vocab_size": 512, "ttt_steps": 3}}
@@ -34,11 +34,14 @@ ARCHITECTURE: dict[str, Any] = {
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa lora distilled": ("medusa", {"adapt": "lora", "self_distillation": True}),
     "medusa full": ("medusa", {"adapt": "full"}),
+    "early exit lora": ("early_exit", {"adapt": "lora", "rotate": 2}),
+    "early exit gradual": ("early_exit", {"curriculum": "gradual", "dropout_schedule": "exponential"}),
+    "skipping the middle": ("layer_skip", {"skipped": [3, 4]}),
     "hydra prefix": ("hydra", {"prefix_attention": True}),
     "causal architecture": ("causal", {"architecture": ARCHITECTURE}),
     "causal padded": ("causal", {"architecture": {**ARCHITECTURE, "vocab_size": 2112}}),
 }
-TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent, "early exit": EarlyExitLora}
+TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent}
 
 
 def make(name: str, target: Target) -> Drafter:

@@ -1,18 +1,16 @@
-"""Three small drafters that are unlike each other, to hold the contract to what real families need."""
+"""Two small drafters that are unlike each other, to hold the contract to what real families need."""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectrain.cache import TreeCache
 from spectrain.decode import Context
 from spectrain.drafters.base import Drafter, Losses
-from spectrain.features import Batch, Features
+from spectrain.features import Batch
 from spectrain.shapes import Rollout, TreeBuilder
 from spectrain.target import ATTENTION, Target
 from spectrain.tree import TokenTree
@@ -124,67 +122,3 @@ class _Model(Rollout):
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
         return self._run(tokens, self.depth.gather(1, parents) + 1, above)
-
-
-class EarlyExitLora(Drafter):
-    """Trains the target through LoRA and proposes a chain from the target's own first layers, whose work is reused."""
-
-    trains_target = True
-
-    def __init__(self, target: Target, exit_layer: int = 4, rank: int = 4) -> None:
-        super().__init__()
-        self.exit_layer, self.rank = exit_layer, rank
-        self.adapters = nn.ModuleList()
-        self.states: list[Tensor] = []
-
-    def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
-        return [{"params": list(self.parameters()), "lr_scale": 10.0}]
-
-    def prepare(self, target: Target, token_counts: Tensor) -> None:
-        inject_adapter_in_model(LoraConfig(r=self.rank, target_modules=["q_proj", "v_proj"]), target.model)
-        for module in target.model.modules():
-            if isinstance(module, LoraLayer):
-                self.adapters.extend([module.lora_A, module.lora_B])
-
-    def finish(self, target: Target) -> None:
-        for name, module in list(target.model.named_modules()):
-            if isinstance(module, LoraLayer):
-                module.merge()
-                parent, _, child = name.rpartition(".")
-                setattr(target.model.get_submodule(parent), child, module.get_base_layer())
-        self.adapters = nn.ModuleList()
-
-    def loss(self, batch: Batch, target: Target) -> Losses:
-        terms, hits, counts = {}, [], []
-        for name, last in (("exit", self.exit_layer), ("last", target.num_layers)):
-            logits = target.run(batch.tokens, last=last, logits=True, grad=True).logits
-            assert logits is not None
-            terms[name], hit, count = cross_entropy(logits, batch, 1)
-            hits.append(hit)
-            counts.append(count)
-        return Losses(terms, torch.stack(hits), torch.stack(counts))
-
-    def _draft(self, context: Context, token: Tensor, depth: int) -> Tensor:
-        positions = context.cache.lengths[:, None] + depth
-        seen = context.target.run(
-            token, positions, None, context.cache, layers=(self.exit_layer,), last=self.exit_layer, logits=True
-        )
-        self.states.append(seen.at(self.exit_layer))
-        assert seen.logits is not None
-        return seen.logits.argmax(-1)
-
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        self.states = []
-        tokens = [context.root[:, None]]
-        for depth in range(budget.depth):
-            tokens.append(self._draft(context, tokens[-1], depth))
-        return TokenTree.chain(torch.cat(tokens, dim=1))
-
-    def verify(self, context: Context, tree: TokenTree) -> Features:
-        self._draft(context, tree.tokens[:, -1:], tree.tokens.shape[1] - 1)  # the newest token has not been run at all
-        context.cache.forget()  # the early layers' keys stay in their slots; the other layers fill the same ones
-        positions = context.cache.lengths[:, None] + tree.depths
-        hidden = torch.cat(self.states, dim=1)
-        return context.target.run(
-            tree.tokens, positions, tree.ancestors, context.cache, first=self.exit_layer, hidden=hidden, logits=True
-        )

@@ -10,7 +10,7 @@ import torch
 from spectrain.acceptance import Greedy, Typical
 from spectrain.decode import Generation, decode
 from spectrain.drafters.ngram import Ngram
-from spectrain.eval.drift import Text, quality, rule_drift, target_drift
+from spectrain.eval.drift import Text, own_answers, quality, rule_drift, target_drift
 from spectrain.eval.metrics import Turn
 from spectrain.loading import load_tiny
 from spectrain.shapes import Chain
@@ -64,14 +64,14 @@ def test_quality_of_a_target_that_knows_nothing() -> None:
 
 def test_target_drift_of_a_target_from_itself(tiny: Target) -> None:
     """Nothing has drifted: the same likeliest tokens, answers and perplexities, and its greedy answers are its likeliest."""
-    found = target_drift(tiny, tiny, [turn(prompt) for prompt, _ in texts()], 8)
+    found = target_drift(tiny, tiny, own_answers(tiny, [prompt for prompt, _ in texts()], 8), 8)
     assert found["agreement"] == 1.0 and found["same_answers"] == found["checked"] == 3
     assert found["original"] == found["trained"] and found["original"]["most_likely"] == 1.0
 
 
 def test_target_drift_of_a_surer_target(tiny: Target) -> None:
     """Doubled logits choose the same tokens with more certainty: only the perplexity moves."""
-    found = target_drift(tiny, scaled(2.0), [turn(prompt) for prompt, _ in texts()], 8)
+    found = target_drift(tiny, scaled(2.0), own_answers(tiny, [prompt for prompt, _ in texts()], 8), 8)
     assert found["agreement"] == 1.0 and found["same_answers"] == found["checked"] == 3
     assert found["trained"]["most_likely"] == 1.0
     assert 1 <= found["trained"]["perplexity"] < found["original"]["perplexity"]
@@ -80,7 +80,7 @@ def test_target_drift_of_a_surer_target(tiny: Target) -> None:
 def test_target_drift_of_an_opposite_target(tiny: Target) -> None:
     """Negated logits agree nowhere, repeat no answer and find the original's answers as unlikely as can be."""
     prompts = [prompt for prompt, _ in texts()]
-    found = target_drift(tiny, scaled(-1.0), [turn(prompt) for prompt in prompts], 8)
+    found = target_drift(tiny, scaled(-1.0), own_answers(tiny, prompts, 8), 8)
     assert found["agreement"] == 0.0 and found["same_answers"] == 0 and found["trained"]["most_likely"] == 0.0
     assert found["original"] == quality(tiny, [(prompt, greedy(tiny, prompt)) for prompt in prompts])
     assert found["trained"]["perplexity"] > found["original"]["perplexity"]

@@ -14,7 +14,7 @@ from spectrain.decode import Context, decode
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval import run
+from spectrain.eval import identity
 from spectrain.eval.run import Evaluation, prompt_tokens
 from spectrain.features import Features
 from spectrain.shapes import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
@@ -121,12 +121,12 @@ def test_identity_catches_a_wrong_drafter(tiny: Target, tmp_path: Path, rule: Ac
     assert len(lossless["differences"]) == 4 - lossless["identical"]
     for difference in lossless["differences"]:
         gap = difference["gap"]  # a sampled difference has none, and nothing excuses it
-        assert difference["position"] >= 1 and (gap is None or gap >= run.NEAR_TIE)  # the prefill's token is right
+        assert difference["position"] >= 1 and (gap is None or gap >= identity.NEAR_TIE)  # the prefill's token is right
 
 
 def test_a_near_tie_goes_on_from_the_reference(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every gap is called a tie, each difference is listed and the comparison still reaches the end."""
-    monkeypatch.setattr(run, "logit_gap", lambda target, context: 0.0)
+    monkeypatch.setattr(identity, "logit_gap", lambda target, context: 0.0)
     lossless = evaluation(tmp_path).score(tiny, WrongNgram(tiny), Chain(3), Greedy(), tmp_path / "out", SETTING)["lossless"]
     assert lossless["identical"] == lossless["checked"] == 4 and lossless["differences"] == []
     lengths = {}
@@ -297,7 +297,12 @@ def test_a_guard_leaves_the_output_alone(tiny: Target, tmp_path: Path, eagle3: E
         ({"max_new_tokens": 1}, "eval.max_new_tokens=1"),
         ({"baselines": ("oracle",)}, "eval.baselines: 'oracle'"),
         ({"baselines": ("assistant",)}, "eval.assistant"),
-        ({"baselines": ("early_exit",)}, "eval.exit_layer"),
+        ({"prune_layer": 0}, "eval.prune_layer=0"),
+        ({"prune_top": 0}, "eval.prune_top=0"),
+        ({"prune_layer": 2, "sweep": "prune"}, "eval.sweep=prune"),
+        ({"exits": ()}, "eval.exits"),
+        ({"depths": (0, 2)}, "eval.depths"),
+        ({"tops": (0,)}, "eval.tops"),
         ({"batch_size": 0}, "eval.batch_size=0"),
         ({"budgets": (8, 0)}, "eval.budgets"),
         ({"categories": ["nonsense"]}, "nonsense"),
