@@ -6,6 +6,7 @@ products (forward, input and weight gradient; 1024 rows) run 2 to 4 times as fas
 this project, autoregressive and drafted, run on these linears.
 """
 
+import copy
 import weakref
 from typing import Any
 
@@ -55,6 +56,10 @@ class PackedLinear:
         self.copied: weakref.ref[Tensor] | None = None  # the weight that was copied
         self.version = -1
         self.packed: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
+        """That of a copied linear packs its own weight."""
+        return PackedLinear(copy.deepcopy(self.linear, memo))
 
     def __call__(self, input: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias

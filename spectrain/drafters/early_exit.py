@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import zlib
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..features import Batch, Layer
 from ..randomness import LAYER_DROPOUT, generator
-from .adapters import adapt_target, settle_target
+from .adapters import adapt_target, adapters_off, settle_target
 from .base import Losses
 from .selfdraft import SelfDrafter, exit_of
 
@@ -38,7 +39,8 @@ class EarlyExit(SelfDrafter):
     rotational (every `rotate`-th exit, the first of them moving on with every step), gradual (exits open from the last one
     downwards, all of them by half of the training) or all; the last exit is always in the loss.
 
-    The output is that of the trained target.
+    With self_distillation Y is not the data's token but the distribution of the target as it was: with adapters, the target
+    with them off, otherwise a frozen copy. The output is that of the trained target.
     """
 
     trains_target = True
@@ -55,6 +57,7 @@ class EarlyExit(SelfDrafter):
         adapt: Literal["full", "lora"] = "full",
         rank: int = 32,
         alpha: float = 32.0,
+        self_distillation: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -68,13 +71,17 @@ class EarlyExit(SelfDrafter):
         self.exit_layer = exit_of(target, exit_layer)
         self.max_dropout, self.dropout_schedule, self.exit_scale = max_dropout, dropout_schedule, exit_scale
         self.curriculum, self.rotate, self.seed = curriculum, rotate, seed
-        self.adapt, self.rank, self.alpha = adapt, rank, alpha
+        self.adapt, self.rank, self.alpha, self.self_distillation = adapt, rank, alpha, self_distillation
         self.head = target.head
         self.adapted: list[nn.Parameter] = []  # of the target
         self.dtype = target.dtype
+        self.original: list[Target] = []  # the frozen copy; in a list, so that it is no part of this module
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Open the target's weights, or the adapters that are put into it."""
+        if self.self_distillation and self.adapt == "full":
+            self.original = [copy.deepcopy(target)]
+            self.original[0].pack()
         self.adapted = adapt_target(target, self.adapt, self.rank, self.alpha)
 
     def at_exit(self, exit_layer: int, target: Target) -> EarlyExit:
@@ -100,21 +107,22 @@ class EarlyExit(SelfDrafter):
         weights = self.exit_weights(target.num_layers)
         exits = [exit for exit, weight in enumerate(weights) if weight > 0]
         asked = sorted({*exits, self.exit_layer - 1})
-        predicts, labels = batch.predicts, batch.tokens.roll(-1, dims=1)[batch.predicts]
+        predicts = batch.predicts
+        wanted = self._wanted(batch, target)
         layers = tuple(exit + 1 for exit in asked)
         states = target.run(batch.tokens, layers=layers, grad=torch.is_grad_enabled(), dropped=self.dropped(batch, target))
         losses, best = {}, {}
         for exit in asked:
             state = states.at(exit + 1)[predicts]
             if exit in exits:
-                losses[exit], best[exit] = self._exit_loss(target, state, labels)
+                losses[exit], best[exit] = self._exit_loss(target, state, wanted)
             else:
                 with torch.no_grad():
-                    best[exit] = self._exit_loss(target, state, labels)[1]
+                    best[exit] = self._exit_loss(target, state, wanted)[1]
         last = exits[-1]
         early = sum((weights[exit] * losses[exit] for exit in exits[:-1]), start=losses[last].new_zeros(()))
         hits = (best[self.exit_layer - 1] == best[last]).sum()[None].float()
-        counts = torch.full_like(hits, len(labels))
+        counts = torch.full_like(hits, len(wanted))
         return Losses({"language_model": weights[last] * losses[last], "exits": early}, hits, counts)
 
     def exit_weights(self, num_layers: int) -> list[float]:
@@ -151,12 +159,22 @@ class EarlyExit(SelfDrafter):
             columns.append(torch.rand(len(rates), generator=source) < rates)
         return torch.stack(columns, dim=1).to(batch.tokens.device)
 
-    def _exit_loss(self, target: Target, state: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()
+    def _wanted(self, batch: Batch, target: Target) -> Tensor:
+        """What every exit should say at the supervised positions: tokens [R], or the original's distribution [R, V]."""
+        if not self.self_distillation:
+            return batch.tokens.roll(-1, dims=1)[batch.predicts]
+        original = self.original[0] if self.original else target
+        with adapters_off(target) if not self.original else nullcontext():
+            final = original.features(batch.tokens, ("final",)).at("final")[batch.predicts]
+        return original.head.logits(final).softmax(-1)
+
+    def _exit_loss(self, target: Target, state: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """The summed cross-entropy of an exit's states [R, D], and its most likely tokens [R]."""
         final = target.normed(state[None], grad=torch.is_grad_enabled())[0]
         logits = self.head.logits(final)
-        return F.cross_entropy(logits, labels, reduction="sum"), logits.detach().argmax(-1)
+        return F.cross_entropy(logits, wanted, reduction="sum"), logits.detach().argmax(-1)
 
     def finish(self, target: Target) -> None:
         settle_target(target, self.adapt, self.dtype)
-        self.adapted = []
+        self.adapted, self.original = [], []

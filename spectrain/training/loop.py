@@ -223,14 +223,21 @@ class Trainer:
         tally.drafter_seconds += time.perf_counter() - began
 
     def _share_target_gradients(self, job: Job) -> None:
-        """Average the gradients of the target's own parameters over processes: they are not in what accelerate wraps."""
-        if job.accelerator.num_processes == 1:
-            return
+        """Average the gradients of the target's own parameters over processes: they are not in what accelerate wraps.
+
+        A parameter that no sequence of this process went through, its layer dropped, has a gradient of zero.
+        """
         own = {id(parameter) for parameter in job.drafter.parameters()}
-        for group in job.optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in own and parameter.grad is not None:
-                    parameter.grad = job.accelerator.reduce(parameter.grad, reduction="mean")
+        theirs = [p for group in job.optimizer.param_groups for p in group["params"] if id(p) not in own]
+        for parameter in theirs:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if job.accelerator.num_processes == 1 or not theirs:
+            return
+        flat = torch.cat([parameter.grad.flatten() for parameter in theirs])  # one exchange instead of hundreds
+        flat = job.accelerator.reduce(flat, reduction="mean")
+        for parameter, mean in zip(theirs, flat.split([parameter.numel() for parameter in theirs])):
+            parameter.grad = mean.view_as(parameter)
 
     def _metrics(self, accelerator: Accelerator, tally: Tally, step: int, lr: float) -> dict[str, Any]:
         """The means of an interval over all processes."""
