@@ -144,7 +144,7 @@ class Evaluation:
         if self.sweep == "tree":
             return systems + tree_systems(drafter, builder, rule, self.budgets, self.trees or tuple(SWEPT))
         if self.sweep == "exit":
-            self.grid, others = exit_systems(target, drafter, rule, self.exits, self.depths)
+            self.grid, others = exit_systems(target, drafter, builder, rule, self.exits, self.depths)
             return systems + others
         if self.sweep == "prune":
             self.grid, others = prune_systems(target, drafter, builder, rule, self.exits, self.tops)

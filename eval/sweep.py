@@ -7,6 +7,7 @@ from typing import Any
 from spectrain.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.early_exit import EarlyExit
+from spectrain.drafters.selfdraft import SelfDrafter
 from spectrain.errors import UserError
 from spectrain.eval.systems import System, describe
 from spectrain.pruning import Pruning
@@ -54,23 +55,27 @@ class Grid:
         """Every cell's numbers, and the fastest cell by measured speedup."""
         cells = {(row, column): found[self.name(row, column)] for row in self.rows for column in self.columns}
         best = max(cells, key=lambda cell: cells[cell]["speedup"]["ratio"])
-        table: dict[str, list[list[Any]]] = {"acceptance_length": [], "speedup": [], "node_layers_saved": []}
-        for row in self.rows:
-            entries = [cells[row, column] for column in self.columns]
-            table["acceptance_length"].append([entry["acceptance_length"]["pooled"] for entry in entries])
-            table["speedup"].append([entry["speedup"]["ratio"] for entry in entries])
-            table["node_layers_saved"].append([entry.get("pruning", {}).get("node_layers_saved", 0.0) for entry in entries])
-        if self.over != "prune":
-            del table["node_layers_saved"]
+        rows = [[cells[row, column] for column in self.columns] for row in self.rows]
+        table = {
+            "acceptance_length": [[entry["acceptance_length"]["pooled"] for entry in entries] for entries in rows],
+            "speedup": [[entry["speedup"]["ratio"] for entry in entries] for entries in rows],
+        }
+        if self.over == "prune":
+            table["node_layers_saved"] = [[entry["pruning"]["node_layers_saved"] for entry in entries] for entries in rows]
         names = {"over": self.over, "row": self.row_name, "column": self.column_name}
         return {**names, "rows": list(self.rows), "columns": list(self.columns), **table,
                 "fastest": {self.row_name: best[0], self.column_name: best[1]}}  # fmt: skip
 
 
 def exit_systems(
-    target: Target, drafter: Drafter, rule: AcceptanceRule, exits: Sequence[int] | None, depths: Sequence[int]
+    target: Target,
+    drafter: Drafter,
+    builder: TreeBuilder,
+    rule: AcceptanceRule,
+    exits: Sequence[int] | None,
+    depths: Sequence[int],
 ) -> tuple[Grid, list[System]]:
-    """Chains of every length from every exit."""
+    """Chains of every length from every exit, drawn as `builder` draws."""
     if not isinstance(drafter, EarlyExit):
         raise UserError("eval.sweep=exit: this drafter has one exit; use drafter=early_exit, or a run of recipe=layerskip")
     grid = Grid("exit", "exit_layer", "depth", _exits(target, exits), tuple(sorted(set(depths))))
@@ -79,7 +84,8 @@ def exit_systems(
         other = drafter.at_exit(exit_layer, target)
         for depth in grid.columns:
             label = f"exit {exit_layer}, chain of {depth}"
-            systems.append(System(grid.name(exit_layer, depth), label, other, Chain(depth), rule))
+            chain = Chain(depth, builder.children, builder.temperature, builder.seed)
+            systems.append(System(grid.name(exit_layer, depth), label, other, chain, rule))
     return grid, systems
 
 
@@ -91,8 +97,9 @@ def prune_systems(
     exits: Sequence[int] | None,
     tops: Sequence[int],
 ) -> tuple[Grid, list[System]]:
-    """The same tree, pruned after every exit by every top k."""
-    grid = Grid("prune", "prune_layer", "prune_top", _exits(target, exits), tuple(sorted(set(tops))))
+    """The same tree, pruned after every exit by every top k; not before the layers that drafting has run anyway."""
+    first = drafter.verified_from if isinstance(drafter, SelfDrafter) else 1
+    grid = Grid("prune", "prune_layer", "prune_top", _exits(target, exits, first), tuple(sorted(set(tops))))
     systems = []
     for layer in grid.rows:
         for top_k in grid.columns:
@@ -103,12 +110,12 @@ def prune_systems(
     return grid, systems
 
 
-def _exits(target: Target, exits: Sequence[int] | None) -> tuple[int, ...]:
+def _exits(target: Target, exits: Sequence[int] | None, first: int = 1) -> tuple[int, ...]:
     """The exits that were asked for, or up to seven, evenly spaced."""
     last = target.num_layers - 1
     if exits is None:
-        count = min(last, 7)
-        return tuple(sorted({round(1 + place * (last - 1) / max(count - 1, 1)) for place in range(count)}))
+        count = min(last + 1 - first, 7)
+        return tuple(sorted({round(first + place * (last - first) / max(count - 1, 1)) for place in range(count)}))
     if wrong := [layer for layer in exits if not 1 <= layer <= last]:
         raise UserError(
             f"eval.exits={list(exits)}: {target.name} has {target.num_layers} layers, so {wrong[0]} is no exit of it"

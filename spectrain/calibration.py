@@ -156,7 +156,8 @@ class Forced(TreeBuilder):
     def observe(self, round: Round) -> None:
         """Add each child's chance of being kept at every place that was really reached."""
         for b in range(len(round.counts) if self.rollout is not None else 0):  # None: the drafter drafts by itself
-            for level in range(min(int(round.counts[b]), len(self.levels))):
+            drafted = int((round.tree.valid & round.tree.emitted)[b].sum()) > 1  # else nothing was ready to draft
+            for level in range(min(int(round.counts[b]), len(self.levels)) if drafted else 0):
                 logits = round.logits[b, level]
                 chances = self._chances(logits, self.levels[level][b], level)
                 self.sums[level, : len(chances)] += torch.tensor(chances, dtype=torch.float64)
@@ -229,10 +230,10 @@ class Probe(TreeBuilder):
         self.verify: dict[int, list[float]] = {size: [] for size in sizes}
         self.step: dict[int, list[float]] = {size: [] for size in sizes}
         self.start: list[float] = []
-        self.in_steps = 0.0
+        self.in_steps, self.size = 0.0, 1
 
     def grow(self, context: Context, rollout: Rollout) -> TokenTree:
-        size = self.sizes[self.number % len(self.sizes)]
+        self.size = size = self.sizes[self.number % len(self.sizes)]
         vocab_size = rollout.start().shape[-1]
         ids = torch.randint(vocab_size, (len(context.root), size), generator=torch.Generator().manual_seed(self.number))
         tokens = rollout.to_target(ids.to(context.root.device))
@@ -249,7 +250,7 @@ class Probe(TreeBuilder):
         if not self.number:
             return  # the drafter drafts by itself
         self.start.append(round.seconds["draft"] - self.in_steps)
-        self.verify[round.tree.tokens.shape[1]].append(round.seconds["verify"] + round.seconds["accept"])
+        self.verify[self.size].append(round.seconds["verify"] + round.seconds["accept"])
 
 
 def _check_rolled_out(builder: TreeBuilder, rolled_out: bool) -> None:

@@ -66,7 +66,7 @@ class Generation:
     prompt: list[int]
     output: list[int] = field(default_factory=list)  # EOS included, nothing past it or the limit
     accepted: list[int] = field(default_factory=list)  # tokens emitted in each round, before trimming
-    depths: list[int] = field(default_factory=list)  # depth of the proposal in each round
+    depths: list[int] = field(default_factory=list)  # depth of the proposal in each round, pruned branches included
     nodes: list[int] = field(default_factory=list)  # nodes that the target ran in each round, padding left out
     pruned: list[int] = field(default_factory=list)  # further nodes that its first layers ran only, where branches are pruned
     times: list[dict[str, float]] = field(default_factory=list)  # draft, verify, accept, other of each round of the batch
@@ -136,7 +136,8 @@ def decode(
     generations = [Generation(prompt, batch=len(prompts)) for prompt in prompts]
     clock = Clock(target.device)
     keys = torch.tensor(list(range(len(prompts))) if rows is None else rows, device=target.device)
-    layers, extra_nodes = ((), 0) if drafter is None else (drafter.layers, drafter.extra_nodes)
+    layers = () if drafter is None else drafter.layers
+    extra_nodes = 0 if drafter is None or builder is None else drafter.extra_nodes(builder)
     if guard is not None:
         extra_nodes += max_new_tokens  # a drafter that catches up writes as many slots in every row as the furthest behind
     with clock("prefill"):
@@ -155,6 +156,7 @@ def decode(
                 context.catch_up()
                 tree = asked.propose(context, builder)
         pruned = torch.zeros_like(keys)
+        proposed = tree.depths * (tree.valid & tree.emitted)
         with clock("verify"):
             if asked is not None and pruning is not None:
                 before = tree.valid.sum(1)
@@ -172,7 +174,6 @@ def decode(
             _commit(context, seen, accepted.path, counts, emitted, asked is not None)
             if asked is not None:
                 asked.commit(context, accepted)
-        proposed = tree.depths * (tree.valid & tree.emitted)
         depths, nodes = proposed.amax(1).tolist(), tree.valid.sum(1).tolist()
         rounds = list(zip(generations, emitted.tolist(), counts.tolist(), depths, nodes, pruned.tolist()))
         seconds = clock.lap()

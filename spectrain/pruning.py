@@ -45,6 +45,11 @@ class Pruning:
         if not tree.emitted.all():
             raise UserError("eval.prune_layer: trees of this drafter hold nodes that only draft, which pruning would break")
         shallow = context.shallow or Shallow(context, self.layer, layers=layers)
+        if self.layer < shallow.exit:
+            raise UserError(
+                f"eval.prune_layer={self.layer}: this drafter has run the first {shallow.exit} layers to draft; use "
+                f"{shallow.exit} or more"
+            )
         shallow.deepen(tree, self.layer)
         context.shallow = shallow
         assert shallow.hidden is not None

@@ -167,13 +167,13 @@ def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Draft
     """A drafter as training starts from it: prepared on the data, or with drafter.init the weights of another one."""
     torch.manual_seed(config.trainer.get("seed", 0))
     drafter: Drafter = build(config.drafter, target=target)
+    if config.drafter.get("init") and not drafter.has_weights:
+        raise UserError(
+            f"drafter.init={config.drafter.init}: this family has no weights beside the target's; go on from a trained target, "
+            "as in target=hf target.model=RUN/target"
+        )
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     if config.drafter.get("init"):
-        if not drafter.has_weights:
-            raise UserError(
-                f"drafter.init={config.drafter.init}: this family has no weights beside the target's; go on from a trained one "
-                "with target=hf target.model=RUN/target"
-            )
         load_weights(drafter, initial_directory(config))
     return drafter
 
@@ -270,16 +270,29 @@ def save_drafter(directory: Path, drafter: Drafter, config: DictConfig) -> None:
     description = {key: kept.get(key) for key in ("drafter", "target", "tree", "acceptance")}
     description["drafter"] = {**description["drafter"], **drafter.settings()}
     description |= {"recipe": recipe_name(config), "spectrain_version": versions().get("spectrain")}
+    files: dict[str, dict[str, torch.Tensor]] = {"model.safetensors": {}}
+    layout = drafter.layout()
+    for name, tensor in tensors_of(drafter).items():
+        file, there = layout.get(name, ("model.safetensors", name))
+        files.setdefault(file, {})[there] = tensor
     with written_whole(directory) as scratch:
-        save_file(tensors_of(drafter), scratch / "model.safetensors", metadata={"format": "pt"})
+        for file, tensors in files.items():
+            save_file(tensors, scratch / file, metadata={"format": "pt"})
+        for file, text in drafter.sidecars().items():
+            (scratch / file).write_text(text)
         (scratch / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
 def load_weights(drafter: Drafter, directory: Path) -> None:
-    """Load model.safetensors; a missing, unknown or misshapen tensor stops with its name."""
+    """Load what `save_drafter` wrote; a missing, unknown or misshapen tensor stops with its name."""
+    names = {place: name for name, place in drafter.layout().items()}
     path = directory / "model.safetensors"
+    weights: dict[str, torch.Tensor] = {}
     try:
-        load_tensors(drafter, load_file(path))
+        for file in dict.fromkeys(["model.safetensors", *(file for file, _ in names)]):
+            path = directory / file
+            weights |= {names.get((file, there), there): tensor for there, tensor in load_file(path).items()}
+        load_tensors(drafter, weights)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: the drafter's weights cannot be read ({error})") from error
     except RuntimeError as error:

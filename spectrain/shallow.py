@@ -78,6 +78,7 @@ class Shallow:
         missing = (places < 0) & tree.valid
         count, before = int(missing.sum(1).max()), self.tokens.shape[1]
         if count:
+            assert self.cache.pending == before, "a settled tree can lose nodes, not gain any"
             order = missing.long().argsort(dim=1, descending=True, stable=True)[:, :count]  # rows that miss fewer repeat some
             places = torch.where(missing, before + missing.long().cumsum(1) - 1, places)
             above = tree.ancestors.gather(1, order[..., None].expand(-1, -1, tree.tokens.shape[1])).long()
@@ -90,10 +91,11 @@ class Shallow:
         self.cache.forget()
         assert self.hidden is not None
         self.hidden = self.hidden.gather(1, places[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))
-        self.tokens, self.parents, self.depths, self.visible = tree.tokens, tree.parents, tree.depths, tree.ancestors
+        self.tokens = tree.tokens.masked_fill(~tree.valid, -1)  # padding has no path
+        self.parents, self.depths, self.visible = tree.parents, tree.depths, tree.ancestors
 
     def deepen(self, tree: TokenTree, layer: int) -> None:
-        """Run all nodes of a tree up to `layer`, where `exit` lies before it."""
+        """Run all nodes of a tree up to `layer`, where `exit` lies before it. Nothing more is drafted afterwards."""
         self.settle(tree)
         if layer <= self.exit:
             return
@@ -132,13 +134,14 @@ class Shallow:
 
         Equal siblings, drawn with replacement, share one: their states are the same.
         """
-        places = torch.full_like(tree.tokens, -1)
         if not self.tokens.shape[1]:
-            return places
-        places[:, 0] = 0
-        for depth in range(1, int(tree.depths.max()) + 1):
-            above = places.gather(1, tree.parents.clamp(min=0))
-            same = (self.tokens[:, None] == tree.tokens[..., None]) & (self.parents[:, None] == above[..., None])
-            found = torch.where(same.any(-1) & (above >= 0), same.long().argmax(-1), -1)
-            places = torch.where(tree.depths == depth, found, places)
-        return places
+            return torch.full_like(tree.tokens, -1)
+        alike = self.tokens[:, None] == tree.tokens[..., None]  # [B, N, M]
+        below = (tree.parents[..., None] >= 0) & (self.parents[:, None] >= 0)
+        upwards = tree.parents.clamp(min=0)[..., None].expand_as(alike), self.parents.clamp(min=0)[:, None].expand_as(alike)
+        root = torch.zeros_like(alike)
+        root[:, 0, 0] = True
+        same = root
+        for _ in range(int(tree.depths.max())):  # equal where the tokens are and the parents were
+            same = root | (alike & below & same.gather(1, upwards[0]).gather(2, upwards[1]))
+        return torch.where(same.any(-1), same.long().argmax(-1), -1)

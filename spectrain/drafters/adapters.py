@@ -55,7 +55,7 @@ def adapt_target(target: Target, how: Literal["full", "lora"], rank: int, alpha:
     """Get a target ready to be trained; the parameters that will be. Weights that change are kept in float32."""
     if how == "lora":
         return inject_lora(target, rank, alpha)
-    target.float()
+    cast_parameters(target, torch.float32)
     return list(target.parameters())
 
 
@@ -63,4 +63,11 @@ def settle_target(target: Target, how: Literal["full", "lora"], dtype: torch.dty
     """The trained target as an ordinary model again, frozen, in the type that it had."""
     if how == "lora":
         merge_lora(target)
-    target.to(dtype).requires_grad_(False)
+    cast_parameters(target, dtype)
+    target.requires_grad_(False)
+
+
+def cast_parameters(target: Target, dtype: torch.dtype) -> None:
+    """Change the type of the weights, not of buffers: rotary frequencies rounded to bfloat16 would be another model's."""
+    for parameter in target.parameters():
+        parameter.data = parameter.data.to(dtype)

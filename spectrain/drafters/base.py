@@ -43,7 +43,6 @@ class Drafter(nn.Module, ABC):
     shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
     progress: float = 0.0  # how much of the training is done, from 0 to 1; the trainer keeps it, for schedules
     step: int = 0  # optimiser steps done; the trainer keeps it too
-    extra_nodes: int = 0  # nodes that its trees may hold beyond the builder's budget, such as nodes that only draft
     trains_target: bool = False  # its parameter groups hold parameters of the target: the run then saves the target too
 
     copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and drafts are not drawn
@@ -74,6 +73,10 @@ class Drafter(nn.Module, ABC):
     def commit(self, context: Context, accepted: Accepted) -> None:
         """Forget what was rejected; the context already holds the accepted tokens and their features."""
 
+    def extra_nodes(self, budget: TreeBuilder) -> int:
+        """Nodes that its trees may hold beyond the builder's budget, such as nodes that only draft."""
+        return 0
+
     def draft_passes(self, depth: float) -> float:
         """How often drafting so deep reads all of `drafting_weights`, for the floor of its time."""
         return depth
@@ -103,6 +106,14 @@ class Drafter(nn.Module, ABC):
 
     def settings(self) -> dict[str, Any]:
         """Settings that the saved description takes from the drafter instead of from the command, so that it loads alone."""
+        return {}
+
+    def layout(self) -> dict[str, tuple[str, str]]:
+        """Where saved tensors go that do not stay in model.safetensors: name -> (file, name there)."""
+        return {}
+
+    def sidecars(self) -> dict[str, str]:
+        """Further files of a saved drafter, for tools that read its layout: name -> text."""
         return {}
 
     def writer(self) -> Target | None:

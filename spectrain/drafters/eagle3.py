@@ -17,7 +17,7 @@ from ..losses import Loss
 from ..shapes.base import Rollout, TreeBuilder
 from ..tree import TokenTree
 from .base import Losses
-from .layers import Attention, Mlp, copy_weights, llama_config, rotary
+from .layers import Attention, Mlp, llama_config, norm_scale, rotary
 from .vocabulary import Supervision, VocabularyDrafter
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ class Eagle3(VocabularyDrafter):
             self.lm_head.weight.copy_(self.head.output.weight[ids])
             self.fc.weight.zero_()
             self.fc.weight[:, -target.width :].fill_diagonal_(1.0)
-            copy_weights(getattr(target.decoder, "norm", nn.Identity()), self.norm)
+            scale = norm_scale(target)
+            if scale is not None:
+                self.norm.weight.copy_(scale)
 
     # Training
 

@@ -105,22 +105,18 @@ class EarlyExit(SelfDrafter):
     def loss(self, batch: Batch, target: Target) -> Losses:
         """The weighted cross-entropy of every open exit; the hits are how often `exit_layer` says what the last exit says."""
         weights = self.exit_weights(target.num_layers)
-        exits = [exit for exit, weight in enumerate(weights) if weight > 0]
-        asked = sorted({*exits, self.exit_layer - 1})
+        opened = [number for number, weight in enumerate(weights) if weight > 0]
+        asked = sorted({*opened, self.exit_layer - 1})
         predicts = batch.predicts
         wanted = self._wanted(batch, target)
-        layers = tuple(exit + 1 for exit in asked)
+        layers = tuple(number + 1 for number in asked)
         states = target.run(batch.tokens, layers=layers, grad=torch.is_grad_enabled(), dropped=self.dropped(batch, target))
         losses, best = {}, {}
-        for exit in asked:
-            state = states.at(exit + 1)[predicts]
-            if exit in exits:
-                losses[exit], best[exit] = self._exit_loss(target, state, wanted)
-            else:
-                with torch.no_grad():
-                    best[exit] = self._exit_loss(target, state, wanted)[1]
-        last = exits[-1]
-        early = sum((weights[exit] * losses[exit] for exit in exits[:-1]), start=losses[last].new_zeros(()))
+        for number in asked:
+            with nullcontext() if number in opened else torch.no_grad():
+                losses[number], best[number] = self._exit_loss(target, states.at(number + 1)[predicts], wanted)
+        last = opened[-1]
+        early = sum((weights[number] * losses[number] for number in opened[:-1]), start=losses[last].new_zeros(()))
         hits = (best[self.exit_layer - 1] == best[last]).sum()[None].float()
         counts = torch.full_like(hits, len(wanted))
         return Losses({"language_model": weights[last] * losses[last], "exits": early}, hits, counts)
@@ -128,21 +124,24 @@ class EarlyExit(SelfDrafter):
     def exit_weights(self, num_layers: int) -> list[float]:
         """What every exit's loss is multiplied by at this step, [L], summing to 1; 0 where the curriculum keeps it closed."""
         below = num_layers - 1
-        scale = [self.exit_scale * exit * (exit + 1) / 2 for exit in range(below)]
+        scale = [self.exit_scale * number * (number + 1) / 2 for number in range(below)]
         scale.append(below + self.exit_scale * (below - 1) * below / 2)
         if self.curriculum == "rotational":
-            opened = {exit for exit in range(num_layers) if exit % self.rotate == self.step % self.rotate}
+            opened = set(range(self.step % self.rotate, num_layers, self.rotate))
         elif self.curriculum == "gradual":
             opened = set(range(max(0, below - int(self.progress * 2 * num_layers)), num_layers))
         else:
             opened = set(range(num_layers))
         opened.add(below)
-        total = sum(scale[exit] for exit in opened)
-        return [scale[exit] / total if exit in opened and total else float(exit == below) for exit in range(num_layers)]
+        total = sum(scale[number] for number in opened)
+        if not total:  # of one layer there is one exit
+            return [float(number == below) for number in range(num_layers)]
+        return [scale[number] / total if number in opened else 0.0 for number in range(num_layers)]
 
     def dropout_rates(self, num_layers: int) -> list[float]:
         """The chance that a sequence skips each layer at this step, [L]."""
-        over_time = 1.0 if self.dropout_schedule == "constant" else math.expm1(self.progress * math.log(2))
+        last = max(1, round(self.step / self.progress) - 1) if self.progress else 1  # T - 1
+        over_time = 1.0 if self.dropout_schedule == "constant" else math.expm1(self.step / last * math.log(2))
         span = max(1, num_layers - 1)
         return [self.max_dropout * over_time * math.expm1(layer * math.log(2) / span) for layer in range(num_layers)]
 
@@ -164,10 +163,14 @@ class EarlyExit(SelfDrafter):
         """What every exit should say at the supervised positions: tokens [R], or the original's distribution [R, V]."""
         if not self.self_distillation:
             return batch.tokens.roll(-1, dims=1)[batch.predicts]
-        original = self.original[0] if self.original else target
-        with adapters_off(target) if not self.original else nullcontext():
-            final = original.features(batch.tokens, ("final",)).at("final")[batch.predicts]
-        return original.head.logits(final).softmax(-1)
+        if self.original:
+            (original,) = self.original
+            final = original.features(batch.tokens, ("final",))
+        else:
+            original = target
+            with adapters_off(target):
+                final = target.features(batch.tokens, ("final",))
+        return original.head.logits(final.at("final")[batch.predicts]).softmax(-1)
 
     def _exit_loss(self, target: Target, state: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
         """The summed cross-entropy of an exit's states [R, D], and its most likely tokens [R]."""

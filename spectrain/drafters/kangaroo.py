@@ -18,7 +18,7 @@ from ..shallow import Level
 from ..shapes.base import TreeBuilder
 from ..tree import TokenTree
 from .base import Losses
-from .layers import Attention, copy_weights, llama_config, rotary
+from .layers import Attention, llama_config, norm_scale, rotary
 from .selfdraft import SelfDrafter, exit_of
 
 if TYPE_CHECKING:
@@ -48,8 +48,11 @@ class Kangaroo(SelfDrafter):
         self.cache: TreeCache | None = None
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Start as the target's own early exit: its norm, and an attention that adds nothing."""
-        copy_weights(getattr(target.decoder, "norm", nn.Identity()), self.norm)
+        """Start as the target's own early exit: its norm, where that is an RMS norm, and an attention that adds nothing."""
+        scale = norm_scale(target)
+        if scale is not None:
+            with torch.no_grad():
+                self.norm.weight.copy_(scale)
         nn.init.zeros_(self.self_attn.o_proj.weight)
 
     def settings(self) -> dict[str, int]:

@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, L layers of the target, D its width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ class LayerSkipping(SelfDrafter):
     def __init__(
         self,
         target: Target,
-        skipped: Sequence[int] | None = None,
+        skipped: list[int] | None = None,
         search_steps: int = 60,
         answer_tokens: int = 32,
         seed: int = 0,

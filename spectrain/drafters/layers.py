@@ -109,6 +109,16 @@ def rotary(config: LlamaConfig) -> Callable[[Tensor, Tensor], tuple[Tensor, Tens
     return lambda x, position_ids: module(x, position_ids)
 
 
+@torch.no_grad()
+def norm_scale(target: Target) -> Tensor | None:
+    """What the target's final norm multiplies by, [W], however it is stored; None where it is no RMS norm."""
+    ones = torch.ones(1, 1, target.width, device=target.device, dtype=target.dtype)
+    above, below = (target.normed(sign * ones)[0, 0].float() for sign in (1, -1))
+    if not torch.allclose(above, -below) or not above.any():
+        return None
+    return above * (1 + getattr(target.config, "rms_norm_eps", 1e-6)) ** 0.5
+
+
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
     """Copy every parameter of `source` whose name and shape `target` shares."""
     mine = dict(target.named_parameters())

@@ -48,9 +48,12 @@ class Lookahead(Drafter):
             if value < least:
                 raise UserError(f"drafter.{key}={value}: use {least} or more")
         self.window, self.ngram, self.guesses, self.pool_from_prompt = window, ngram, guesses, pool_from_prompt
-        self.extra_nodes = window * (ngram - 1)
+        self.window_nodes = window * (ngram - 1)
         self.sequences: list[Sequence] = []
         self.answers: list[list[int]] = []  # [B, W] the target's most likely token after every column
+
+    def extra_nodes(self, budget: TreeBuilder) -> int:
+        return self.window_nodes
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
         if context.round == 0:
@@ -78,14 +81,14 @@ class Lookahead(Drafter):
     def _tree(self, tries: list[tuple[list[int], list[int]]], device: torch.device) -> TokenTree:
         """Each row's trie, padded to M nodes, and behind it the window, level by level: [B, M + W (N - 1)]."""
         num_verified = max(len(tokens) for tokens, _ in tries)
-        window = torch.arange(self.extra_nodes, device=device) + num_verified
+        window = torch.arange(self.window_nodes, device=device) + num_verified
         above = torch.cat([window.new_zeros(1), window[: self.window - 1], window[: -self.window]])
         tokens, parents, valid = [], [], []
         for (nodes, links), sequence in zip(tries, self.sequences):
             padding = [0] * (num_verified - len(nodes))
             tokens.append(nodes + padding + [column[level] for level in range(self.ngram - 1) for column in sequence.columns])
             parents.append(links + padding)
-            valid.append([True] * len(nodes) + [False] * len(padding) + [True] * self.extra_nodes)
+            valid.append([True] * len(nodes) + [False] * len(padding) + [True] * self.window_nodes)
         every = torch.tensor(tokens, device=device)
         emitted = (torch.arange(every.shape[1], device=device) < num_verified).expand_as(every)
         links_above = torch.cat([torch.tensor(parents, device=device), above.expand(len(tries), -1)], dim=1)

@@ -29,6 +29,11 @@ class SelfDrafter(Drafter):
     skipped: Collection[int] = ()  # but not these
     head: Head
 
+    @property
+    def verified_from(self) -> int:
+        """The first layer that drafting leaves to verification."""
+        return min((self.exit_layer, *self.skipped))
+
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
         context.shallow = Shallow(context, self.exit_layer, self.skipped, self.layers)
         return budget.grow(context, SelfRollout(self, context.shallow, context.root))
@@ -57,6 +62,8 @@ class SelfRollout(Rollout):
 
 def exit_of(target: Target, exit_layer: int | None) -> int:
     """The exit that was asked for, or a quarter of the way."""
+    if target.num_layers < 2:
+        raise UserError(f"drafter.exit_layer: {target.name} has one layer, so no part of it can draft")
     if exit_layer is None:
         return max(1, target.num_layers // 4)
     if not 1 <= exit_layer < target.num_layers:

@@ -160,7 +160,7 @@ class Auto(Measured):
 
     def observe(self, round: Round) -> None:
         rate = 1 / self.memory
-        self.fit.add(round.tree.tokens.shape[1], round.seconds["verify"] + round.seconds["accept"])
+        self.fit.add(int(round.tree.emitted[0].sum()), round.seconds["verify"] + round.seconds["accept"])
         if self.levels > 1:
             step = max(0.0, (round.seconds["draft"] - self.start_seconds) / (self.levels - 1))
             self.step_seconds += rate * (step - self.step_seconds)

@@ -15,7 +15,8 @@ from spectrain.acceptance import Greedy
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decode import Context, decode
-from spectrain.drafters.causal import Causal, check_tokenizer, cut_model
+from spectrain.drafters.causal import Causal
+from spectrain.drafters.models import check_tokenizer, cut_model
 from spectrain.errors import UserError
 from spectrain.eval.baselines import generate, plain_model
 from spectrain.features import Batch

@@ -87,7 +87,7 @@ def test_output_is_the_target_s(
         assert (tree.valid & ~tree.emitted).sum(1).tolist() == [window * (ngram - 1)] * batch
         assert int((verified.sum(1)).max()) <= min(builder.budget, 1 + guesses * (ngram - 1))
         assert int((tree.depths * verified).max()) <= min(builder.depth, ngram - 1)
-        assert tree.tokens.shape[1] <= builder.budget + drafter.extra_nodes
+        assert tree.tokens.shape[1] <= builder.budget + drafter.extra_nodes(builder)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -111,7 +111,7 @@ def test_the_mask_is_lookahead_s(tiny: Target, prompts: list, sizes: tuple) -> N
     drafter = Watched(tiny, *sizes)
     decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER)
     for tree, columns in zip(drafter.trees, drafter.columns):
-        first = tree.tokens.shape[1] - drafter.extra_nodes
+        first = tree.tokens.shape[1] - drafter.window_nodes
         for row in range(len(prompts)):
             for level in range(ngram - 1):
                 for column in range(window):

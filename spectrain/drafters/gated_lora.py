@@ -1,0 +1,306 @@
+"""Gated-LoRA mask tokens (Samragh et al., 2025, "Your LLM knows the future"): the target predicts its own next tokens.
+
+Shapes: B batch, T tokens, N packed tokens or tree nodes, K masks, D target width, V vocabulary, R supervised masks, F frontier.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..features import Batch, Features, Layer
+from ..losses import Loss, row_losses
+from ..randomness import MASKED_PREFIXES, generator
+from ..shapes.base import Rollout, TreeBuilder
+from ..tree import TokenTree
+from .base import Drafter, Losses
+from .layers import norm_scale
+from .masks import add_blocks, mask_embeddings, start_masks
+
+if TYPE_CHECKING:
+    from ..acceptance import Accepted
+    from ..decode import Context
+    from ..target import Target
+
+
+class LoraFactors(nn.Module):
+    """B A x alpha / rank, nothing at first (Hu et al., 2022)."""
+
+    def __init__(self, linear: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.lora_A = nn.Linear(linear.in_features, rank, bias=False)
+        self.lora_B = nn.Linear(rank, linear.out_features, bias=False)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
+
+
+class Sampler(nn.Module):
+    """Which token follows, given a mask's state and the token before: two layers under the target's head."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.first_norm = nn.Linear(2 * width, width), nn.LayerNorm(width)
+        self.second, self.second_norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, state: Tensor, previous: Tensor) -> Tensor:
+        """States and embeddings [..., D] -> what the target's head reads [..., D]."""
+        x = torch.cat([state, previous], dim=-1).to(self.first.weight.dtype)
+        x = self.first_norm(F.silu(self.first(x)))
+        return self.second_norm(F.silu(self.second(x)))
+
+
+class GatedLora(Drafter):
+    """`num_masks` mask tokens behind a prefix, and LoRA that acts at them only: ordinary tokens are computed as ever.
+
+    Loss, over masks whose answer is the assistant's: that of the target's head at the mask, the same of the sampler head, which
+    also reads the token before (teacher-forced), and `consistency` times the mean square of state - state of the ordinary
+    token at that position, which is held fixed (the latent consistency loss). `loss` is the data's token or a divergence from
+    what the target says there. Blocks of all masks stand behind random prefixes, `mask_ratio` mask tokens to an ordinary one,
+    so that a forward sees at most (1 + mask_ratio) T tokens of a sequence.
+
+    Decoding verifies a tree and its masks in one forward. quadratic puts all masks behind every node, so that drafts are ready
+    whatever is accepted; linear puts them behind one deepest node only, and nothing is drafted after another end.
+    """
+
+    shape = ("num_masks", "rank", "sampler")
+
+    def __init__(
+        self,
+        target: Target,
+        num_masks: int = 4,
+        rank: int = 16,
+        alpha: float = 32.0,
+        strategy: Literal["quadratic", "linear"] = "quadratic",
+        sampler: bool = True,
+        loss: Loss = "cross_entropy",
+        consistency: float = 1.0,
+        mask_ratio: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        for key, value in (("num_masks", num_masks), ("rank", rank)):
+            if value < 1:
+                raise UserError(f"drafter.{key}={value}: use 1 or more")
+        if not mask_ratio > 0:
+            raise UserError(f"drafter.mask_ratio={mask_ratio}: use more than 0")
+        if not consistency >= 0:
+            raise UserError(f"drafter.consistency={consistency}: use 0 or more")
+        self.num_masks, self.rank, self.alpha, self.strategy = num_masks, rank, alpha, strategy
+        self.divergence, self.consistency, self.mask_ratio, self.seed = loss, consistency, mask_ratio, seed
+        self.head, self.path = target.head, target.path
+        linears = {name: m for name, m in target.model.named_modules() if isinstance(m, nn.Linear) and ".layers." in f".{name}"}
+        self.names = list(linears)  # of the target's linears that LoRA acts on
+        self.factors = nn.ModuleList(LoraFactors(linear, rank) for linear in linears.values())
+        self.masks = nn.Parameter(torch.zeros(num_masks, target.width))
+        self.sampler = Sampler(target.width) if sampler else None
+        self.states: Tensor | None = None  # [B, hosts, K, D] of the masks of this round's tree
+        self.ready_at: Tensor | None = None  # [B] how much was committed when the states were those behind it; -1 never
+        self.hosts: Tensor | None = None  # [B, hosts] the nodes that masks stand behind
+        self.numbers: Tensor | None = None  # [B, N] which mask a node is
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Start the masks near the mean embedding, and the sampler's output at the scale that the head reads."""
+        with torch.no_grad():
+            self.masks.copy_(start_masks(self.head.embedding, self.num_masks))
+            scale = norm_scale(target)
+            if self.sampler is not None and scale is not None:
+                self.sampler.second_norm.weight.copy_(scale)
+
+    # Saved so that peft can read it
+
+    def layout(self) -> dict[str, tuple[str, str]]:
+        """The LoRA factors go to peft's file, under its names."""
+        return {
+            f"factors.{number}.{factor}.weight": (
+                "adapter_model.safetensors",
+                f"base_model.model.{name}.{factor}.weight",
+            )
+            for number, name in enumerate(self.names)
+            for factor in ("lora_A", "lora_B")
+        }
+
+    def sidecars(self) -> dict[str, str]:
+        """peft's own description of the adapter. It says nothing of the gate: applied everywhere, it is another model."""
+        modules = sorted({name.rpartition(".")[2] for name in self.names})
+        config = LoraConfig(
+            r=self.rank, lora_alpha=self.alpha, target_modules=modules, task_type="CAUSAL_LM", inference_mode=True,
+            base_model_name_or_path=self.path,
+        )  # fmt: skip
+        plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+        return {"adapter_config.json": json.dumps(plain, indent=2, sort_keys=True) + "\n"}
+
+    # The gate
+
+    @contextmanager
+    def gated(self, target: Target, numbers: Tensor) -> Iterator[None]:
+        """Run the target with mask vectors and LoRA where `numbers` [B, N] names a mask; elsewhere nothing is added."""
+        gate = numbers >= 0
+        scale = self.alpha / self.rank
+
+        def added(factors: nn.Module) -> Any:
+            def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+                rows = gate.flatten() if args[0].dim() == 2 else gate
+                update = scale * factors(args[0][rows])
+                return output.index_put((rows,), output[rows] + update.to(output.dtype))
+
+            return hook
+
+        with ExitStack() as stack:
+            stack.enter_context(mask_embeddings(target.head.embedding, self.masks, numbers))
+            if gate.any():
+                for name, factors in zip(self.names, self.factors):
+                    stack.callback(target.model.get_submodule(name).register_forward_hook(added(factors)).remove)
+            yield
+
+    # Training
+
+    def features_in(self, stage: int) -> tuple[Layer, ...]:
+        """None: the target runs in the loss, with masks."""
+        return ()
+
+    def loss(self, batch: Batch, target: Target) -> Losses:
+        blocks = add_blocks(batch, self.prefixes(batch))
+        grad = torch.is_grad_enabled()
+        with self.gated(target, blocks.numbers):
+            seen = target.run(blocks.tokens, blocks.positions, blocks.visible, layers=("final",), grad=grad)
+        final, asked = seen.at("final"), blocks.supervised
+        states, answers, numbers = final[asked], blocks.answers[asked], blocks.numbers[asked]
+        anchors = final.detach().gather(1, blocks.positions[..., None].expand_as(final))[asked]
+        with torch.no_grad():
+            log_p = self.head.logits(anchors).log_softmax(-1)
+            previous = self.head.embed(batch.tokens.gather(1, blocks.positions)[asked])
+        heads = {"masks": states}
+        if self.sampler is not None:
+            heads["sampler"] = self.sampler(states, previous).to(states.dtype)
+        scale = batch.num_supervised / max(1, len(answers))  # as many terms as tokens that carry loss
+        terms = {}
+        for name, read in heads.items():
+            log_q = self.head.logits(read).log_softmax(-1)
+            if self.divergence == "cross_entropy":
+                terms[name] = scale * F.nll_loss(log_q, answers, reduction="sum")
+            else:
+                terms[name] = scale * row_losses(self.divergence, log_p, log_q).sum()
+        if self.consistency:
+            terms["consistency"] = self.consistency * scale * (states - anchors).float().pow(2).mean(-1).sum()
+        right = (log_q.argmax(-1) == log_p.argmax(-1)).float()
+        hits = torch.zeros(self.num_masks, device=right.device).index_add(0, numbers, right)
+        counts = torch.zeros_like(hits).index_add(0, numbers, torch.ones_like(right))
+        return Losses(terms, hits, counts)
+
+    def prefixes(self, batch: Batch) -> list[list[tuple[int, int]]]:
+        """Random prefixes of every sequence that the assistant goes on from, drawn for its own tokens and the step."""
+        rows = []
+        for tokens, mask in zip(batch.tokens.cpu(), batch.loss_mask.cpu()):
+            ends = mask[2:].nonzero()[:, 0]  # prefixes whose first mask has an answer of the assistant
+            length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0  # without padding
+            key = zlib.crc32(tokens[:length].numpy().tobytes())
+            source = generator(MASKED_PREFIXES, self.seed, key, self.step)
+            count = max(1, int(self.mask_ratio * length / self.num_masks))
+            chosen = ends[torch.randperm(len(ends), generator=source)[:count]].sort().values
+            rows.append([(end, self.num_masks) for end in chosen.tolist()])
+        return rows
+
+    # Decoding
+
+    def extra_nodes(self, budget: TreeBuilder) -> int:
+        return self.num_masks * (budget.budget if self.strategy == "quadratic" else 1)
+
+    def drafting_weights(self, target: Target) -> nn.Module:
+        """A draft step reads the head, and the sampler; the masks have run with the verification before."""
+        return nn.ModuleList([self.head.output, *([] if self.sampler is None else [self.sampler])])
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        """Draft from the masks behind the last accepted node, where there were any; then put masks behind the new nodes."""
+        ready = torch.zeros_like(context.root, dtype=torch.bool)
+        if context.round and self.ready_at is not None and len(self.ready_at) == len(ready):
+            ready = self.ready_at == context.cache.lengths
+        states = self.states
+        if states is None or not ready.any():
+            states = torch.zeros(len(ready), self.num_masks, self.masks.shape[1], device=ready.device, dtype=self.masks.dtype)
+        tree = budget.grow(context, _Masks(self, states, context.root))
+        first = torch.arange(tree.tokens.shape[1], device=ready.device) == 0
+        return self._with_masks(tree.select(tree.valid & (ready[:, None] | first)))
+
+    def _with_masks(self, tree: TokenTree) -> TokenTree:
+        """The tree's nodes, then each host's masks as a chain below it, never emitted."""
+        batch, num_nodes = tree.tokens.shape
+        if self.strategy == "quadratic":
+            self.hosts = torch.arange(num_nodes, device=tree.tokens.device).expand(batch, -1)
+        else:
+            self.hosts = (tree.depths * tree.valid).argmax(-1)[:, None]
+        count = self.hosts.shape[1]
+        number = torch.arange(self.num_masks, device=tree.tokens.device)
+        place = num_nodes + torch.arange(count, device=number.device)[:, None] * self.num_masks + number
+        parents = torch.where(number == 0, self.hosts[..., None], place - 1).flatten(1)
+        nothing = torch.zeros_like(parents)
+        self.numbers = torch.cat([torch.full_like(tree.tokens, -1), number.repeat(count).expand(batch, -1)], dim=1)
+        q = None if tree.q is None else F.pad(tree.q, (0, 0, 0, parents.shape[1]))
+        valid = tree.valid.gather(1, self.hosts).repeat_interleave(self.num_masks, dim=1)
+        return TokenTree(
+            torch.cat([tree.tokens, nothing], dim=1),
+            torch.cat([tree.parents, parents], dim=1),
+            torch.cat([tree.valid, valid], dim=1),
+            torch.cat([torch.ones_like(tree.valid), nothing.bool()], dim=1),
+            tree.children,
+            q,
+            tree.draft_ids,
+        )
+
+    def verify(self, context: Context, tree: TokenTree) -> Features:
+        """Logits at the nodes that can be emitted; those of masks are left at zero, for nothing reads them."""
+        assert self.numbers is not None and self.hosts is not None
+        positions = context.cache.lengths[:, None] + tree.depths
+        with self.gated(context.target, self.numbers):
+            seen = context.target.run(tree.tokens, positions, tree.ancestors, context.cache, ("final",))
+        final = seen.at("final")
+        num_masks = self.hosts.shape[1] * self.num_masks
+        self.states = final[:, -num_masks:].unflatten(1, (self.hosts.shape[1], self.num_masks))
+        logits = self.head.logits(final[:, :-num_masks])
+        return Features(tree.tokens, seen.layers, seen.hidden, F.pad(logits, (0, 0, 0, num_masks)))
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        """Keep the states of the masks behind the last accepted node."""
+        assert self.states is not None and self.hosts is not None
+        last = accepted.path.gather(1, (accepted.counts - 1)[:, None])
+        found = self.hosts == last
+        index = found.long().argmax(-1)[:, None, None, None].expand(-1, 1, *self.states.shape[2:])
+        self.states = self.states.gather(1, index)[:, 0]
+        self.ready_at = torch.where(found.any(-1), context.cache.lengths, -1)
+
+
+class _Masks(Rollout):
+    """One round: the mask of a depth, and with a sampler the token before."""
+
+    def __init__(self, drafter: GatedLora, states: Tensor, root: Tensor) -> None:
+        self.drafter, self.states, self.root = drafter, states, root  # [B, K, D]
+        self.depth_limit: int = drafter.num_masks
+        self.depth = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)
+
+    def start(self) -> Tensor:
+        return self._log_q(self.depth, self.root[:, None])
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        depth = self.depth.gather(1, parents) + 1
+        self.depth = torch.cat([self.depth, depth], dim=1)
+        return self._log_q(depth, tokens)
+
+    def _log_q(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        """[B, F, V] after nodes of a depth; below the last mask there is nothing to ask, and nothing will be used."""
+        drafter, depth = self.drafter, depth.clamp(max=self.depth_limit - 1)
+        states = self.states.gather(1, depth[..., None].expand(-1, -1, self.states.shape[-1]))
+        if drafter.sampler is not None:
+            states = drafter.sampler(states, drafter.head.embed(tokens)).to(self.states.dtype)
+        return drafter.head.logits(states.to(drafter.head.output.weight.dtype)).log_softmax(-1)

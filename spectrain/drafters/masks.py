@@ -1,0 +1,81 @@
+"""Mask tokens: places behind a prefix that ask a model what comes further on.
+
+Shapes: B batch, T tokens, M masks in a row, N = T + M, K different masks, D width.
+
+Behind the prefix that ends at position i, the j-th mask, from 0, stands at position i + 1 + j and predicts token i + 2 + j;
+token i + 1 is what the model says at i itself. It sees the prefix and the masks before it, and nothing sees it from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..features import Batch
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A batch with blocks of masks behind some of its prefixes: one forward trains all of them."""
+
+    tokens: Tensor  # [B, N] the sequence, then the masks as token 0
+    positions: Tensor  # [B, N]
+    numbers: Tensor  # [B, N] which mask, from 0; -1 at ordinary tokens
+    visible: Tensor  # [B, N, N]
+    supervised: Tensor  # [B, N] masks whose answer is a token of the assistant
+    answers: Tensor  # [B, N] the token after the one at the same position: what a mask there should say
+
+
+def add_blocks(batch: Batch, prefixes: list[list[tuple[int, int]]]) -> Blocks:
+    """Put blocks behind prefixes, given for every row as (position i of its last token, number of masks)."""
+    count, length = batch.tokens.shape
+    places = [[(b, i, j) for b, (i, size) in enumerate(row) for j in range(size)] for row in prefixes]
+    width = max(map(len, places), default=0)
+    filled = [row + [(-1 - n, 0, -1) for n in range(width - len(row))] for row in places]  # padding: blocks of their own
+    device = batch.tokens.device
+    block, prefix, number = torch.tensor(filled, dtype=torch.int64, device=device).view(count, width, 3).unbind(-1)
+    order = torch.arange(length, device=device)
+    ordinary = (order <= order[:, None]).expand(count, -1, -1)
+    together = (block[:, :, None] == block[:, None]) & (number[:, None] <= number[:, :, None])
+    above = torch.cat([ordinary, ordinary.new_zeros(count, length, width)], dim=2)
+    below = torch.cat([order <= prefix[..., None], together], dim=2)
+    positions = torch.cat([order.expand(count, -1), (prefix + 1 + number).clamp(max=length - 1)], dim=1)
+    numbers = torch.cat([torch.full_like(batch.tokens, -1), number], dim=1)
+    inside = torch.cat(
+        [torch.zeros_like(batch.tokens, dtype=torch.bool), (number >= 0) & (prefix + 2 + number < length)], dim=1
+    )
+    return Blocks(
+        torch.cat([batch.tokens, torch.zeros_like(number)], dim=1),
+        positions,
+        numbers,
+        torch.cat([above, below], dim=1),
+        inside & batch.predicts.gather(1, positions),
+        batch.tokens.roll(-1, dims=1).gather(1, positions),
+    )
+
+
+@contextmanager
+def mask_embeddings(embedding: nn.Module, vectors: Tensor, numbers: Tensor) -> Iterator[None]:
+    """Let the tokens that `numbers` [B, N] marks be embedded as mask vectors [K, D]; with one vector, all of them as that."""
+    masks = numbers >= 0
+    rows = numbers[masks].clamp(max=len(vectors) - 1)
+
+    def replace(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output.index_put((masks,), vectors[rows].to(output.dtype))
+
+    handle = embedding.register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def start_masks(embedding: nn.Module, count: int) -> Tensor:
+    """Mask vectors [K, D] to begin with: the mean embedding, told apart by noise of the embeddings' own spread."""
+    weight: Tensor = embedding.weight.detach().float()  # type: ignore[operator]
+    return weight.mean(0) + 0.1 * weight.std() * torch.randn(count, weight.shape[1], device=weight.device)

@@ -1,0 +1,167 @@
+"""PARD (An et al., 2025): a small causal LM that drafts all its tokens in one forward, through mask tokens.
+
+Shapes: B batch, T tokens, N packed tokens, K drafts, V vocabulary, R supervised places, F frontier nodes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..cache import TreeCache
+from ..errors import UserError
+from ..features import Batch, Layer
+from ..losses import Loss, row_losses
+from ..randomness import MASKED_PREFIXES, generator
+from ..shapes.base import Rollout, TreeBuilder
+from ..tree import TokenTree
+from .base import Drafter, Losses
+from .masks import add_blocks, mask_embeddings, start_masks
+from .models import small_model
+
+if TYPE_CHECKING:
+    from ..decode import Context
+    from ..target import Target
+
+
+class Pard(Drafter):
+    """A small LM and one mask vector: behind the root stand `num_drafts` - 1 masks, and each place says one more token.
+
+    Trained on blocks of masks behind the data's prefixes, and on the ordinary places as well. Conditional drop (section 3.2):
+    a share max(keep^b, keep_least) of the prefixes has b masks or more, so that every mask sees the chain of masks before it,
+    and a forward sees at most T (1 + sum_b max(keep^b, keep_least)) tokens of a sequence. `loss` is the data's token or a
+    divergence from what the target says there.
+    """
+
+    shape = ("architecture", "num_layers", "model")
+
+    def __init__(
+        self,
+        target: Target,
+        num_drafts: int = 8,
+        num_layers: int | None = None,
+        model: str | None = None,
+        architecture: dict[str, Any] | None = None,
+        loss: Loss = "cross_entropy",
+        keep: float = 0.7,
+        keep_least: float = 0.2,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if num_drafts < 1:
+            raise UserError(f"drafter.num_drafts={num_drafts}: use 1 or more")
+        for key, value in (("keep", keep), ("keep_least", keep_least)):
+            if not 0 < value <= 1:
+                raise UserError(f"drafter.{key}={value}: use more than 0 and at most 1")
+        self.num_drafts, self.divergence, self.seed = num_drafts, loss, seed
+        self.keep, self.keep_least = keep, keep_least
+        self.model = small_model(target, num_layers, model, architecture)
+        self.mask = nn.Parameter(torch.zeros(1, self.model.width))
+        self.head = target.head
+        self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
+        self.cache: TreeCache | None = None
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """The mask starts near the mean embedding."""
+        with torch.no_grad():
+            self.mask.copy_(start_masks(self.model.head.embedding, 1))
+
+    def settings(self) -> dict[str, Any]:
+        """The architecture itself, so that the saved drafter needs neither the target's layers nor another directory."""
+        return {"architecture": self.model.config.to_diff_dict(), "num_layers": None, "model": None}
+
+    # Training
+
+    def features_in(self, stage: int) -> tuple[Layer, ...]:
+        """What the target's head reads; decoding needs no features."""
+        return ("final",)
+
+    def loss(self, batch: Batch, target: Target) -> Losses:
+        assert batch.features is not None
+        blocks = add_blocks(batch, self.prefixes(batch))
+        with mask_embeddings(self.model.head.embedding, self.mask, blocks.numbers):
+            seen = self.model.run(
+                blocks.tokens, blocks.positions, blocks.visible, layers=("final",), grad=torch.is_grad_enabled()
+            )
+        asked = blocks.supervised.clone()
+        asked[:, : batch.tokens.shape[1]] = batch.predicts
+        answers, depths = blocks.answers[asked], blocks.numbers[asked] + 1
+        wanted = batch.features.at("final")
+        wanted = wanted.gather(1, blocks.positions[..., None].expand(-1, -1, wanted.shape[-1]))[asked]
+        log_q = self.model.head.logits(seen.at("final")[asked])[:, : self.vocab_size].log_softmax(-1)
+        with torch.no_grad():
+            log_p = self.head.logits(wanted)[:, : self.vocab_size].log_softmax(-1)
+        if self.divergence == "cross_entropy":
+            losses = F.nll_loss(log_q, answers, reduction="none")
+        else:
+            losses = row_losses(self.divergence, log_p, log_q)
+        scale = batch.num_supervised / max(1, len(answers))  # as many terms as tokens that carry loss
+        right = (log_q.argmax(-1) == log_p.argmax(-1)).float()
+        hits = torch.zeros(self.num_drafts, device=right.device).index_add(0, depths, right)
+        counts = torch.zeros_like(hits).index_add(0, depths, torch.ones_like(right))
+        return Losses({self.divergence: scale * losses.sum()}, hits, counts)
+
+    def prefixes(self, batch: Batch) -> list[list[tuple[int, int]]]:
+        """Every prefix that the assistant goes on from, with as many masks as the conditional drop leaves it."""
+        rows = []
+        for tokens, mask in zip(batch.tokens.cpu(), batch.loss_mask.cpu()):
+            ends = mask[2:].nonzero()[:, 0]  # prefixes whose first mask has an answer of the assistant
+            length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0  # without padding
+            source = generator(MASKED_PREFIXES, self.seed, zlib.crc32(tokens[:length].numpy().tobytes()), self.step)
+            rank = torch.randperm(len(ends), generator=source)
+            kept = [max(self.keep**depth, self.keep_least) * len(ends) for depth in range(1, self.num_drafts)]
+            sizes = sum(((rank < count).long() for count in kept), start=torch.zeros_like(rank))
+            rows.append([(end, size) for end, size in zip(ends.tolist(), sizes.tolist()) if size])
+        return rows
+
+    # Decoding
+
+    def draft_passes(self, depth: float) -> float:
+        return min(1.0, depth)
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        """One forward over the committed tokens that are new to it, the root and the masks."""
+        lengths, device = context.cache.lengths, context.tokens.device
+        if context.round == 0 or self.cache is None:
+            room = context.cache.max_length + 1 + self.num_drafts
+            self.cache = self.model.new_cache(len(lengths), room)
+        behind = lengths - self.cache.lengths  # the root comes after so many
+        width = int(behind.max()) + self.num_drafts
+        places = torch.arange(width, device=device)
+        numbers = places - behind[:, None] - 1
+        numbers = torch.where(numbers < self.num_drafts - 1, numbers.clamp(min=-1), -1)
+        index = (self.cache.lengths[:, None] + places).clamp(max=context.tokens.shape[1] - 1)
+        tokens = torch.where(places <= behind[:, None], context.tokens.gather(1, index), 0)
+        with mask_embeddings(self.model.head.embedding, self.mask, numbers):
+            seen = self.model.run(tokens, cache=self.cache, layers=("final",))
+        self.cache.commit(places.expand(len(lengths), -1), behind)
+        asked = behind[:, None] + torch.arange(self.num_drafts, device=device)
+        final = seen.at("final").gather(1, asked[..., None].expand(-1, -1, self.model.width))
+        log_q = self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
+        return budget.grow(context, _Places(log_q))
+
+
+class _Places(Rollout):
+    """One round: what a place says does not depend on the path, only on its depth."""
+
+    def __init__(self, log_q: Tensor) -> None:
+        self.log_q = log_q  # [B, K, V]
+        self.depth_limit: int = log_q.shape[1]
+        self.depth = torch.zeros(len(log_q), 1, dtype=torch.int64, device=log_q.device)
+
+    def start(self) -> Tensor:
+        return self._after(self.depth)
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        depth = self.depth.gather(1, parents) + 1
+        self.depth = torch.cat([self.depth, depth], dim=1)
+        return self._after(depth)
+
+    def _after(self, depth: Tensor) -> Tensor:
+        """[B, F, V] after nodes of depth [B, F]; below the last place there is nothing to ask, and nothing will be used."""
+        depth = depth.clamp(max=self.depth_limit - 1)
+        return self.log_q.gather(1, depth[..., None].expand(-1, -1, self.log_q.shape[-1]))

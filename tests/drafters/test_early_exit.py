@@ -1,0 +1,574 @@
+"""LayerSkip: dropout and early-exit loss are the paper's, the target that was trained is the one that is saved."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from spectrain.acceptance import Greedy
+from spectrain.cli import main
+from spectrain.config import build
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset, collate
+from spectrain.decode import decode
+from spectrain.drafters.early_exit import EarlyExit
+from spectrain.errors import UserError
+from spectrain.eval.baselines import generate
+from spectrain.features import Batch
+from spectrain.loading import load_hf, load_tiny
+from spectrain.run import fresh_drafter, load_weights, save_drafter
+from spectrain.shapes import Chain
+from spectrain.sources import Live
+from spectrain.target import Target
+from spectrain.training.loop import Trainer
+
+VOCAB, LAYERS = 97, 5
+SIZE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CURRICULA = pytest.mark.parametrize("curriculum", ["rotational", "gradual", "all"])
+ADAPTATIONS: dict[str, dict[str, Any]] = {
+    "full": {"adapt": "full"},
+    "lora": {"adapt": "lora", "rank": 4},
+    "full distilled": {"adapt": "full", "self_distillation": True},
+    "lora distilled": {"adapt": "lora", "rank": 4, "self_distillation": True},
+}
+ADAPTED = pytest.mark.parametrize("options", list(ADAPTATIONS.values()), ids=list(ADAPTATIONS))
+
+
+def pair(tiny: Target, tied: bool = False) -> tuple[Target, Any]:
+    """A small random target, and the same model of transformers' own."""
+    config = LlamaConfig(**SIZE, tie_word_embeddings=tied)
+    reference, model = (AutoModelForCausalLM.from_config(config, attn_implementation=a).eval() for a in ("eager", "spectrain"))
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5 if noise.dim() > 1 else parameter + 0.1 * noise)
+    model.load_state_dict(reference.state_dict())
+    return Target(model, tiny.tokenizer, "random", ""), reference
+
+
+def prepared(target: Target, **options: Any) -> EarlyExit:
+    torch.manual_seed(3)
+    drafter = EarlyExit(target, **{"rotate": 2, **options})
+    drafter.prepare(target, torch.zeros(target.head.vocab_size))
+    for parameter in drafter.adapted:
+        parameter.requires_grad_(True)  # as the trainer does
+    return drafter
+
+
+def examples(count: int, vocab: int = VOCAB, length: int = 20) -> list[Example]:
+    """Sequences of unequal length whose later part is the assistant's."""
+    source = torch.Generator().manual_seed(5)
+    rows = torch.randint(3, vocab, (count, length), generator=source).tolist()
+    return [Example(row[: length - n % 5], [i >= 8 for i in range(length - n % 5)]) for n, row in enumerate(rows)]
+
+
+def dataset(vocab: int = VOCAB, count: int = 8) -> Dataset:
+    return Dataset(examples(count, vocab), count, 0, 0)
+
+
+def logits_of(target: Target, tokens: Tensor) -> Tensor:
+    logits = target.run(tokens, logits=True).logits
+    assert logits is not None
+    return logits
+
+
+# The paper's coefficients
+
+
+def paper_weights(num_layers: int, scale: float, opened: set[int]) -> list[float]:
+    """Section 4.1.2: e(l) = scale sum_{i=0}^{l} i for l < L - 1, L - 1 + scale sum_{i=0}^{L-2} i for the last, normalised."""
+    e = [scale * sum(range(exit + 1)) for exit in range(num_layers)]
+    e[-1] = num_layers - 1 + scale * sum(range(num_layers - 1))
+    opened = opened | {num_layers - 1}
+    return [e[exit] / sum(e[i] for i in opened) if exit in opened else 0.0 for exit in range(num_layers)]
+
+
+def at(target: Target, step: int, num_steps: int, **options: Any) -> EarlyExit:
+    """A drafter as the trainer leaves it at a step."""
+    drafter = EarlyExit(target, **options)
+    drafter.step, drafter.progress = step, step / num_steps
+    return drafter
+
+
+@pytest.mark.parametrize("num_layers", [2, 5, 8, 32])
+@pytest.mark.parametrize("scale", [1.0, 0.2])
+@pytest.mark.parametrize("step", [0, 1, 7, 30, 49, 50, 99])
+def test_exit_weights_are_the_papers(tiny: Target, num_layers: int, scale: float, step: int) -> None:
+    """With all, rotational and gradual exits, at step t of 100, the coefficients are e C / sum e C and sum to 1."""
+    cases: list[tuple[dict[str, Any], set[int]]] = [({"curriculum": "all"}, set(range(num_layers)))]
+    for rotate in (1, 3, 40):
+        cases.append(({"rotate": rotate}, {exit for exit in range(num_layers) if (exit - step) % rotate == 0}))
+    opened = {num_layers - 1}
+    for later in range(1, num_layers):  # one more exit, downwards, every T / (2 L) steps
+        if step >= later * 100 / (2 * num_layers):
+            opened = opened | {num_layers - 1 - later}
+    cases.append(({"curriculum": "gradual"}, opened))
+    for options, exits in cases:
+        found = at(tiny, step, 100, exit_scale=scale, **options).exit_weights(num_layers)
+        assert found == pytest.approx(paper_weights(num_layers, scale, exits), rel=1e-9, abs=0)
+        assert sum(found) == pytest.approx(1) and found[-1] > 0
+
+
+@pytest.mark.parametrize("rotate", [1, 2, 3, 8, 11])
+@pytest.mark.parametrize("start", [0, 5])
+def test_rotation_opens_every_exit(tiny: Target, rotate: int, start: int) -> None:
+    """Over `rotate` steps in a row every exit that can count is open once, and the last at each of them."""
+    times = [0] * 8
+    for step in range(start, start + rotate):
+        weights = at(tiny, step, 100, rotate=rotate).exit_weights(8)
+        times = [count + (weight > 0) for count, weight in zip(times, weights)]
+    assert times == [0, *[1] * 6, rotate]  # e(0) is 0
+
+
+@CURRICULA
+@pytest.mark.parametrize("num_layers", [1, 2, 6])
+def test_without_scale_only_the_last_exit_counts(tiny: Target, curriculum: Any, num_layers: int) -> None:
+    """exit_scale=0 is the language model's loss alone."""
+    found = at(tiny, 60, 100, exit_scale=0.0, curriculum=curriculum).exit_weights(num_layers)
+    assert found == [0.0] * (num_layers - 1) + [1.0]
+
+
+def test_gradual_exits_open_downwards(tiny: Target) -> None:
+    """Only the last at the start, then from above without a gap, each for good, all from half of the training on."""
+    before: set[int] = set()
+    for step in range(64):
+        found = {exit for exit, weight in enumerate(at(tiny, step, 64, curriculum="gradual").exit_weights(8)) if weight > 0}
+        assert found >= before and found == set(range(min(found), 8))
+        assert (found == {7}) if step == 0 else (step < 32 or found == set(range(1, 8)))
+        before = found
+
+
+@pytest.mark.parametrize("num_layers", [2, 5, 8, 32])
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+@pytest.mark.parametrize("step", [0, 3, 9])
+def test_dropout_rates_are_the_papers(tiny: Target, num_layers: int, rate: float, step: int) -> None:
+    """(exp(l ln 2 / (L - 1)) - 1) max_dropout: 0 at the first layer, max_dropout at the last, whatever the step."""
+    found = at(tiny, step, 10, max_dropout=rate).dropout_rates(num_layers)
+    assert found == pytest.approx([rate * (2 ** (n / (num_layers - 1)) - 1) for n in range(num_layers)], rel=1e-9, abs=1e-12)
+    assert found[0] == 0 and found[-1] == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("num_steps", [2, 6])
+def test_exponential_dropout_follows_the_training(tiny: Target, num_steps: int, tmp_path: Path) -> None:
+    """At step t of T the trainer's rates are exp(t ln 2 / (T - 1)) - 1 times the constant ones: 0 first, all of them last."""
+    target, _ = pair(tiny)
+    drafter = prepared(target, max_dropout=0.4, dropout_schedule="exponential", adapt="lora", rank=2)
+    found: list[list[float]] = []
+    trainer = Trainer(lr=1e-4, max_steps=num_steps, batch_tokens=40)
+    trainer.fit(drafter, target, dataset(), Live(), tmp_path, on_step=lambda step: found.append(drafter.dropout_rates(LAYERS)))
+    constant = EarlyExit(target, max_dropout=0.4).dropout_rates(LAYERS)
+    assert found[0] == [0.0] * LAYERS
+    for step, rates in enumerate(found):
+        over_time = math.exp(step * math.log(2) / (num_steps - 1)) - 1
+        assert rates == pytest.approx([over_time * rate for rate in constant], abs=1e-9), step
+
+
+# Which layers a sequence drops
+
+
+def drawn(drafter: EarlyExit, target: Target, rows: list[Example]) -> Tensor:
+    found = drafter.dropped(collate(rows), target)
+    assert found is not None
+    return found
+
+
+def test_a_sequence_drops_the_same_layers_however_it_is_batched(tiny: Target) -> None:
+    """Alone, padded, among others and in another order; another step or seed draws anew."""
+    drafter = at(tiny, 4, 10, max_dropout=0.6).train()
+    rows = examples(40, 2000)
+    whole = drawn(drafter, tiny, rows)
+    assert whole.shape == (8, 40) and whole.any(0).sum() > 10 and not whole[0].any()
+    order = torch.randperm(40)
+    assert torch.equal(drawn(drafter, tiny, [rows[n] for n in order]), whole[:, order])
+    for n in range(0, 40, 7):
+        assert torch.equal(drawn(drafter, tiny, [rows[n]]), whole[:, n : n + 1])
+        longer = Example(torch.randint(3, 2000, (50,)).tolist(), [True] * 50)
+        assert torch.equal(drawn(drafter, tiny, [longer, rows[n]])[:, 1], whole[:, n])
+    assert torch.equal(drawn(at(tiny, 4, 10, max_dropout=0.6, curriculum="all").train(), tiny, rows), whole)
+    for step, seed in ((5, 0), (4, 1)):
+        assert not torch.equal(drawn(at(tiny, step, 10, max_dropout=0.6, seed=seed).train(), tiny, rows), whole)
+
+
+def test_nothing_is_dropped_where_it_is_not_trained(tiny: Target) -> None:
+    """Not in evaluation, not at a rate of 0."""
+    batch = collate(examples(4, 2000))
+    assert at(tiny, 4, 10, max_dropout=0.6).eval().dropped(batch, tiny) is None
+    assert at(tiny, 4, 10, max_dropout=0.0).train().dropped(batch, tiny) is None
+    first = at(tiny, 0, 10, max_dropout=0.9, dropout_schedule="exponential").train().dropped(batch, tiny)
+    assert first is not None and not first.any()
+
+
+def test_layers_drop_as_often_as_their_rates(tiny: Target) -> None:
+    """Within five standard deviations of a binomial count, over sequences and over steps, and layers drop independently."""
+    drafter = at(tiny, 0, 1, max_dropout=0.5).train()
+    rows = examples(100, 2000)
+    draws = []
+    for drafter.step in range(20):
+        draws.append(drawn(drafter, tiny, rows).double())
+    many = torch.stack(draws)  # [steps, L, B]
+    rates = torch.tensor(drafter.dropout_rates(8), dtype=torch.float64)
+    for mean, count in ((many.mean((0, 2)), 2000), (many[0].mean(1), 100), (many[:, :, 0].mean(0), 20)):
+        assert ((mean - rates).abs() <= 5 * (rates * (1 - rates) / count).sqrt() + 1e-12).all()
+    both = (many[:, 6] * many[:, 7]).mean()
+    rate = float(rates[6] * rates[7])
+    assert abs(float(both) - rate) < 5 * math.sqrt(rate * (1 - rate) / 2000)
+
+
+# The loss
+
+
+def reference_loss(reference: Any, batch: Batch, weights: list[float]) -> tuple[Tensor, Tensor]:
+    """From transformers' hidden states, its norm and its lm_head: the last exit's weighted loss, and that of the others."""
+    outputs = reference(batch.tokens, output_hidden_states=True, use_cache=False)
+    assert len(outputs.hidden_states) == len(weights) + 1
+    mask = batch.loss_mask[:, 1:]
+    terms = []
+    for exit, weight in enumerate(weights):
+        last = exit + 1 == len(weights)  # transformers' last hidden state has been through the norm
+        final = outputs.hidden_states[exit + 1] if last else reference.model.norm(outputs.hidden_states[exit + 1])
+        log_q = reference.lm_head(final)[:, :-1].log_softmax(-1)
+        each = -log_q.gather(-1, batch.tokens[:, 1:, None])[..., 0]
+        terms.append(weight * (each * mask).sum())
+    return terms[-1], torch.stack(terms[:-1]).sum()
+
+
+LOSSES = [
+    {"curriculum": "all"}, {"curriculum": "all", "exit_scale": 0.2}, {"curriculum": "rotational", "rotate": 2},
+    {"curriculum": "rotational", "rotate": 3}, {"curriculum": "gradual"}, {"curriculum": "all", "exit_scale": 0.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("options", LOSSES, ids=lambda options: " ".join(f"{k}={v}" for k, v in options.items()))
+def test_loss_is_the_sum_over_the_exits(tiny: Target, options: dict[str, Any], tied: bool) -> None:
+    """Its terms, the gradient of every parameter, hits and counts equal those of transformers' own hidden states."""
+    target, reference = pair(tiny, tied)
+    drafter = prepared(target, max_dropout=0.0, exit_layer=2, **options).train()
+    drafter.step, drafter.progress = 3, 0.35
+    batch = collate(examples(4))
+    losses = drafter.loss(batch, target)
+    last, early = reference_loss(reference, batch, drafter.exit_weights(LAYERS))
+    assert set(losses.terms) == {"language_model", "exits"}
+    torch.testing.assert_close(losses.terms["language_model"], last, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(losses.terms["exits"], early, rtol=1e-5, atol=1e-4)
+    losses.total.backward()
+    (last + early).backward()
+    wanted = dict(reference.named_parameters())
+    for name, parameter in target.model.named_parameters():
+        assert parameter.grad is not None and wanted[name].grad.abs().max() > 0, name
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, rtol=1e-3, atol=1e-3, msg=name)
+    with torch.no_grad():
+        states = reference(batch.tokens, output_hidden_states=True).hidden_states
+        early_best, best = (reference.lm_head(x).argmax(-1) for x in (reference.model.norm(states[2]), states[-1]))
+    asked = batch.loss_mask[:, 1:]
+    assert losses.hits.tolist() == [int((early_best == best)[:, :-1][asked].sum())]
+    assert losses.counts.tolist() == [int(asked.sum())]
+
+
+def test_loss_is_said_by_the_layers_that_are_kept(tiny: Target) -> None:
+    """With dropout, a sequence's loss is that of the model without the layers that it drops, its last state at every exit."""
+    target, reference = pair(tiny)
+    drafter = prepared(target, max_dropout=0.9, curriculum="all").train()
+    drafter.step = 2
+    rows = examples(6)
+    dropped = drawn(drafter, target, rows)
+    assert dropped.any() and not dropped.all(1).any()
+    weights = drafter.exit_weights(LAYERS)
+    wanted = 0.0
+    with torch.no_grad():
+        for row, example in enumerate(rows):
+            tokens, place = torch.tensor([example.tokens]), [n for n in range(1, len(example.tokens)) if example.mask[n]]
+            state = target.run(tokens, layers=(0,)).at(0)
+            for layer in range(LAYERS):
+                if not dropped[layer, row]:
+                    part = target.run(tokens, layers=(layer + 1,), first=layer, last=layer + 1, hidden=state)
+                    state = part.at(layer + 1)
+                log_q = reference.lm_head(reference.model.norm(state))[0].log_softmax(-1)
+                wanted += weights[layer] * float(-sum(log_q[n - 1, example.tokens[n]] for n in place))
+        found = drafter.loss(collate(rows), target).total
+    assert float(found) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_only_the_assistants_tokens_carry_loss(tiny: Target) -> None:
+    """Without labels there is no loss; padding adds none; batches add up."""
+    target, _ = pair(tiny)
+    drafter = prepared(target, max_dropout=0.5, curriculum="all").train()
+    rows = examples(4)
+    with torch.no_grad():
+        whole = drafter.loss(collate(rows), target)
+        parts = [drafter.loss(collate([row]), target) for row in rows]
+        padded = drafter.loss(collate([*rows, Example([5] * 40, [False] * 40)]), target)
+    assert float(whole.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-5)
+    assert float(whole.total) == pytest.approx(float(padded.total), rel=1e-5)
+    assert whole.counts.sum() == padded.counts.sum() == sum(sum(row.mask) for row in rows)
+
+
+# Self-distillation
+
+
+@pytest.mark.parametrize("adapt", ["full", "lora"])
+def test_self_distillation_starts_where_there_is_nothing_to_learn(tiny: Target, adapt: Any) -> None:
+    """While only the last exit is open the loss is the entropy of the original, and its gradient is zero."""
+    target, reference = pair(tiny)
+    drafter = prepared(target, max_dropout=0.0, curriculum="gradual", adapt=adapt, self_distillation=True).train()
+    batch = collate(examples(4))
+    losses = drafter.loss(batch, target)
+    with torch.no_grad():
+        log_p = reference(batch.tokens).logits[:, :-1].log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)[batch.loss_mask[:, 1:]].sum()
+    torch.testing.assert_close(losses.total.detach(), entropy, rtol=1e-5, atol=1e-4)
+    gradients = torch.autograd.grad(losses.total, drafter.adapted, allow_unused=True)
+    assert all(gradient is None or gradient.abs().max() < 1e-3 for gradient in gradients)
+    own = pair(tiny)[0]
+    plain = prepared(own, max_dropout=0.0, curriculum="gradual", adapt=adapt)
+    data = torch.autograd.grad(plain.loss(batch, own).total, plain.adapted, allow_unused=True)
+    assert max(float(gradient.abs().max()) for gradient in data if gradient is not None) > 1  # that of the data is not
+
+
+@pytest.mark.parametrize("adapt", ["full", "lora"])
+def test_self_distillation_asks_the_original(tiny: Target, adapt: Any) -> None:
+    """Whatever became of the target, every exit's loss is its cross-entropy from the model that it was."""
+    target, reference = pair(tiny)
+    drafter = prepared(target, max_dropout=0.0, curriculum="all", adapt=adapt, rank=4, self_distillation=True).train()
+    batch = collate(examples(4))
+    with torch.no_grad():
+        original = reference(batch.tokens).logits.softmax(-1)
+        for parameter in drafter.adapted:
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        weights = drafter.exit_weights(LAYERS)
+        wanted = 0.0
+        states = target.run(batch.tokens, layers=tuple(range(1, LAYERS + 1)))
+        for exit, weight in enumerate(weights):
+            log_q = target.head.logits(target.normed(states.at(exit + 1))).log_softmax(-1)
+            wanted += weight * float(-(original * log_q).sum(-1)[:, :-1][batch.loss_mask[:, 1:]].sum())
+        assert float(drafter.loss(batch, target).total) == pytest.approx(wanted, rel=1e-5)
+        assert not torch.allclose(logits_of(target, batch.tokens).softmax(-1), original, atol=1e-2)
+
+
+@pytest.mark.parametrize("adapt", ["full", "lora"])
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+def test_the_original_stays_as_it_was(adapt: Any, packed: bool, tmp_path: Path) -> None:
+    """Training changes the target and not, bit by bit, what it is asked to say; the copy is gone afterwards."""
+    target = load_tiny()
+    if packed:
+        target.pack()
+    drafter = prepared(target, adapt=adapt, rank=4, self_distillation=True)
+    batch = collate(examples(2, 2000))
+    before, wanted = logits_of(target, batch.tokens), drafter._wanted(batch, target)
+    torch.testing.assert_close(wanted, before[batch.predicts].softmax(-1), rtol=1e-4, atol=1e-6)
+    seen: list[bool] = []
+
+    def watch(step: int) -> None:
+        seen.append(torch.equal(drafter._wanted(batch, target), wanted))
+
+    Trainer(lr=1e-3, max_steps=3).fit(drafter, target, dataset(2000), Live(), tmp_path, on_step=watch)
+    assert seen == [True] * 3
+    assert not torch.allclose(logits_of(target, batch.tokens), before, atol=1e-2)
+    assert not drafter.original and not list(drafter.parameters()) and not drafter.state_dict()
+
+
+# Training
+
+
+@ADAPTED
+def test_only_what_was_named_is_trained(tiny: Target, options: dict[str, Any], tmp_path: Path) -> None:
+    """All weights, or the adapters alone, move; afterwards the target is frozen and has the parameters it had."""
+    target, _ = pair(tiny)
+    names = [name for name, _ in target.named_parameters()]
+    drafter = prepared(target, max_dropout=0.3, **options)
+    chosen = {id(parameter) for parameter in drafter.adapted}
+    before = {name: parameter.detach().clone() for name, parameter in target.named_parameters()}
+    moved: dict[str, bool] = {}
+
+    def watch(step: int) -> None:
+        for name, parameter in target.named_parameters():
+            moved[name] = not torch.equal(parameter, before[name])
+            assert parameter.requires_grad == (id(parameter) in chosen)
+
+    Trainer(lr=1e-3, max_steps=4).fit(drafter, target, dataset(), Live(), tmp_path, on_step=watch)
+    assert all(moved[name] == (options["adapt"] == "full" or ".lora_" in name) for name in moved)
+    assert [name for name, _ in target.named_parameters()] == names
+    assert not any(parameter.requires_grad for parameter in target.parameters()) and not drafter.adapted
+
+
+@ADAPTED
+def test_the_finished_target_says_what_the_trained_one_said(tiny: Target, options: dict[str, Any], tmp_path: Path) -> None:
+    """Adapters on, then merged, then saved and loaded: the same logits."""
+    target, _ = pair(tiny)
+    target.pack()
+    drafter, tokens = prepared(target, max_dropout=0.2, **options), torch.randint(3, VOCAB, (2, 12))
+    before, during = logits_of(target, tokens), []
+    trainer = Trainer(lr=3e-3, max_steps=5, batch_tokens=60)
+    trainer.fit(
+        drafter, target, dataset(), Live(), tmp_path / "run", on_step=lambda _: during.append(logits_of(target, tokens))
+    )
+    after = logits_of(target, tokens)
+    torch.testing.assert_close(after, during[-1], rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(after, before, atol=1e-2)
+    target.save(tmp_path / "target")
+    torch.testing.assert_close(logits_of(load_hf(str(tmp_path / "target")), tokens), after, rtol=1e-5, atol=1e-5)
+
+
+class Killed(Exception):
+    """Stands for a kill between two steps."""
+
+
+@ADAPTED
+def test_resumed_equals_uninterrupted(tiny: Target, options: dict[str, Any], tmp_path: Path) -> None:
+    """Killed at step 4 of 6 and gone on with from step 3, with layers dropped, a run ends in the same weights and metrics."""
+    options = {"max_dropout": 0.7, "dropout_schedule": "exponential", "curriculum": "gradual", **options}
+    results = []
+    for name in ("whole", "cut"):
+        trainer = Trainer(lr=1e-3, max_steps=6, batch_tokens=40, log_every=1, save_every=3)
+        if name == "cut":
+
+            def kill(at: int) -> None:
+                if at == 4:
+                    raise Killed
+
+            torch.manual_seed(0)
+            target, _ = pair(tiny)
+            with pytest.raises(Killed):
+                trainer.fit(prepared(target, **options), target, dataset(), Live(), tmp_path / name, on_step=kill)
+        torch.manual_seed(0)
+        target, _ = pair(tiny)
+        trainer.fit(prepared(target, **options), target, dataset(), Live(), tmp_path / name)
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        kept = [{key: line.get(key) for key in ("step", "loss", "losses", "agreement", "lr")} for line in lines]
+        results.append((target.state_dict(), kept))
+    (one, metrics), (two, others) = results
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    assert metrics == others and [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("adapt", ["full", "lora"])
+def test_a_bfloat16_target_is_trained_in_float32(adapt: Any, tmp_path: Path) -> None:
+    """What learns is float32 meanwhile; then all is bfloat16 again, and the target says what its saved copy says."""
+    target = load_tiny(dtype="bfloat16")
+    types = {name: tensor.dtype for name, tensor in target.state_dict(keep_vars=True).items()}
+    buffers = {name: buffer.clone() for name, buffer in target.named_buffers()}
+    drafter = prepared(target, adapt=adapt, rank=2, rotate=4)
+    assert {parameter.dtype for parameter in drafter.adapted} == {torch.float32}
+    tokens = torch.randint(3, 2000, (1, 10))
+    Trainer(lr=1e-3, max_steps=1, batch_tokens=20).fit(drafter, target, dataset(2000, 1), Live(), tmp_path / "run")
+    assert target.dtype == torch.bfloat16 and {n: t.dtype for n, t in target.state_dict().items()} == types
+    for name, buffer in target.named_buffers():  # such as the frequencies of the rotary embedding, which stay float32
+        assert buffer.dtype == buffers[name].dtype and torch.equal(buffer, buffers[name]), name
+    target.save(tmp_path / "target")
+    assert torch.equal(logits_of(target, tokens), logits_of(load_hf(str(tmp_path / "target"), dtype="bfloat16"), tokens))
+
+
+# The trained target
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
+    """The tiny target after a short training on its own text, and where it is saved."""
+    run = tmp_path_factory.mktemp("trained")
+    target = load_tiny()
+    prompts = [torch.randint(3, 2000, (6,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(4)]
+    answers = [decode(target, [prompt], Greedy(), 24, ignore_eos=True)[0].output for prompt in prompts]
+    rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
+    target.pack()
+    drafter = prepared(target, curriculum="all", exit_layer=3)
+    Trainer(lr=1e-3, max_steps=30, warmup=0.0).fit(drafter, target, Dataset(rows, 4, 0, 0), Live(), run / "run")
+    target.save(run / "target")
+    return target, run / "target"
+
+
+@pytest.mark.parametrize("exit_layer", [1, 3, 7])
+def test_transformers_decodes_the_same_with_the_same_exit(trained: tuple[Target, Path], exit_layer: int) -> None:
+    """Our early exit, transformers' from the saved directory, and its plain greedy decoding give the same tokens."""
+    target, directory = trained
+    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    drafter = EarlyExit(target, exit_layer=exit_layer).eval()
+    rounds = written = 0
+    for number in range(4):
+        source = torch.Generator().manual_seed(number)
+        prompt = torch.randint(3, 2000, (6,), generator=source).tolist()
+        ours = decode(target, [prompt], Greedy(), 16, drafter, Chain(3))[0]
+        for options in ({}, {"assistant_early_exit": exit_layer}):
+            assert generate(model, prompt, 16, target.stop_ids, **options) == ours.output
+        rounds, written = rounds + len(ours.accepted), written + sum(ours.accepted)
+    assert written > 20 and (written > rounds or exit_layer < 7)  # the last exit but one agrees with the last
+
+
+def test_another_exit_is_the_same_drafter(tiny: Target) -> None:
+    """at_exit changes the exit and nothing else; an exit that is not there is refused."""
+    drafter = EarlyExit(tiny, exit_layer=2)
+    other = drafter.at_exit(5, tiny)
+    assert (drafter.exit_layer, other.exit_layer) == (2, 5)
+    assert {k: v for k, v in vars(other).items() if k != "exit_layer"}.keys() == {
+        k for k in vars(drafter) if k != "exit_layer"
+    } and other.head is drafter.head
+    for wrong in (0, 8, -1):
+        with pytest.raises(UserError, match=f"drafter.exit_layer={wrong}"):
+            drafter.at_exit(wrong, tiny)
+
+
+def saved(tiny: Target, directory: Path, **options: Any) -> Any:
+    """The configuration of a drafter that is saved in `directory`."""
+    config = OmegaConf.create({"drafter": {"_target_": "spectrain.drafters.early_exit.EarlyExit", **options}})
+    save_drafter(directory, EarlyExit(tiny, **options), config)
+    return config
+
+
+def test_a_saved_drafter_names_its_exit(tiny: Target, tmp_path: Path) -> None:
+    """The description holds the exit that the default chose, and builds the same drafter; there are no weights."""
+    saved(tiny, tmp_path / "drafter", max_dropout=0.3)
+    described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
+    again: EarlyExit = build(described, target=tiny)
+    load_weights(again, tmp_path / "drafter")
+    assert described["exit_layer"] == again.exit_layer == EarlyExit(tiny).exit_layer == 2 and again.max_dropout == 0.3
+    assert not again.has_weights
+
+
+def test_init_is_refused(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """drafter.init has nothing to give; the message names what to write instead, and the command ends with 2."""
+    saved(tiny, tmp_path / "drafter", exit_layer=2)
+    config = saved(tiny, tmp_path / "other", adapt="lora")
+    config = OmegaConf.merge(config, {"drafter": {"init": str(tmp_path / "drafter")}, "trainer": {}})
+    with pytest.raises(UserError, match="target=hf target.model=RUN/target"):
+        fresh_drafter(config, load_tiny(), dataset(2000))  # type: ignore[arg-type]
+    run = tmp_path / "run"
+    settings = ["target=tiny", "recipe=layerskip", "data.limit=4", "data.max_length=32", "eval=none", "trainer.max_steps=1"]
+    monkeypatch.setattr(sys, "argv", ["spectrain", "train", *settings, f"drafter.init={tmp_path}", f"run={run}"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2 and "target=hf target.model=RUN/target" in capsys.readouterr().err and not run.exists()
+
+
+WRONG = [
+    ({"max_dropout": 1.0}, "drafter.max_dropout=1.0"), ({"max_dropout": -0.1}, "drafter.max_dropout=-0.1"),
+    ({"exit_scale": -1.0}, "drafter.exit_scale=-1.0"), ({"exit_scale": math.nan}, "drafter.exit_scale=nan"),
+    ({"rotate": 0}, "drafter.rotate=0"), ({"rank": 0}, "drafter.rank=0"), ({"exit_layer": 8}, "use 1 to 7"),
+    ({"exit_layer": 0}, "use 1 to 7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), WRONG)
+def test_wrong_settings_are_named(tiny: Target, options: dict[str, Any], message: str) -> None:
+    """A setting out of range is refused with what to write."""
+    with pytest.raises(UserError, match=message):
+        EarlyExit(tiny, **options)
+
+
+def test_dropout_changes_the_loss_in_training_only(tiny: Target) -> None:
+    """In evaluation the loss is that without dropout."""
+    target, _ = pair(tiny)
+    drafter, batch = prepared(target, max_dropout=0.9, curriculum="all"), collate(examples(4))
+    plain = prepared(target, max_dropout=0.0, curriculum="all")
+    with torch.no_grad():
+        none = float(plain.train().loss(batch, target).total)
+        on, off = (float(drafter.train(mode).loss(batch, target).total) for mode in (True, False))
+    assert off == none != on

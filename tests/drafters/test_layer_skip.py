@@ -1,0 +1,254 @@
+"""Skipped layers: the search finds the set with the most tokens a forward, and a drafter remembers it."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from spectrain.acceptance import Greedy
+from spectrain.config import build
+from spectrain.decode import decode
+from spectrain.drafters.layer_skip import LayerSkipping, own_answers, search
+from spectrain.errors import UserError
+from spectrain.eval.baselines import generate
+from spectrain.run import load_weights, save_drafter
+from spectrain.shapes import Chain
+from spectrain.target import Target
+
+VOCAB = 600  # an output layer as large as two layers, so that leaving out more is not always worth it
+PROMPTS = [[5, 6, 7, 8], [40, 41], [9, 3, 22, 17, 30, 4]]
+
+
+def pair(tiny: Target, num_layers: int, seed: int = 0) -> tuple[Target, Any]:
+    """A random target whose layers all matter in part, and the same model of transformers' own."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    reference, model = (AutoModelForCausalLM.from_config(config, attn_implementation=a).eval() for a in ("eager", "spectrain"))
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            if ".layers." in name and parameter.dim() > 1:
+                parameter.normal_(std=(0.2 + 0.4 * float(torch.rand(()))) * parameter.shape[-1] ** -0.5)
+            elif parameter.dim() > 1:
+                parameter.normal_()
+    model.load_state_dict(reference.state_dict())
+    return Target(model, tiny.tokenizer, "random", ""), reference
+
+
+@contextmanager
+def without(reference: Any, skipped: tuple[int, ...]) -> Iterator[Any]:
+    """transformers' model with a shorter list of layers."""
+    layers = reference.model.layers
+    reference.model.layers = nn.ModuleList([layer for n, layer in enumerate(layers) if n not in skipped])
+    reference.config.num_hidden_layers = len(reference.model.layers)
+    try:
+        yield reference
+    finally:
+        reference.model.layers = layers
+        reference.config.num_hidden_layers = len(layers)
+
+
+def sets(num_layers: int) -> list[tuple[int, ...]]:
+    """Every set that leaves something out and something in."""
+    return [kept for count in range(1, num_layers) for kept in itertools.combinations(range(num_layers), count)]
+
+
+@torch.no_grad()
+def promises(target: Target, reference: Any, depth: int, answer_tokens: int) -> dict[frozenset[int], float]:
+    """Tokens a round over forwards a round of every set, from greedy answers and shorter models of transformers' own."""
+    answers = [generate(reference, prompt, answer_tokens, target.stop_ids) for prompt in PROMPTS]
+    found = {}
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in reference.model.layers]
+    head = reference.lm_head.weight.numel()
+    for skipped in sets(target.num_layers):
+        same = total = 0
+        with without(reference, skipped) as shorter:
+            for prompt, answer in zip(PROMPTS, answers):
+                said = shorter(torch.tensor([prompt + answer]), use_cache=False).logits.argmax(-1)[0].tolist()
+                same += sum(said[len(prompt) - 1 + n] == token for n, token in enumerate(answer))
+                total += len(answer)
+        a = same / total
+        cost = (head + sum(size for n, size in enumerate(sizes) if n not in skipped)) / (head + sum(sizes))
+        emitted = depth + 1 if a == 1 else (1 - a ** (depth + 1)) / (1 - a)
+        found[frozenset(skipped)] = emitted / (depth * cost + 1)
+    return found
+
+
+def found_by(target: Target, steps: int, depth: int = 3, seed: int = 0) -> frozenset[int]:
+    return search(target, PROMPTS, depth, steps, 12, seed)
+
+
+@pytest.mark.parametrize("num_layers", [3, 4])
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_set_near_the_one_found_promises_more(tiny: Target, num_layers: int, depth: int, seed: int) -> None:
+    """Of all sets, each measured on transformers' own model, none within two changes of it has a larger objective."""
+    target, reference = pair(tiny, num_layers, seed)
+    objective = promises(target, reference, depth, 12)
+    chosen = found_by(target, 200, depth)
+    near = {skipped for skipped in objective if len(skipped ^ chosen) <= 2}
+    assert len({round(value, 6) for value in objective.values()}) > 2 and len(near) > 3
+    assert objective[chosen] == pytest.approx(max(objective[skipped] for skipped in near), rel=1e-6)
+
+
+def test_answers_are_the_targets_own(tiny: Target) -> None:
+    """Each row is a prompt and its greedy answer, and the mask says where the next token is the answer's."""
+    target, reference = pair(tiny, 3)
+    tokens, mask = own_answers(target, PROMPTS, 12)
+    for row, prompt in enumerate(PROMPTS):
+        answer = generate(reference, prompt, 12, target.stop_ids)
+        assert tokens[row].tolist()[: len(prompt) + len(answer)] == prompt + answer
+        assert mask[row].nonzero()[:, 0].tolist() == list(range(len(prompt) - 1, len(prompt) + len(answer) - 1))
+        assert not tokens[row, len(prompt) + len(answer) :].any()
+
+
+def test_answers_end_with_the_context(tiny: Target) -> None:
+    """A prompt near the target's longest context gets the answer that has room."""
+    target, _ = pair(tiny, 3)
+    prompt = [3 + n % 50 for n in range(60)]
+    tokens, mask = own_answers(target, [prompt], 12)
+    assert tokens.shape[1] <= 64 and 1 <= int(mask.sum()) <= 4
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
+    """The sets that a search runs the target without, in order."""
+    runs: list[frozenset[int]] = []
+    run = Target.run
+
+    def watched(self: Target, *args: Any, **options: Any) -> Any:
+        if options.get("skipped"):
+            runs.append(frozenset(options["skipped"]))
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(Target, "run", watched)
+    return runs
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5, 14, 60])
+def test_search_measures_as_many_sets_as_it_may(tiny: Target, steps: int, measured: list[frozenset[int]]) -> None:
+    """`steps` sets of the 62 that six layers have, none twice, none empty or whole; what it finds is one of them."""
+    target, _ = pair(tiny, 6)
+    chosen = found_by(target, steps)
+    assert len(measured) == len(set(measured)) and chosen in measured
+    assert all(0 < len(skipped) < 6 for skipped in measured)
+    assert len(measured) == steps or (steps == 60 and 14 < len(measured) <= 60)
+
+
+def test_a_small_target_has_fewer_sets_than_steps(tiny: Target, measured: list[frozenset[int]]) -> None:
+    """The search ends although there are not as many sets; with two layers it looks at both."""
+    target, _ = pair(tiny, 2)
+    assert found_by(target, 50) in {frozenset({0}), frozenset({1})} and set(measured) == {frozenset({0}), frozenset({1})}
+
+
+def test_search_starts_with_the_layers_that_turn_least(tiny: Target, measured: list[frozenset[int]]) -> None:
+    """The first sets are the layer whose output is most like its input, the two such layers, and so on."""
+    target, reference = pair(tiny, 5)
+    found_by(target, 8)
+    likeness = [0.0] * 5
+    with torch.no_grad():
+        for prompt in PROMPTS:
+            answer = generate(reference, prompt, 12, target.stop_ids)
+            ends: list[Any] = []
+            handle = reference.model.layers[-1].register_forward_hook(lambda m, args, output, ends=ends: ends.append(output))
+            states = reference(torch.tensor([prompt + answer]), output_hidden_states=True, use_cache=False).hidden_states
+            handle.remove()
+            for n, (x, y) in enumerate(itertools.pairwise([*states[:-1], ends[0]])):
+                likeness[n] += float(torch.cosine_similarity(x[0], y[0], dim=-1)[len(prompt) - 1 : -1].sum())
+    order = sorted(range(5), key=lambda n: -likeness[n])
+    assert measured[:4] == [frozenset(order[:count]) for count in range(1, 5)]
+
+
+def test_search_depends_on_nothing_but_its_seed(tiny: Target, measured: list[frozenset[int]]) -> None:
+    """The same seed measures the same sets in the same order, whatever else drew random numbers; another draws others."""
+    target, _ = pair(tiny, 6)
+    tried = []
+    for noise, seed in ((1, 0), (2, 0), (1, 7)):
+        torch.manual_seed(noise)
+        measured.clear()
+        chosen = found_by(target, 20, seed=seed)
+        tried.append((chosen, list(measured)))
+    assert tried[0] == tried[1] and tried[0][1] != tried[2][1]
+
+
+def test_search_leaves_the_target_as_it_was(tiny: Target) -> None:
+    """After a search a run says what it said before."""
+    target, _ = pair(tiny, 4)
+    tokens = torch.randint(3, VOCAB, (2, 9))
+    before = target.run(tokens, layers=("final",)).hidden
+    found_by(target, 20)
+    assert torch.equal(target.run(tokens, layers=("final",)).hidden, before)
+
+
+@pytest.mark.parametrize("skipped", [[], [-1], [8], [2, 9], list(range(8)), [*range(8), 3]])
+def test_wrong_sets_are_refused(tiny: Target, skipped: list[int]) -> None:
+    """No layer, one that is not there, or all of them; the message says which there are."""
+    with pytest.raises(UserError, match=r"drafter.skipped=\[.*0 to 7 of tiny"):
+        LayerSkipping(tiny, skipped=skipped)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"search_steps": 0}, "drafter.search_steps=0"), ({"answer_tokens": 1}, "drafter.answer_tokens=1"),
+])  # fmt: skip
+def test_wrong_settings_are_named(tiny: Target, options: dict[str, Any], message: str) -> None:
+    """A setting out of range is refused with what to write."""
+    with pytest.raises(UserError, match=message):
+        LayerSkipping(tiny, **options)
+
+
+def test_given_layers_are_not_searched_for(tiny: Target, measured: list[frozenset[int]]) -> None:
+    """`skipped` stays as it was given, and no prompt is read."""
+
+    def prompts() -> list[list[int]]:
+        raise AssertionError
+
+    drafter = LayerSkipping(tiny, skipped=[5, 2, 5])
+    drafter.calibrate(tiny, prompts, 3)
+    assert drafter.skipped == {2, 5} and drafter.settings() == {"skipped": [2, 5]} and not measured
+
+
+def test_a_searched_set_is_saved_and_not_searched_again(tiny: Target, tmp_path: Path, measured: list[frozenset[int]]) -> None:
+    """Before the search nothing is described; after it the saved description builds a drafter with the same layers."""
+    node = {"_target_": "spectrain.drafters.layer_skip.LayerSkipping", "search_steps": 8, "answer_tokens": 6, "seed": 3}
+    drafter: LayerSkipping = build(node, target=tiny)
+    assert drafter.settings() == {}
+    drafter.calibrate(tiny, lambda: PROMPTS, 3)
+    assert drafter.skipped == search(tiny, PROMPTS, 3, 8, 6, seed=3)
+    found = len(measured)
+    save_drafter(tmp_path / "drafter", drafter, OmegaConf.create({"drafter": node}))
+    described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
+    assert described == {**node, "skipped": sorted(drafter.skipped)}
+    again: LayerSkipping = build(described, target=tiny)
+    load_weights(again, tmp_path / "drafter")
+    again.calibrate(tiny, lambda: PROMPTS, 3)
+    assert again.skipped == drafter.skipped and again.settings() == drafter.settings() and len(measured) == found
+
+
+@pytest.mark.parametrize("skipped", [[0], [7], [1, 4, 5], [0, 1, 2, 3, 4, 5, 6]])
+def test_drafts_are_the_shorter_models(tiny: Target, skipped: list[int]) -> None:
+    """A first round's draft is what the target without these layers would write, and the output is greedy decoding's."""
+    drafter, prompt = LayerSkipping(tiny, skipped=skipped).eval(), [5, 6, 7, 8, 9]
+    trees = []
+    propose = drafter.propose
+    drafter.propose = lambda context, budget: trees.append(propose(context, budget)) or trees[-1]  # type: ignore
+    out = decode(tiny, [prompt], Greedy(), 12, drafter, Chain(3), ignore_eos=True)[0].output
+    assert out == decode(tiny, [prompt], Greedy(), 12, ignore_eos=True)[0].output
+    # the prompt was read by all layers, so what is drafted first is compared on keys and values of the whole target
+    cache = tiny.new_cache(1, 32)
+    tiny.prefill(torch.tensor([prompt]), torch.tensor([len(prompt)]), cache, ())
+    tokens = [out[0]]
+    for _ in range(3):
+        logits = tiny.run(torch.tensor([tokens[-1:]]), cache=cache, skipped=skipped, logits=True).logits
+        assert logits is not None
+        tokens.append(int(logits[0, -1].argmax()))
+    assert trees[0].tokens[0].tolist() == tokens

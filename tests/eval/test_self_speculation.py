@@ -1,0 +1,341 @@
+"""Drafting with the target's own layers, from the command to the report: what is written, filled in, refused and printed."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from spectrain.acceptance import Block, Greedy, SpeculativeSampling
+from spectrain.cli import dispatch, main
+from spectrain.decode import decode
+from spectrain.drafters.early_exit import EarlyExit
+from spectrain.drafters.kangaroo import Kangaroo
+from spectrain.drafters.layer_skip import LayerSkipping, search
+from spectrain.drafters.ngram import Ngram
+from spectrain.drafters.selfdraft import SelfDrafter
+from spectrain.errors import UserError
+from spectrain.eval import baselines
+from spectrain.eval import summary as summaries
+from spectrain.eval.drift import own_answers, target_drift
+from spectrain.eval.exits import exit_quality
+from spectrain.eval.metrics import Turn
+from spectrain.eval.run import Evaluation, prompt_tokens
+from spectrain.loading import load_hf, load_tiny
+from spectrain.shapes import Chain
+from spectrain.target import Target
+
+LIMIT = 10
+SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
+PROMPTS = ("Name a color.", "Count: one two one two")
+SHORT = [f"eval.max_new_tokens={LIMIT}", "eval.limit=2", "eval.oracle=false"]
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit status of `spectrain ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["spectrain", *arguments])
+    try:
+        main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def read(run: Path, name: str) -> dict[str, Any]:
+    """A score's summary."""
+    found: dict[str, Any] = json.loads((run / "eval" / name / "summary.json").read_text())
+    return found
+
+
+def samples(run: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "eval" / name / "samples.jsonl").read_text().splitlines()]
+
+
+def rounds_of(run: Path, name: str, system: str = "drafter") -> list[tuple[Any, ...]]:
+    """Every round of a system, its times left out."""
+    rows = pq.read_table(run / "eval" / name / "rounds.parquet").to_pylist()
+    keys = ("id", "turn", "round", "tokens", "depth", "nodes", "whole")
+    return [tuple(row[key] for key in keys) for row in rows if row["system"] == system]
+
+
+def prompts(folder: Path) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    return path
+
+
+def evaluation(folder: Path, **options: Any) -> Evaluation:
+    """An evaluation over two short prompts."""
+    settings: dict[str, Any] = {"baselines": (), "oracle": False, **options}
+    return Evaluation(prompts=str(prompts(folder)), max_new_tokens=LIMIT, **settings)
+
+
+# A run that trains the target
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short LayerSkip run, with rates high enough to change what the target says."""
+    run = tmp_path_factory.mktemp("runs") / "layerskip"
+    argv = sys.argv
+    try:
+        dispatch(["train", "recipe=layerskip", "target=tiny", "data.limit=12", "data.max_length=64", "trainer.max_steps=4",
+                  "trainer.lr=3e-3", "tree.depth=3", "eval.baselines=[ngram,early_exit]", *SHORT, f"run={run}"])  # fmt: skip
+    finally:
+        sys.argv = argv
+    return run
+
+
+def originals(run: Path) -> tuple[Target, Target, Any]:
+    """The target as it was, as it was trained, and the original's answers to the prompts of the score."""
+    before, after = load_tiny(), load_hf(str(run / "target"))
+    return before, after, own_answers(before, [line["prompt_tokens"] for line in samples(run, "heldout")], LIMIT)
+
+
+def test_a_run_judges_both_targets(trained: Path) -> None:
+    """`exits` and `target_drift` are those of the original and of the saved target, on the original's own answers."""
+    summary = read(trained, "heldout")
+    before, after, texts = originals(trained)
+    for name, target in (("original", before), ("trained", after)):
+        for key, values in exit_quality(target, texts).items():
+            assert summary["exits"][name][key] == pytest.approx(values, rel=1e-3)
+    assert summary["exits"].keys() == {"original", "trained"} and summary["exits"]["original"] != summary["exits"]["trained"]
+    drift = target_drift(before, after, texts, LIMIT)
+    assert {key: summary["target_drift"][key] for key in ("agreement", "same_answers", "checked")} == {
+        key: drift[key] for key in ("agreement", "same_answers", "checked")
+    }
+    for name in ("original", "trained"):
+        assert summary["target_drift"][name] == pytest.approx(drift[name], rel=1e-3)
+        assert summary["exits"][name]["perplexity"][-1] == pytest.approx(drift[name]["perplexity"], rel=1e-3)
+    assert (trained / "eval" / "heldout" / "exits.svg").exists()
+
+
+def test_a_run_says_what_it_holds(trained: Path, tiny: Target) -> None:
+    """The setting names the saved target and the exit that was chosen by default; so does the drafter's description."""
+    setting = read(trained, "heldout")["setting"]
+    assert setting["target_path"] == str((trained / "target").resolve()) and setting["target"] == "tiny, trained"
+    described = json.loads((trained / "drafter" / "config.json").read_text())["drafter"]
+    assert setting["drafter"]["exit_layer"] == described["exit_layer"] == EarlyExit(tiny).exit_layer == tiny.num_layers // 4
+    assert load_file(trained / "drafter" / "model.safetensors") == {}
+
+
+def test_the_output_is_that_of_the_saved_target(trained: Path, tiny: Target) -> None:
+    """Every system of the run says what `generate` of RUN/target says, which is not the original."""
+    summary = read(trained, "heldout")
+    assert summary["compared"].keys() == {"ngram"}
+    for entry in (summary, *summary["compared"].values()):
+        assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2
+    own = summary["transformers"]["early_exit"]
+    assert own["identical"] == own["checked"] == 2
+    model = AutoModelForCausalLM.from_pretrained(trained / "target", dtype=torch.float32).eval()
+    differ = 0
+    for line in samples(trained, "heldout"):
+        assert baselines.generate(model, line["prompt_tokens"], LIMIT, tiny.stop_ids) == line["output_tokens"]
+        differ += decode(tiny, [line["prompt_tokens"]], Greedy(), LIMIT)[0].output != line["output_tokens"]
+    assert differ
+
+
+def test_a_run_scored_again_by_exits(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`eval run=RUN eval.sweep=exit` loads the trained target: the same rounds as at the end of training, also in the cell of
+    the same exit and depth, every cell identical, and exits and drift as before."""
+    words = [f"run={trained}", "eval.sweep=exit", "eval.exits=[2,5]", "eval.depths=[3]", "eval.name=swept", *SHORT]
+    assert command(monkeypatch, "eval", *words) == 0
+    first, again = read(trained, "heldout"), read(trained, "swept")
+    assert rounds_of(trained, "swept") == rounds_of(trained, "heldout") == rounds_of(trained, "swept", "exit-2-3")
+    assert [line["output_tokens"] for line in samples(trained, "swept")] == [
+        line["output_tokens"] for line in samples(trained, "heldout")
+    ]
+    assert again["compared"].keys() == {"exit-2-3", "exit-5-3"}
+    for entry in (again, *again["compared"].values()):
+        assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2
+    assert again["exits"] == first["exits"] and again["target_drift"] == first["target_drift"]
+    for key in ("target", "target_path", "recipe", "drafter"):
+        assert again["setting"][key] == first["setting"][key]
+
+
+def test_a_drafter_without_its_target_is_refused(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The drafter directory alone would draft for the untrained target: it is refused, and with `target` beside it it runs."""
+    shutil.copytree(trained / "drafter", tmp_path / "alone" / "drafter")
+    words = ["eval", f"run={tmp_path / 'alone' / 'drafter'}", "eval.baselines=[]", *SHORT]
+    assert command(monkeypatch, *words) == 2
+    assert "keep its folder target beside it" in capsys.readouterr().err
+    shutil.copytree(trained / "target", tmp_path / "alone" / "target")
+    assert command(monkeypatch, *words) == 0
+    assert rounds_of(tmp_path / "alone" / "drafter", "heldout") == rounds_of(trained, "heldout")
+
+
+# transformers' own early exit
+
+
+@pytest.mark.parametrize("asked", [None, 6])
+def test_transformers_leaves_at_the_drafters_exit(
+    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None
+) -> None:
+    """The baseline early_exit drafts from the drafter's own exit unless eval.exit_layer names one, and its output is that of
+    plain generate."""
+    used = set()
+    generate = baselines.generate
+
+    def watched(*arguments: Any, **options: Any) -> list[int]:
+        used.add(options.get("assistant_early_exit"))
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(baselines, "generate", watched)
+    scored = evaluation(tmp_path, baselines=("early_exit",), exit_layer=asked)
+    found = scored.score(tiny, EarlyExit(tiny, 5), Chain(2), Greedy(), tmp_path / "out", SETTING)["transformers"]
+    assert used == {None, asked or 5} and found.keys() == {"generate", "early_exit"}
+    assert all(entry["identical"] == entry["checked"] == 2 for entry in found.values())
+
+
+def test_other_drafters_have_no_exit_to_lend(tiny: Target, tmp_path: Path) -> None:
+    """Beside a drafter without an exit the baseline wants eval.exit_layer."""
+    scored = evaluation(tmp_path, baselines=("early_exit",))
+    with pytest.raises(UserError, match=r"early_exit needs eval\.exit_layer=N"):
+        scored.score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "out", SETTING)
+
+
+# Skipped layers, which need no training
+
+
+def test_skipped_layers_are_searched_and_can_be_given(
+    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`eval drafter=layer_skip` drafts without the set that `search` finds on the calibration prompts, says so in the setting
+    and on the screen, and given that set does not search and has the same rounds."""
+    path = prompts(tmp_path)
+    words = ["eval", "drafter=layer_skip", "target=tiny", "tree=chain", "tree.depth=3", "drafter.answer_tokens=8",
+             "eval.baselines=[]", f"eval.calibration={path}", *SHORT]  # fmt: skip
+    assert command(monkeypatch, *words, f"run={tmp_path / 'one'}", "drafter.search_steps=9") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    found = read(tmp_path / "one", "heldout")
+    skipped = found["setting"]["drafter"]["skipped"]
+    openings = [prompt_tokens(tiny, [{"role": "user", "content": text}]) for text in PROMPTS]
+    assert skipped == sorted(search(tiny, openings, 3, 9, 8))
+    listed = str(skipped).replace(" ", "")
+    assert f"drafted without layers {skipped}; drafter.skipped={listed} uses them again" in shown
+    assert found["lossless"]["identical"] == found["lossless"]["checked"] == 2
+
+    def never(*arguments: Any) -> Any:
+        raise AssertionError("a given set was searched for")
+
+    monkeypatch.setattr("spectrain.drafters.layer_skip.search", never)
+    assert command(monkeypatch, *words, f"run={tmp_path / 'two'}", f"drafter.skipped={listed}") == 0
+    again = read(tmp_path / "two", "heldout")
+    assert again["setting"]["drafter"]["skipped"] == skipped and again["acceptance_length"] == found["acceptance_length"]
+    assert rounds_of(tmp_path / "two", "heldout") == rounds_of(tmp_path / "one", "heldout")
+
+
+@pytest.mark.parametrize("name", ["without layers 5 and 6", "exit 6"])
+def test_drafts_are_those_of_a_smaller_model(tiny: Target, tmp_path: Path, name: str) -> None:
+    """The rounds are those of transformers' own model with the layers taken out, drafting behind the whole model's keys and
+    values, and of its whole self, verifying."""
+    depth, skipped = 3, (5, 6) if name.startswith("without") else (6, 7)
+    drafter: SelfDrafter = LayerSkipping(tiny, skipped) if name.startswith("without") else EarlyExit(tiny, 6)
+    evaluation(tmp_path).score(tiny, drafter, Chain(depth), Greedy(), tmp_path / "eval" / "out", SETTING)
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny.path, dtype=torch.float32).eval()
+    whole = model.model.layers
+    some = torch.nn.ModuleList([layer for index, layer in enumerate(whole) if index not in skipped])
+
+    def forward(layers: torch.nn.ModuleList, tokens: list[int], cache: Any = None) -> tuple[int, Any]:
+        """The most likely token after `tokens`, and the cache with them."""
+        model.model.layers, model.config.num_hidden_layers = layers, len(layers)
+        with torch.inference_mode():
+            output = model(torch.tensor([tokens]), past_key_values=cache, use_cache=True)
+        return int(output.logits[0, -1].argmax()), output.past_key_values
+
+    for line in samples(tmp_path, "out"):
+        prompt, output, accepted = line["prompt_tokens"], line["output_tokens"], []
+        text = [*prompt, forward(whole, prompt)[0]]
+        while len(text) < len(prompt) + len(output):
+            _, cache = forward(whole, text[:-1])
+            drafts = list(text)
+            for _ in range(depth):
+                token, cache = forward(some, drafts[-1:], cache)
+                drafts.append(token)
+            kept = 0
+            while kept < depth and forward(whole, drafts[: len(text) + kept])[0] == drafts[len(text) + kept]:
+                kept += 1
+            text = drafts[: len(text) + kept]
+            text.append(forward(whole, text)[0])
+            accepted.append(kept + 1)
+        assert accepted == line["accepted"] and text[len(prompt) :][: len(output)] == output
+
+
+# Rules that weigh p against q
+
+
+def test_likeliest_children_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """acceptance=chain with deterministic children ends in one sentence that says what to use; used, it runs and is lossless
+    by proof."""
+    words = ["eval", "drafter=early_exit", "target=tiny", "tree=chain", "acceptance=chain", "eval.baselines=[]",
+             f"run={tmp_path / 'run'}", *SHORT]  # fmt: skip
+    assert command(monkeypatch, *words) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("spectrain: acceptance=chain: it weighs p against the q") and said.count("\n") == 1
+    assert "tree.children=sampled" in said and not (tmp_path / "run" / "eval").exists()
+    assert command(monkeypatch, *words, "tree.children=sampled") == 0
+    summary = read(tmp_path / "run", "heldout")
+    assert summary["lossless"]["lossless"] is True and summary["lossless"]["checked"] == 0
+    assert summary["setting"]["tree"]["children"] == "sampled" and summary["setting"]["rule"] == "chain"
+
+
+@pytest.mark.parametrize("rule", [SpeculativeSampling(seed=3), Block(0.7, seed=3)], ids=lambda rule: rule.name)
+def test_drawn_drafts_repeat(tiny: Target, rule: Any) -> None:
+    """Drawn drafts of an early exit give the same rounds in a batch as alone, and hardly ever what greedy decoding says."""
+    texts = [prompt_tokens(tiny, [{"role": "user", "content": text}]) for text in PROMPTS]
+    drafter, builder = EarlyExit(tiny, 5), Chain(3, "sampled", seed=1)
+    batch = decode(tiny, texts, rule, LIMIT, drafter, builder, [4, 9])
+    for text, row, found in zip(texts, (4, 9), batch):
+        (one,) = decode(tiny, [text], rule, LIMIT, drafter, builder, [row])
+        assert (one.output, one.accepted) == (found.output, found.accepted)
+    assert [one.output for one in batch] != [one.output for one in decode(tiny, texts, Greedy(), LIMIT)]
+
+
+# What drafting reads at least
+
+
+def family(name: str, tiny: Target) -> tuple[SelfDrafter, set[int], int]:
+    """A drafter, the layers of the target that it drafts with, and how many weights of its own it has."""
+    if name.startswith("skip"):
+        return LayerSkipping(tiny, (2, 6)), {0, 1, 3, 4, 5, 7}, 0
+    if name.startswith("kangaroo"):
+        drafter = Kangaroo(tiny, 3)
+        return drafter, {0, 1, 2}, sum(weight.numel() for weight in drafter.state_dict().values())
+    exit_layer = int(name[-1])
+    return EarlyExit(tiny, exit_layer), set(range(exit_layer)), 0
+
+
+@pytest.mark.parametrize("name", ["exit 1", "exit 4", "exit 7", "skip 2 and 6", "kangaroo 3"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, name: str, depth: int) -> None:
+    """Where a forward takes as long as its weights are many, the roofline is the acceptance length times the whole target over
+    a draft pass for each depth, through the layers that draft, the head and the drafter's own weights, and a verification."""
+    drafter, layers, own = family(name, tiny)
+    drafter = drafter.eval()
+    text = prompt_tokens(tiny, [{"role": "user", "content": PROMPTS[0]}])
+    (plain,), (drafted,) = (decode(tiny, [text], Greedy(), LIMIT, *how) for how in ((), (drafter, Chain(depth))))
+
+    def as_many(module: torch.nn.Module, rows: float, device: torch.device, dtype: torch.dtype) -> float:
+        return float(sum(weight.numel() for weight in module.parameters()))
+
+    monkeypatch.setattr(summaries, "forward_floor", as_many)
+    found = summaries.bounds(tiny, drafter, [Turn("id", 0, "any", plain, drafted)], [])
+    sizes = AutoModelForCausalLM.from_pretrained(tiny.path).state_dict()
+    inside = {index: sum(weight.numel() for key, weight in sizes.items() if key.startswith(f"model.layers.{index}."))
+              for index in range(tiny.num_layers)}  # fmt: skip
+    head = sizes["lm_head.weight"].numel()  # tied to the embedding
+    whole = sum(inside.values()) + head + sizes["model.norm.weight"].numel()
+    reads = sum(inside[index] for index in layers) + head + own
+    length = sum(drafted.whole_rounds) / len(drafted.whole_rounds)
+    drafts = sum(drafted.depths) / len(drafted.depths)
+    assert drafts == depth and found["roofline"] == pytest.approx(length * whole / (drafts * reads + whole), abs=1e-4)

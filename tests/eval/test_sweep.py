@@ -1,0 +1,328 @@
+"""Sweeps and pruning: every cell is really decoded, the output stays the target's, and the table repeats the entries."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from spectrain.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decode import Generation, decode
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.early_exit import EarlyExit
+from spectrain.drafters.kangaroo import Kangaroo
+from spectrain.drafters.layer_skip import LayerSkipping
+from spectrain.drafters.ngram import Ngram
+from spectrain.errors import UserError
+from spectrain.eval.run import Evaluation
+from spectrain.eval.sweep import Grid, exit_systems, prune_systems
+from spectrain.pruning import Pruning
+from spectrain.shapes import Chain, Eagle2, Static, TreeBuilder
+from spectrain.target import Target
+
+LIMIT = 10
+SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
+QUESTIONS = [["Name a color.", "Name another color."], ["Count: one two three one two three one two"]]
+NUM_TURNS = 3
+RULES = pytest.mark.parametrize("rule", [Greedy(), Match(temperature=0.7, seed=2)], ids=lambda rule: rule.name)
+EXIT = 5  # of the drafter that early exits are compared with
+SWEEP_EXITS, SWEEP_DEPTHS = (3, 7), (1, 3)
+
+
+def evaluation(folder: Path, **options: Any) -> Evaluation:
+    """An evaluation over two short prompts, one of two turns."""
+    path = folder / "prompts.jsonl"
+    rows = [{"id": str(number), "category": "talk", "turns": turns} for number, turns in enumerate(QUESTIONS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=(), oracle=False, **options)
+
+
+def jobs(folder: Path) -> list[tuple[list[int], int]]:
+    """Every turn's whole context and the key of its random draws, as the scoring saw them."""
+    lines = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return [(line["prompt_tokens"], row) for row, line in enumerate(lines, 1)]
+
+
+def rounds_of(folder: Path, system: str) -> list[tuple[int, ...]]:
+    """Tokens, depth and nodes of every round of a system, with its number in the answer."""
+    rows = [row for row in pq.read_table(folder / "rounds.parquet").to_pylist() if row["system"] == system]
+    return [(row["round"], row["tokens"], row["depth"], row["nodes"]) for row in rows]
+
+
+def alone(
+    target: Target, folder: Path, rule: AcceptanceRule, drafter: Drafter, builder: TreeBuilder, pruning: Pruning | None = None
+) -> list[Generation]:
+    """The same turns, each decoded by itself and without an evaluation."""
+    arguments = (rule, LIMIT, drafter, builder)
+    return [decode(target, [prompt], *arguments, rows=[row], pruning=pruning)[0] for prompt, row in jobs(folder)]
+
+
+def rounds(generations: list[Generation]) -> list[tuple[int, ...]]:
+    return [
+        (number, *found)
+        for generation in generations
+        for number, found in enumerate(zip(generation.accepted, generation.depths, generation.nodes))
+    ]
+
+
+def pooled(generations: list[Generation]) -> float:
+    whole = [count for generation in generations for count in generation.whole_rounds]
+    return sum(whole) / len(whole)
+
+
+def eagle3(target: Target) -> Eagle3:
+    """An untrained drafter that runs no part of the target."""
+    torch.manual_seed(1)
+    drafter = Eagle3(target, vocab_size=512)
+    drafter.prepare(target, torch.randint(0, 1000, (target.head.vocab_size,)))
+    return drafter.eval()
+
+
+# Exits
+
+
+@RULES
+def test_every_cell_of_exits_is_decoded(
+    tiny: Target, tmp_path: Path, rule: AcceptanceRule, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every (exit, depth) cell has the rounds of a direct `decode` with that exit and the target's own output; the table, in
+    the summary and printed, repeats the entries."""
+    scored = evaluation(tmp_path, sweep="exit", exits=SWEEP_EXITS, depths=SWEEP_DEPTHS)
+    folder = tmp_path / "out"
+    summary = scored.score(tiny, EarlyExit(tiny, EXIT), Chain(2), rule, folder, SETTING)
+    cells = {(exit, depth): f"exit-{exit}-{depth}" for exit in SWEEP_EXITS for depth in SWEEP_DEPTHS}
+    assert summary["compared"].keys() == set(cells.values())
+    plain = [decode(tiny, [prompt], rule, LIMIT, rows=[row])[0].output for prompt, row in jobs(folder)]
+    for (exit, depth), name in cells.items():
+        entry, found = summary["compared"][name], alone(tiny, folder, rule, EarlyExit(tiny, exit), Chain(depth))
+        assert rounds_of(folder, name) == rounds(found) and [one.output for one in found] == plain
+        assert entry["acceptance_length"]["pooled"] == pytest.approx(pooled(found), abs=1e-4)
+        assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == NUM_TURNS
+        assert entry["lossless"]["rule"] == rule.name and entry["tree"]["depth"] == depth
+    own = alone(tiny, folder, rule, EarlyExit(tiny, EXIT), Chain(2))
+    assert rounds_of(folder, "drafter") == rounds(own) and summary["setting"]["drafter"] == {"exit_layer": EXIT}
+    held = json.loads((folder / "summary.json").read_text())["sweep"]
+    same_as_entries(held, summary["compared"], cells, "speedup")
+    printed(capsys.readouterr().out, held, summary["compared"], "speedup")
+
+
+def same_as_entries(sweep: dict[str, Any], compared: dict[str, Any], cells: dict[tuple[int, int], str], second: str) -> None:
+    """The table's cells are those of the entries, and the fastest is the one of the greatest measured speedup."""
+    places = {(row, column): (i, j) for i, row in enumerate(sweep["rows"]) for j, column in enumerate(sweep["columns"])}
+    assert places.keys() == cells.keys()
+    for cell, (i, j) in places.items():
+        entry = compared[cells[cell]]
+        assert sweep["acceptance_length"][i][j] == entry["acceptance_length"]["pooled"]
+        assert sweep["speedup"][i][j] == entry["speedup"]["ratio"]
+        if second == "node_layers_saved":
+            assert sweep[second][i][j] == entry["pruning"][second]
+    fastest = (sweep["fastest"][sweep["row"]], sweep["fastest"][sweep["column"]])
+    assert compared[cells[fastest]]["speedup"]["ratio"] == max(compared[name]["speedup"]["ratio"] for name in cells.values())
+
+
+def printed(out: str, sweep: dict[str, Any], compared: dict[str, Any], second: str) -> None:
+    """What was printed holds the grid, row by row, and no cell a second time."""
+    lines = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in out.splitlines()]
+    assert f"{sweep['row']} \\ {sweep['column']} {' '.join(map(str, sweep['columns']))}" in lines
+    for row, lengths, others in zip(sweep["rows"], sweep["acceptance_length"], sweep[second]):
+        values = [f"{other:.2f}x" if second == "speedup" else f"{other:.1%}" for other in others]
+        cells = " ".join(f"{length:.2f} {value}" for length, value in zip(lengths, values))
+        assert f"{row} {cells}" in lines, out
+    number = len(sweep["rows"]) * len(sweep["columns"])
+    assert f"identical in all {number} settings: {number * NUM_TURNS} of {number * NUM_TURNS} answers" in lines
+    best = sweep["fastest"]
+    assert f"fastest: {sweep['row']}={best[sweep['row']]} {sweep['column']}={best[sweep['column']]}" in lines
+    assert not any(entry["label"] in out for entry in compared.values())
+
+
+def test_a_grid_by_hand() -> None:
+    """Rows and columns are those of the entries' names, and the fastest is the greatest ratio."""
+    lengths, ratios = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[0.5, 0.7, 0.6], [0.4, 0.3, 0.2]]
+    found: dict[str, dict[str, Any]] = {
+        f"prune-{row}-{column}": {
+            "acceptance_length": {"pooled": lengths[i][j]}, "speedup": {"ratio": ratios[i][j]},
+            "pruning": {"node_layers_saved": 0.25 if (row, column) == (5, 1) else 0.0},
+        }
+        for i, row in enumerate((2, 5)) for j, column in enumerate((1, 4, 8))
+    }  # fmt: skip
+    table = Grid("prune", "prune_layer", "prune_top", (2, 5), (1, 4, 8)).summary(found)
+    assert table == {
+        "over": "prune", "row": "prune_layer", "column": "prune_top", "rows": [2, 5], "columns": [1, 4, 8],
+        "acceptance_length": lengths, "speedup": ratios, "node_layers_saved": [[0.0, 0.0, 0.0], [0.25, 0.0, 0.0]],
+        "fastest": {"prune_layer": 2, "prune_top": 4},
+    }  # fmt: skip
+
+
+def test_settings_are_sorted_and_named_once(tiny: Target) -> None:
+    """However exits and depths are listed, every cell is there once, and its drafter leaves at its row's exit."""
+    drafter = EarlyExit(tiny, EXIT)
+    grid, systems = exit_systems(tiny, drafter, Chain(2), Greedy(), (6, 2, 6), (4, 1, 4))
+    assert (grid.rows, grid.columns) == ((2, 6), (1, 4))
+    assert [system.name for system in systems] == [grid.name(row, column) for row in (2, 6) for column in (1, 4)]
+    assert [system.drafter.settings()["exit_layer"] for system in systems] == [2, 2, 6, 6]
+    assert [system.builder.depth for system in systems] == [1, 4, 1, 4] and drafter.exit_layer == EXIT
+
+
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), Block(0.8)], ids=lambda rule: rule.name)
+def test_drawn_chains_are_swept_too(tiny: Target, tmp_path: Path, rule: AcceptanceRule) -> None:
+    """With a rule that weighs p against q and tree.children=sampled, every cell's chain is drawn like the drafter's own, so
+    a cell of the same exit and depth has the drafter's own rounds."""
+    scored = evaluation(tmp_path, sweep="exit", exits=(2, EXIT), depths=(2, 3))
+    builder = Chain(2, "sampled", temperature=0.9, seed=4)
+    summary = scored.score(tiny, EarlyExit(tiny, EXIT), builder, rule, tmp_path / "out", SETTING)
+    assert {entry["tree"]["children"] for entry in summary["compared"].values()} == {"sampled"}
+    assert rounds_of(tmp_path / "out", f"exit-{EXIT}-2") == rounds_of(tmp_path / "out", "drafter")
+
+
+@pytest.mark.parametrize("family", [Ngram, Kangaroo, LayerSkipping])
+def test_one_exit_is_not_swept(tiny: Target, tmp_path: Path, family: Any) -> None:
+    """A drafter that can't change its exit is refused before anything is decoded."""
+    with pytest.raises(UserError, match=r"eval\.sweep=exit: this drafter has one exit"):
+        evaluation(tmp_path, sweep="exit").score(tiny, family(tiny), Chain(2), Greedy(), tmp_path / "out", SETTING)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("sweep", ["exit", "prune"])
+@pytest.mark.parametrize("exits", [(8,), (1, 9)])
+def test_exits_that_are_none_are_refused(tiny: Target, tmp_path: Path, sweep: Any, exits: tuple[int, ...]) -> None:
+    """The last layer and what lies beyond it are no exits; the message names the first such number."""
+    scored = evaluation(tmp_path, sweep=sweep, exits=exits)
+    with pytest.raises(UserError, match=rf"eval\.exits=\[.*has 8 layers, so {exits[-1]} is no exit"):
+        scored.score(tiny, EarlyExit(tiny, EXIT), Chain(2), Greedy(), tmp_path / "out", SETTING)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("num_layers", [2, 3, 7, 8, 9, 12, 16, 28, 33, 80])
+def test_default_exits(num_layers: int) -> None:
+    """Up to seven exits from 1 to L - 1, both among them, whose gaps differ by at most one layer."""
+    target: Any = SimpleNamespace(name="model", num_layers=num_layers)
+    drafter: Any = None
+    grid, _ = prune_systems(target, drafter, Chain(2), Greedy(), None, (4,))
+    assert grid.rows[0] == 1 and grid.rows[-1] == num_layers - 1 and len(grid.rows) == min(7, num_layers - 1)
+    gaps = [after - before for before, after in zip(grid.rows, grid.rows[1:])]
+    assert not gaps or (min(gaps) >= 1 and max(gaps) - min(gaps) <= 1)
+
+
+# Pruning
+
+
+def node_layers(target: Target, prompt: list[int], row: int, *arguments: Any, **options: Any) -> tuple[Generation, int]:
+    """A generation, and how often a node was run through a layer after the prefill, counted in the layers themselves."""
+    counted = [0]
+
+    def count(module: Any, given: Any, output: Any) -> None:
+        counted[0] += given[0].shape[0] * given[0].shape[1]
+
+    hooks = [layer.mlp.register_forward_hook(count) for layer in target.layers]  # type: ignore[union-attr, operator]
+    try:
+        (generation,) = decode(target, [prompt], *arguments, rows=[row], **options)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return generation, counted[0] - target.num_layers * len(prompt)
+
+
+def counted_alone(
+    target: Target, folder: Path, rule: AcceptanceRule, drafter: Drafter, builder: TreeBuilder, pruning: Pruning
+) -> tuple[list[Generation], float]:
+    """`alone`, and the share of node-layers that the layers themselves did not run, of all proposed nodes through all layers.
+    The drafter must draft in none of the target's layers, or propose all that it drafts."""
+    arguments = (rule, LIMIT, drafter, builder)
+    runs = [node_layers(target, prompt, row, *arguments, pruning=pruning) for prompt, row in jobs(folder)]
+    every = target.num_layers * sum(sum(found.nodes) + sum(found.pruned) for found, _ in runs)
+    return [found for found, _ in runs], 1 - sum(counted for _, counted in runs) / every
+
+
+@RULES
+def test_every_cell_of_prunings_is_decoded(
+    tiny: Target, tmp_path: Path, rule: AcceptanceRule, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every (layer, top) cell has the rounds of a direct `decode` with that pruning, says how many nodes and node-layers that
+    left out, by a count of what the layers ran, and has the target's own output."""
+    layers, tops = (1, 6), (2, 300)
+    drafter, builder, folder = eagle3(tiny), Eagle2(3, 8, 3), tmp_path / "out"
+    scored = evaluation(tmp_path, sweep="prune", exits=layers, tops=tops)
+    summary = scored.score(tiny, drafter, builder, rule, folder, SETTING)
+    cells = {(layer, top): f"prune-{layer}-{top}" for layer in layers for top in tops}
+    assert summary["compared"].keys() == set(cells.values()) and "pruning" not in summary
+    for (layer, top), name in cells.items():
+        entry, pruning = summary["compared"][name], Pruning(layer, top)
+        found, saved = counted_alone(tiny, folder, rule, drafter, builder, pruning)
+        kept, left = (sum(sum(getattr(one, key)) for one in found) for key in ("nodes", "pruned"))
+        assert rounds_of(folder, name) == rounds(found) and left > 0
+        assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == NUM_TURNS
+        assert entry["pruning"].keys() == {"layer", "top_k", "nodes_pruned", "node_layers_saved"}
+        assert (entry["pruning"]["layer"], entry["pruning"]["top_k"]) == (layer, top)
+        assert entry["pruning"]["nodes_pruned"] == pytest.approx(left / (left + kept), abs=1e-4)
+        assert entry["pruning"]["node_layers_saved"] == pytest.approx(saved, abs=1e-4)
+    same_as_entries(summary["sweep"], summary["compared"], cells, "node_layers_saved")
+    printed(capsys.readouterr().out, summary["sweep"], summary["compared"], "node_layers_saved")
+
+
+@pytest.mark.parametrize("layer, exit_layer", [(1, 1), (5, 1), (3, 3), (4, 3)])
+def test_what_is_saved_where_the_target_drafts(tiny: Target, tmp_path: Path, layer: int, exit_layer: int) -> None:
+    """Behind an early exit, of which every drafted node is proposed, node_layers_saved is what the layers did not run; before
+    the exit there is nothing to save, and pruning there is refused."""
+    with pytest.raises(UserError, match=f"eval.prune_layer=1.*{exit_layer + 1} or more"):
+        early = evaluation(tmp_path, prune_layer=1)
+        early.score(tiny, EarlyExit(tiny, exit_layer + 1), Chain(2), Greedy(), tmp_path / "early", SETTING)
+    drafter, builder, folder = EarlyExit(tiny, exit_layer), Static(1, 4, [[0], [1], [2]]), tmp_path / "out"
+    scored = evaluation(tmp_path, prune_layer=layer, prune_top=2)
+    found = scored.score(tiny, drafter, builder, Greedy(), folder, SETTING)
+    assert found["lossless"]["identical"] == NUM_TURNS and found["pruning"]["nodes_pruned"] > 0
+    _, saved = counted_alone(tiny, folder, Greedy(), drafter, builder, Pruning(layer, 2))
+    assert found["pruning"]["node_layers_saved"] == pytest.approx(saved, abs=1e-4)
+
+
+@RULES
+def test_pruned_beside_unpruned(tiny: Target, tmp_path: Path, rule: AcceptanceRule, capsys: pytest.CaptureFixture[str]) -> None:
+    """eval.prune_layer puts the unpruned rounds beside the pruned ones: those of a score without it. From the same text, in an
+    answer's first round, pruning never keeps more tokens."""
+    drafter, builder = EarlyExit(tiny, 6), Eagle2(3, 8, 3)
+    plain = evaluation(tmp_path).score(tiny, drafter, builder, rule, tmp_path / "plain", SETTING)
+    capsys.readouterr()
+    folder = tmp_path / "pruned"
+    summary = evaluation(tmp_path, prune_layer=7, prune_top=1).score(tiny, drafter, builder, rule, folder, SETTING)
+    assert plain["compared"] == {} and summary["compared"].keys() == {"unpruned"}
+    assert "pruning" not in plain and "pruning" not in summary["compared"]["unpruned"]
+    assert (summary["pruning"]["layer"], summary["pruning"]["top_k"]) == (7, 1)
+    assert rounds_of(folder, "unpruned") == rounds_of(tmp_path / "plain", "drafter")
+    assert rounds_of(folder, "drafter") == rounds(alone(tiny, folder, rule, drafter, builder, Pruning(7, 1)))
+    assert summary["compared"]["unpruned"]["acceptance_length"] == plain["acceptance_length"]
+    for entry in (summary, summary["compared"]["unpruned"]):
+        assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == NUM_TURNS
+    first = [[one for one in rounds_of(folder, name) if one[0] == 0] for name in ("drafter", "unpruned")]
+    assert len(first[0]) == NUM_TURNS
+    assert all(mine[1] <= other[1] and mine[3] <= other[3] for mine, other in zip(*first, strict=True))
+    assert sum(mine[3] for mine in first[0]) < sum(other[3] for other in first[1])
+    assert "pruned after 7 layers by their top 1" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_whole_vocabulary_prunes_nothing(tiny: Target, tmp_path: Path) -> None:
+    """Where every token counts as likely, the pruned rounds are the unpruned ones and nothing is saved."""
+    scored = evaluation(tmp_path, prune_layer=1, prune_top=10 * tiny.head.vocab_size)
+    summary = scored.score(tiny, eagle3(tiny), Eagle2(3, 8, 3), Greedy(), tmp_path / "out", SETTING)
+    assert summary["pruning"]["nodes_pruned"] == summary["pruning"]["node_layers_saved"] == 0
+    assert rounds_of(tmp_path / "out", "drafter") == rounds_of(tmp_path / "out", "unpruned")
+
+
+@pytest.mark.parametrize("options", [{"sweep": "prune"}, {"prune_layer": 2}], ids=["sweep", "one"])
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), Block(), Recursive()], ids=lambda rule: rule.name)
+def test_rules_that_pruning_would_bias_are_refused(
+    tiny: Target, tmp_path: Path, rule: AcceptanceRule, options: dict[str, Any]
+) -> None:
+    """Rules that weigh p against q are refused with the rules to use, and nothing is written."""
+    with pytest.raises(UserError, match=rf"acceptance={rule.name}: it is not valid for pruned trees; use .*greedy or match"):
+        evaluation(tmp_path, **options).score(tiny, EarlyExit(tiny, 2), Chain(2, "sampled"), rule, tmp_path / "out", SETTING)
+    assert not (tmp_path / "out").exists()
+
+
+def test_pruning_behind_the_last_layer_is_refused(tiny: Target, tmp_path: Path) -> None:
+    """A layer to prune after that leaves no layer to save is refused."""
+    with pytest.raises(UserError, match=r"eval\.prune_layer=8: tiny has 8 layers; use fewer"):
+        evaluation(tmp_path, prune_layer=8).score(tiny, eagle3(tiny), Chain(2), Greedy(), tmp_path / "out", SETTING)
+    assert not (tmp_path / "out").exists()
