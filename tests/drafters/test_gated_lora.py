@@ -1,0 +1,915 @@
+"""Gated LoRA: ordinary tokens never feel it, masks learn what they are told, and decoding asks what was trained."""
+
+import copy
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_module
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from spectrain.acceptance import AcceptanceRule, Accepted, Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.calibration import Probe, calibrate, run_forced
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.decode import Context, Generation, _prefill, decode
+from spectrain.drafters import gated_lora
+from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.masks import Blocks, add_blocks, mask_embeddings
+from spectrain.errors import UserError
+from spectrain.eval.baselines import plain_model
+from spectrain.features import Batch, Features
+from spectrain.guard import Guard
+from spectrain.loading import load_tiny
+from spectrain.run import load_weights, save_drafter
+from spectrain.shapes import Auto, Cast, Chain, Eagle2, Rollout, Sequoia, Static, TreeBuilder
+from spectrain.sources import Live
+from spectrain.target import Target
+from spectrain.training.loop import Trainer
+from spectrain.tree import TokenTree
+from tests.test_guard import Switch
+
+MASKS, LIMIT = 3, 24
+STRATEGIES = ("quadratic", "linear")
+STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
+EVERY: tuple[Any, ...] = (*range(9), "final")
+Fitted = tuple[GatedLora, list[list[int]], list[list[int]]]
+
+
+def make(target: Target, **options: Any) -> GatedLora:
+    """A drafter whose every LoRA factor, mask and sampler weight is random and not zero."""
+    torch.manual_seed(3)
+    drafter = GatedLora(target, **{"num_masks": MASKS, "rank": 4, "alpha": 6.0, **options})
+    drafter.prepare(target, torch.zeros(target.head.vocab_size))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.7 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    assert all(parameter.count_nonzero() == parameter.numel() for parameter in drafter.parameters())
+    return drafter.eval()
+
+
+def ragged(count: int) -> Batch:
+    """Sequences of unequal length, padded on the right, with assistant tokens in two spans."""
+    rows = [24 - 2 * (n % 5) for n in range(count)]
+    tokens, mask = torch.zeros(count, 24, dtype=torch.int64), torch.zeros(count, 24, dtype=torch.bool)
+    for row, length in enumerate(rows):
+        tokens[row, :length] = torch.randint(3, 2000, (length,))
+        mask[row, 3:6] = mask[row, 9:length] = True
+    return Batch(tokens, mask)
+
+
+@contextmanager
+def adapter_off(drafter: GatedLora) -> Iterator[None]:
+    """Every product B A is zero; masks are embedded as before."""
+    kept = [factors.lora_B.weight.detach().clone() for factors in drafter.factors]  # type: ignore[union-attr]
+    with torch.no_grad():
+        for factors in drafter.factors:
+            factors.lora_B.weight.zero_()  # type: ignore[union-attr]
+        yield
+        for factors, weight in zip(drafter.factors, kept):
+            factors.lora_B.weight.copy_(weight)  # type: ignore[union-attr]
+
+
+def open_gate(drafter: GatedLora, patch: pytest.MonkeyPatch) -> None:
+    """Let LoRA act at every token, and mask vectors at masks only, as before."""
+    gated = drafter.gated
+
+    @contextmanager
+    def opened(target: Target, numbers: Tensor) -> Iterator[None]:
+        with patch.context() as inner:
+            inner.setattr(gated_lora, "mask_embeddings", lambda e, vectors, _: mask_embeddings(e, vectors, numbers))
+            stack = gated(target, torch.zeros_like(numbers))
+            stack.__enter__()
+        try:
+            yield
+        finally:
+            stack.__exit__(None, None, None)
+
+    patch.setattr(drafter, "gated", opened)
+
+
+# The gate
+
+
+@torch.no_grad()
+def check_packed(tiny: Target, drafter: GatedLora, batch: Batch) -> None:
+    """Training's forward: features of all layers, and logits, of ordinary tokens with and without the adapter."""
+    blocks, width = add_blocks(batch, drafter.prefixes(batch)), batch.tokens.shape[1]
+
+    def run() -> Features:
+        with drafter.gated(tiny, blocks.numbers):
+            return tiny.run(blocks.tokens, blocks.positions, blocks.visible, layers=EVERY, logits=True)
+
+    on = run()
+    with adapter_off(drafter):
+        off = run()
+    plain = tiny.run(batch.tokens, layers=EVERY, logits=True)
+    assert on.logits is not None and off.logits is not None and plain.logits is not None
+    masks = blocks.numbers >= 0
+    assert masks.sum() >= len(batch.tokens) * MASKS
+    assert (on.hidden[masks][:, -1] - off.hidden[masks][:, -1]).abs().amax(-1).min() > 1e-2, "the adapter must act at masks"
+    assert torch.equal(on.hidden[~masks], off.hidden[~masks]) and torch.equal(on.logits[~masks], off.logits[~masks])
+    for found, wanted in ((on.hidden, plain.hidden), (on.logits, plain.logits)):
+        real = batch.tokens > 0
+        torch.testing.assert_close(found[:, :width][real], wanted[real], rtol=1e-4, atol=1e-4)
+
+
+def check_rounds(tiny: Target, drafter: GatedLora, builder: TreeBuilder, batch: int) -> None:
+    """Decoding's forward in every round: features, logits, keys and values of a tree's own nodes, on, off, and without masks."""
+    verify, rounds = drafter.verify, []
+
+    def watched(context: Context, tree: TokenTree) -> Features:
+        cache, count = context.cache, int(tree.emitted[0].sum())
+        assert torch.equal(tree.emitted.sum(1), torch.full((batch,), count)) and tree.emitted[:, :count].all()
+        slots = (cache.lengths[:, None] + torch.arange(count)).tolist()
+
+        def run() -> tuple[Tensor, Tensor, Tensor]:
+            seen = verify(context, tree)
+            assert seen.logits is not None and cache.storage is not None
+            stored = torch.stack([cache.storage[:, :, b, row] for b, row in enumerate(slots)])
+            cache.forget()
+            return seen.hidden[:, :count], seen.logits[:, :count], stored
+
+        with adapter_off(drafter):
+            off, asleep = run(), cast(Tensor, drafter.states)
+        on, awake = run(), cast(Tensor, drafter.states)
+        own = TokenTree.of(tree.tokens[:, :count], tree.parents[:, :count], tree.valid[:, :count])
+        plain = tiny.verify(own, cache, ("final",))
+        assert plain.logits is not None
+        cache.forget()
+        real = own.valid
+        rounds.append(count)
+        assert (awake - asleep).abs().amax(-1).min() > 1e-2, "the adapter must act at masks"
+        assert all(torch.equal(found, wanted) for found, wanted in zip(on, off))
+        torch.testing.assert_close(on[0][real], plain.hidden[real], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(on[1][real], plain.logits[real], rtol=1e-4, atol=1e-4)
+        return verify(context, tree)
+
+    drafter.verify = watched  # type: ignore[method-assign]
+    prompts = [torch.randint(3, 2000, (4 + 3 * n % 7,)).tolist() for n in range(batch)]
+    decode(tiny, prompts, Greedy(), 5, drafter, builder, ignore_eos=True)
+    assert len(rounds) >= 2 and max(rounds) > 2
+
+
+@pytest.mark.parametrize("count", [1, 8])
+def test_ordinary_tokens_are_untouched_in_training(tiny: Target, count: int) -> None:
+    """Bit by bit, what is computed at ordinary tokens is the same with the adapter and without, and 1e-4 from the plain."""
+    check_packed(tiny, make(tiny), ragged(count))
+
+
+@STRATEGY
+@pytest.mark.parametrize("count", [1, 8])
+@pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 6, 2)], ids=["chain", "eagle2"])
+def test_ordinary_nodes_are_untouched_in_decoding(tiny: Target, builder: TreeBuilder, count: int, strategy: str) -> None:
+    """The same of the nodes of every round's tree, and of the keys and values that they leave in the cache."""
+    drafter = make(tiny, strategy=strategy)
+    if strategy == "linear":
+        drafter.commit = everywhere(drafter)  # type: ignore[method-assign]
+    check_rounds(tiny, drafter, builder, count)
+
+
+def everywhere(drafter: GatedLora) -> Callable[[Context, Accepted], None]:
+    """A commit after which drafts are ready although the node that has masks was rejected: any states do for this test."""
+
+    def commit(context: Context, accepted: Accepted) -> None:
+        assert drafter.states is not None
+        drafter.states, drafter.ready_at = drafter.states[:, 0], context.cache.lengths
+
+    return commit
+
+
+def test_an_open_gate_is_noticed(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With LoRA acting at every token, both proofs above fail, and not because the adapter was idle."""
+    drafter = make(tiny)
+    open_gate(drafter, monkeypatch)
+    with pytest.raises(AssertionError, match="torch.equal"):
+        check_packed(tiny, drafter, ragged(2))
+    with pytest.raises(AssertionError, match="all"):
+        check_rounds(tiny, drafter, Chain(3), 2)
+
+
+def test_the_gate_leaves_nothing_behind(tiny: Target) -> None:
+    """After a forward, and after one that fails, the target's own forward is what it was, bit by bit."""
+    drafter, tokens = make(tiny), torch.randint(3, 2000, (2, 7))
+    before = tiny.run(tokens, logits=True).logits
+    with drafter.gated(tiny, torch.zeros_like(tokens)):
+        assert not torch.equal(before, tiny.run(tokens, logits=True).logits)
+    assert torch.equal(before, tiny.run(tokens, logits=True).logits)
+    with pytest.raises(ZeroDivisionError), drafter.gated(tiny, torch.zeros_like(tokens)):
+        raise ZeroDivisionError
+    assert torch.equal(before, tiny.run(tokens, logits=True).logits)
+
+
+# An independent forward, on transformers' own model
+
+
+class GatedLinear(nn.Module):
+    """W x, and (alpha / rank) B A x at the places that `gate` marks."""
+
+    def __init__(self, linear: nn.Linear, a: Tensor, b: Tensor, scale: float, gate: list[int]) -> None:
+        super().__init__()
+        self.linear, self.a, self.b, self.scale, self.gate = linear, a, b, scale, gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x @ self.linear.weight.T
+        added = self.scale * ((x @ self.a.T) @ self.b.T)
+        return product + added * (torch.arange(x.shape[1]) >= self.gate[0])[:, None]
+
+
+def reference(tiny: Target, drafter: GatedLora) -> Callable[[list[int], int], Tensor]:
+    """Final states [T + M, D] of a prefix and the first M masks behind it."""
+    with plain_model(tiny) as model:
+        plain: Any = copy.deepcopy(model)
+    gate = [0]
+    for number, name in enumerate(drafter.names):
+        a, b = (drafter.get_parameter(f"factors.{number}.{factor}.weight") for factor in ("lora_A", "lora_B"))
+        linear = plain.get_submodule(name)
+        plain.set_submodule(name, GatedLinear(linear, a, b, drafter.alpha / drafter.rank, gate))
+    assert not any(isinstance(child, nn.Linear) for name, child in plain.get_decoder().named_modules() if name[-7:] == "qkv")
+
+    def states(prefix: list[int], count: int) -> Tensor:
+        gate[0] = len(prefix)
+        embedded = torch.cat([plain.get_input_embeddings()(torch.tensor(prefix)), drafter.masks[:count]])
+        found: Tensor = plain.get_decoder()(inputs_embeds=embedded[None], use_cache=False).last_hidden_state[0]
+        return found
+
+    return states
+
+
+def sampled_state(drafter: GatedLora, state: Tensor, previous: Tensor) -> Tensor:
+    """The sampler head by its equation: two times linear, SiLU, layer norm, over a mask's state and the token before."""
+    sampler = drafter.sampler
+    assert sampler is not None
+    x = torch.cat([state, previous], dim=-1)
+    for linear, norm in ((sampler.first, sampler.first_norm), (sampler.second, sampler.second_norm)):
+        x = F.silu(x @ linear.weight.T + linear.bias)
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + norm.eps).sqrt()
+        x = x * norm.weight + norm.bias
+    return x
+
+
+def output(tiny: Target, states: Tensor) -> Tensor:
+    """log p of the target's head."""
+    return (states @ tiny.head.output.weight.T).log_softmax(-1)
+
+
+# Training
+
+
+def independent_loss(tiny: Target, drafter: GatedLora, batch: Batch, detach: bool = True) -> tuple[dict[str, Tensor], Any, Any]:
+    """Terms, hits and counts, prefix by prefix and mask by mask."""
+    run = reference(tiny, drafter)
+    terms: dict[str, Any] = {}
+    hits, counts = [0.0] * drafter.num_masks, [0.0] * drafter.num_masks
+    embedding, asked = tiny.head.embedding.weight, 0
+    for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch)):
+        ordinary = run(tokens, 0)
+        for end, size in prefixes:
+            states = run(tokens[: end + 1], size)[end + 1 :]
+            for j in range(size):
+                answer = end + 2 + j
+                if answer >= len(tokens) or not mask[answer]:
+                    continue
+                anchor = ordinary[answer - 1].detach() if detach else ordinary[answer - 1]
+                log_p, asked = output(tiny, anchor), asked + 1
+                heads = {"masks": states[j]}
+                if drafter.sampler is not None:
+                    heads["sampler"] = sampled_state(drafter, states[j], embedding[tokens[answer - 1]])
+                for name, read in heads.items():
+                    log_q = output(tiny, read)
+                    if drafter.divergence == "cross_entropy":
+                        term = -log_q[tokens[answer]]
+                    else:
+                        term = (log_p.exp() * (log_p - log_q)).sum()
+                    terms[name] = terms.get(name, 0) + term
+                apart = ((states[j] - anchor) ** 2).mean()
+                terms["consistency"] = terms.get("consistency", 0) + drafter.consistency * apart
+                hits[j] += float(log_q.argmax() == log_p.argmax())
+                counts[j] += 1
+    scale = sum(map(sum, batch.loss_mask.tolist())) / asked
+    return {name: scale * term for name, term in terms.items()}, hits, counts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"loss": "forward_kl"},
+        {"sampler": False, "consistency": 0.3},
+        {"num_masks": 5, "mask_ratio": 2.5, "alpha": 2.0},
+        {"num_masks": 1, "loss": "forward_kl", "consistency": 2.0},
+    ],
+    ids=["default", "kl", "no sampler", "five masks", "one mask"],
+)
+def test_loss_is_that_of_every_prefix_alone(tiny: Target, options: dict[str, Any]) -> None:
+    """Each term, its hits and counts equal a sum over prefixes and masks; so does the gradient of every parameter."""
+    drafter, batch = make(tiny, **options), ragged(3)
+    losses = drafter.loss(batch, tiny)
+    terms, hits, counts = independent_loss(tiny, drafter, batch)
+    assert losses.terms.keys() == terms.keys() == {"masks", "consistency"} | ({"sampler"} if drafter.sampler else set())
+    for name, term in terms.items():
+        torch.testing.assert_close(losses.terms[name].detach(), term.detach(), rtol=1e-4, atol=1e-3)
+    assert losses.hits.tolist() == hits and losses.counts.tolist() == counts and sum(counts) > 10
+    found, wanted = (torch.autograd.grad(total, list(drafter.parameters())) for total in (losses.total, sum(terms.values())))  # type: ignore[arg-type]
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
+
+
+def test_no_consistency_no_term(tiny: Target) -> None:
+    """consistency=0 leaves the other terms as they are."""
+    batch = ragged(2)
+    with_term, without = (make(tiny, consistency=value).loss(batch, tiny).terms for value in (1.0, 0.0))
+    assert with_term.pop("consistency") > 0
+    assert {name: term.item() for name, term in with_term.items()} == {name: term.item() for name, term in without.items()}
+
+
+def test_hits_count_what_the_target_would_say(tiny: Target) -> None:
+    """A sampler head that gives the target's own states is right everywhere, with the divergence of p from itself."""
+    drafter, batch = make(tiny, loss="forward_kl"), ragged(2)
+    blocks = add_blocks(batch, drafter.prefixes(batch))
+    final = tiny.features(batch.tokens, ("final",)).at("final")
+    wanted = final.gather(1, blocks.positions[..., None].expand(-1, -1, tiny.width))[blocks.supervised]
+    drafter.sampler.forward = lambda state, previous: wanted  # type: ignore[union-attr, method-assign]
+    losses = drafter.loss(batch, tiny)
+    assert torch.equal(losses.hits, losses.counts) and losses.counts.sum() == len(wanted)
+    assert losses.terms["sampler"].abs() < 1e-3 * len(wanted) < losses.terms["masks"]
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl"])
+def test_gradients_reach_the_drafter_only(loss: str) -> None:
+    """Factors, masks and sampler have gradients that are not zero, the target none, and its weights stay."""
+    target = load_tiny()
+    drafter, batch = make(target, loss=loss), ragged(3)
+    before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
+    drafter.loss(batch, target).total.backward()
+    named = dict(drafter.named_parameters())
+    assert {name.split(".")[0] for name in named} == {"factors", "masks", "sampler"}
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in named.values())
+    assert drafter.masks.grad is not None and (drafter.masks.grad.abs().sum(-1) > 0).all()
+    assert all(parameter.grad is None for parameter in target.parameters())
+    assert {id(p) for group in drafter.param_groups() for p in group["params"]} == {id(p) for p in named.values()}
+    torch.optim.SGD([p for group in drafter.param_groups() for p in group["params"]], lr=0.1).step()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in target.model.state_dict().items())
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl"])
+def test_nothing_flows_into_the_anchors(tiny: Target, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
+    """The loss has no gradient for any state but those of masks that carry loss."""
+    drafter, batch, run = make(tiny, loss=loss), ragged(3), tiny.run
+    leaves: list[Tensor] = []
+
+    def leaf(*args: Any, **options: Any) -> Features:
+        seen = run(*args, **options)
+        leaves.append(seen.hidden.detach().requires_grad_())
+        return Features(seen.tokens, seen.layers, leaves[-1])
+
+    monkeypatch.setattr(tiny, "run", leaf)
+    losses = drafter.loss(batch, tiny)
+    asked = add_blocks(batch, drafter.prefixes(batch)).supervised
+    assert len(leaves) == 1 and leaves[0].shape[:2] == asked.shape
+    for term in losses.terms.values():
+        (gradient,) = torch.autograd.grad(term, leaves, retain_graph=True)
+        assert torch.equal(gradient[:, :, 0].abs().sum(-1) > 0, asked)
+
+
+# Prefixes
+
+
+def rows_of(batch: Batch, rows: list[int], padding: int = 0) -> Batch:
+    """Some rows in another order, with more padding."""
+    return Batch(F.pad(batch.tokens[rows], (0, padding)), F.pad(batch.loss_mask[rows], (0, padding)))
+
+
+@pytest.mark.parametrize("num_masks, mask_ratio", [(3, 1.0), (4, 0.5), (8, 0.1), (2, 3.0), (1, 100.0)])
+def test_prefixes_are_bounded_and_supervised(tiny: Target, num_masks: int, mask_ratio: float) -> None:
+    """Distinct prefixes whose first mask is asked; at most mask_ratio masks to a token, or one block; as many as that allows."""
+    drafter, batch = make(tiny, num_masks=num_masks, mask_ratio=mask_ratio), ragged(5)
+    for step in range(4):
+        drafter.step = step
+        for tokens, mask, row in zip(batch.tokens, batch.loss_mask, drafter.prefixes(batch)):
+            length, ends = int((tokens > 0).sum()), [end for end, _ in row]
+            possible = [end for end in range(len(tokens) - 2) if mask[end + 2]]
+            assert ends == sorted(set(ends)) and set(ends) <= set(possible) and {size for _, size in row} == {num_masks}
+            total = num_masks * len(row)
+            assert total <= max(num_masks, mask_ratio * length)
+            assert len(ends) == len(possible) or total + num_masks > mask_ratio * length
+
+
+def test_prefixes_are_drawn_for_a_sequence_and_a_step(tiny: Target) -> None:
+    """They don't depend on what else is in the batch, its order or padding; another step or seed draws others, and all come."""
+    drafter, batch = make(tiny, mask_ratio=0.5), ragged(5)
+    drawn = []
+    for step in range(40):
+        drafter.step = step
+        together = drafter.prefixes(batch)
+        drawn.append(together)
+        assert drafter.prefixes(rows_of(batch, [3, 0, 4], padding=9)) == [together[row] for row in (3, 0, 4)]
+        assert [drafter.prefixes(rows_of(batch, [row]))[0] for row in range(5)] == together
+    for row in range(5):
+        assert len({tuple(rows[row]) for rows in drawn}) > 20
+        possible = set((batch.loss_mask[row, 2:].nonzero()[:, 0]).tolist())
+        assert {end for rows in drawn for end, _ in rows[row]} == possible
+    other = make(tiny, mask_ratio=0.5, seed=1)
+    other.step = 39
+    assert other.prefixes(batch) != drawn[-1]
+
+
+def test_rows_without_an_answer_have_no_prefix(tiny: Target) -> None:
+    """An empty row, and one whose assistant tokens are the first two, are given no masks; the loss is still finite."""
+    batch = ragged(3)
+    batch.tokens[0], batch.loss_mask[0], batch.loss_mask[1] = 0, False, False
+    batch.loss_mask[1, :2] = True
+    drafter = make(tiny)
+    first, second, third = drafter.prefixes(batch)
+    assert (first, second) == ([], []) and third
+    assert torch.isfinite(drafter.loss(batch, tiny).total)
+    assert drafter.loss(rows_of(batch, [0, 1]), tiny).total == 0
+
+
+# Decoding
+
+
+@pytest.fixture(scope="module")
+def fitted(tiny: Target) -> Fitted:
+    """A drafter fitted to the target's greedy answers; the prompts; the answers."""
+    torch.manual_seed(1)
+    prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (9, 4, 6)]
+    answers = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in prompts]
+    rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
+    drafter = GatedLora(tiny, num_masks=MASKS, rank=8, mask_ratio=3.0)
+    drafter.prepare(tiny, torch.zeros(tiny.head.vocab_size))
+    batch = Live().batch(Dataset(rows, 3, 0, 0), [0, 1, 2], tiny, ())
+    optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
+    for step in range(30):
+        drafter.step = step
+        optimizer.zero_grad()
+        drafter.loss(batch, tiny).total.backward()
+        nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+    return drafter.eval(), prompts, answers
+
+
+def like(fitted: Fitted, strategy: str) -> GatedLora:
+    """The fitted drafter with another strategy."""
+    drafter = copy.copy(fitted[0])
+    drafter.__dict__ = {**fitted[0].__dict__, "strategy": strategy, "states": None, "ready_at": None}
+    return drafter
+
+
+BUILDERS: dict[str, TreeBuilder] = {
+    "chain": Chain(3),
+    "deep": Chain(7),
+    "short": Chain(2),
+    "eagle2": Eagle2(3, 8, 3),
+    "static": Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 0, 1], [0, 1]]),
+}
+BUILDER = pytest.mark.parametrize("builder", list(BUILDERS.values()), ids=list(BUILDERS))
+
+
+class Asked(Rollout):
+    """Another rollout; notes the committed text, the path from the root, and log q after it, of rows that are not done."""
+
+    def __init__(self, inner: Rollout, context: Context, alive: list[int], seen: list[tuple[list[int], list[int], Tensor]]) -> None:
+        self.inner, self.alive, self.seen, self.depth_limit = inner, alive, seen, inner.depth_limit
+        self.texts = [context.tokens[b, :n].tolist() for b, n in enumerate(context.cache.lengths.tolist())]
+        self.paths = [[[root]] for root in context.root.tolist()]
+
+    def start(self) -> Tensor:
+        return self.note(self.inner.start(), 1)
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        for b, paths in enumerate(self.paths):
+            paths += [[*paths[parent], token] for token, parent in zip(tokens[b].tolist(), parents[b].tolist())]
+        return self.note(self.inner.extend(tokens, parents), tokens.shape[1])
+
+    def note(self, log_q: Tensor, count: int) -> Tensor:
+        for b in self.alive:
+            self.seen += [(self.texts[b], path, log_q[b, n]) for n, path in enumerate(self.paths[b][-count:])]
+        return log_q
+
+
+class Witness:
+    """Watches a drafter decode: what its rollouts said where drafts were ready, and every round's tree and verdict."""
+
+    def __init__(self, drafter: GatedLora, builder: TreeBuilder, prompts: list[list[int]]) -> None:
+        self.seen: list[tuple[list[int], list[int], Tensor]] = []
+        self.rounds: list[tuple[TokenTree, Accepted, list[int]]] = []  # with the rows that are not done
+        self.trees: list[TokenTree] = []
+        propose, commit = drafter.propose, drafter.commit
+
+        def proposing(context: Context, budget: TreeBuilder) -> TokenTree:
+            asked: list[tuple[list[int], list[int], Tensor]] = []
+            lengths, grow = context.cache.lengths.tolist(), budget.grow
+            alive = [b for b, n in enumerate(lengths) if n + 1 - len(prompts[b]) < LIMIT]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(budget, "grow", lambda c, rollout: grow(c, Asked(rollout, c, alive, asked)))
+                tree = propose(context, budget)
+            tree.check()
+            assert torch.equal(tree.tokens[:, 0], context.root)
+            drafted = ((tree.depths > 0) & tree.valid & tree.emitted).any(-1)
+            texts = [context.tokens[b, : lengths[b]].tolist() for b in alive if drafted[b]]
+            self.seen += [entry for entry in asked if entry[0] in texts]
+            self.trees.append(tree)
+            self.alive = alive
+            return tree
+
+        def committing(context: Context, accepted: Accepted) -> None:
+            self.rounds.append((self.trees[-1], accepted, self.alive))
+            commit(context, accepted)
+
+        drafter.propose, drafter.commit = proposing, committing  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def check_proposals(tiny: Target, drafter: GatedLora, witness: Witness) -> None:
+    """log q after a path is the sampler head's, for the mask of its depth in a forward of the committed text and the masks."""
+    run, states = reference(tiny, drafter), {}
+    assert len(witness.seen) > 10
+    for text, path, log_q in witness.seen:
+        key = tuple(text)
+        if key not in states:
+            states[key] = run(text, drafter.num_masks)[len(text) :]
+        state = states[key][min(len(path), drafter.num_masks) - 1]
+        if drafter.sampler is not None:
+            state = sampled_state(drafter, state, tiny.head.embedding.weight[path[-1]])
+        torch.testing.assert_close(log_q, output(tiny, state), rtol=1e-3, atol=2e-3)
+
+
+def nodes_of(tree: TokenTree, row: int) -> list[int]:
+    """A row's real nodes that can be emitted."""
+    return (tree.valid & tree.emitted)[row].nonzero()[:, 0].tolist()
+
+
+def check_masks(drafter: GatedLora, witness: Witness) -> None:
+    """Every host has its masks as a chain below it; none of them is emitted, kept, or counted."""
+    for tree, accepted, alive in witness.rounds:
+        for row in alive:
+            real = nodes_of(tree, row)
+            depths = tree.depths[row].tolist()
+            deepest = next(node for node in real if depths[node] == max(depths[n] for n in real))
+            hosts = real if drafter.strategy == "quadratic" else [deepest]
+            masks = (tree.valid & ~tree.emitted)[row].nonzero()[:, 0].tolist()
+            chains = [masks[n : n + drafter.num_masks] for n in range(0, len(masks), drafter.num_masks)]
+            assert len(masks) == len(hosts) * drafter.num_masks
+            assert sorted(int(tree.parents[row, chain[0]]) for chain in chains) == sorted(hosts)
+            assert all(tree.parents[row, after] == before for chain in chains for before, after in pairwise(chain))
+            assert set(accepted.path[row, : int(accepted.counts[row])].tolist()) <= set(real)
+
+
+def check_ready(drafter: GatedLora, witness: Witness, builder: TreeBuilder) -> None:
+    """Drafts are ready after every round or, linear, exactly after those whose last kept node is the one with masks."""
+    first = witness.rounds[0]
+    assert all(nodes_of(first[0], row) == [0] for row in first[2]), "nothing can be ready at first"
+    outcomes = set()
+    for (tree, accepted, _), (following, _, alive) in pairwise(witness.rounds):
+        for row in alive:
+            real, last = nodes_of(tree, row), int(accepted.path[row, int(accepted.counts[row]) - 1])
+            deepest = max(real, key=lambda node: (int(tree.depths[row, node]), -node))
+            ready = drafter.strategy == "quadratic" or last == deepest
+            drafted = len(nodes_of(following, row)) > 1
+            assert drafted == ready
+            outcomes.add((drafted, len(real) > 1))
+            if drafted:
+                assert max(int(following.depths[row, n]) for n in nodes_of(following, row)) == min(builder.depth, MASKS)
+    wanted = {(True, True)} if drafter.strategy == "quadratic" else {(True, True), (False, True), (True, False)}
+    assert wanted <= outcomes
+
+
+@STRATEGY
+@BUILDER
+@pytest.mark.parametrize("count", [1, 3])
+def test_drafted_equals_greedy(tiny: Target, fitted: Fitted, strategy: str, builder: TreeBuilder, count: int) -> None:
+    """Output is greedy; proposals are those of an independent forward; masks stay inside; drafts are ready when they must be."""
+    drafter, prompts, answers = like(fitted, strategy), *fitted[1:]
+    rows = slice(0, 3) if count == 3 else slice(1, 2)
+    witness = Witness(drafter, builder, prompts[rows])
+    found = decode(tiny, prompts[rows], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    assert [generation.output for generation in found] == answers[rows]
+    assert max(kept for generation in found for kept in generation.accepted) > 1
+    check_proposals(tiny, drafter, witness)
+    check_masks(drafter, witness)
+    check_ready(drafter, witness, builder)
+    assert witness.rounds[0][0].tokens.shape[1] <= builder.budget + drafter.extra_nodes(builder)
+
+
+@pytest.mark.parametrize("sampler", [True, False])
+def test_a_chain_is_drafted_greedily_mask_by_mask(tiny: Target, sampler: bool) -> None:
+    """Each draft is the likeliest token after the mask of its depth and, with a sampler, the draft before."""
+    drafter, prompt = make(tiny, sampler=sampler), [[5, 6, 7, 8]]
+    witness, run, rounds = Witness(drafter, Chain(MASKS), prompt), reference(tiny, drafter), 0
+    (found,) = decode(tiny, prompt, Greedy(), LIMIT, drafter, Chain(MASKS), ignore_eos=True)
+    text = prompt[0]
+    for tree, accepted, _ in witness.rounds:
+        real, root = nodes_of(tree, 0), int(tree.tokens[0, 0])
+        if len(real) > 1:
+            rounds += 1
+            with torch.no_grad():
+                states, drafts = run(text, MASKS)[len(text) :], [root]
+                for state in states:
+                    read = sampled_state(drafter, state, tiny.head.embedding.weight[drafts[-1]]) if sampler else state
+                    drafts.append(int(output(tiny, read).argmax()))
+            assert tree.tokens[0, real].tolist() == drafts
+        kept = accepted.path[0, : int(accepted.counts[0])]
+        text = text + tree.tokens[0, kept].tolist()
+    assert rounds == len(found.accepted) - 1 > 5 and text[: len(prompt[0]) + LIMIT - 1] == prompt[0] + found.output[:-1]
+
+
+@STRATEGY
+@BUILDER
+@pytest.mark.parametrize("count", [1, 3])
+def test_drafted_equals_matched_sampling(
+    tiny: Target, fitted: Fitted, strategy: str, builder: TreeBuilder, count: int
+) -> None:
+    """With the same seed, drafted sampling draws the tokens of autoregressive sampling."""
+    drafter, prompts, _ = like(fitted, strategy), *fitted[1:]
+    rule = Match(temperature=0.3, top_k=50, seed=5)
+    plain = decode(tiny, prompts[:count], rule, LIMIT, ignore_eos=True)
+    found = decode(tiny, prompts[:count], rule, LIMIT, drafter, builder, ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in plain]
+    assert any(max(one.depths) > 0 for one in found)
+
+
+DRAWN: list[tuple[TreeBuilder, Callable[..., AcceptanceRule]]] = [
+    (Chain(3, "sampled", 0.7), SpeculativeSampling),
+    (Chain(3, "sampled", 0.7), Recursive),
+    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
+    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="sampled"), Recursive),
+]
+
+
+@STRATEGY
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("builder, rule", DRAWN, ids=["chain", "recursive chain", "without replacement", "with replacement"])
+def test_drawn_children(
+    tiny: Target, fitted: Fitted, strategy: str, count: int, builder: TreeBuilder, rule: Callable[..., AcceptanceRule]
+) -> None:
+    """Rules that weigh p against q: where p allows one token only the output is greedy; masks stay inside; q is what was asked."""
+    drafter, prompts, answers = like(fitted, strategy), *fitted[1:]
+    witness = Witness(drafter, builder, prompts[:count])
+    found = decode(tiny, prompts[:count], rule(top_k=1), LIMIT, drafter, builder, ignore_eos=True)
+    assert [one.output for one in found] == answers[:count]
+    check_proposals(tiny, drafter, witness)
+    check_masks(drafter, witness)
+    check_ready(drafter, witness, builder) if strategy == "quadratic" else None
+    assert max(kept for one in found for kept in one.accepted) > 1
+    free = decode(tiny, prompts[:count], rule(), LIMIT, drafter, builder, ignore_eos=True)
+    assert all(len(one.output) == LIMIT for one in free)
+
+
+class Always(Greedy):
+    """A target that wants the same token after every node."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        return torch.full(logits.shape[:-1], self.token)
+
+
+@STRATEGY
+def test_masks_are_never_kept_whatever_the_target_wants(tiny: Target, fitted: Fitted, strategy: str) -> None:
+    """A target that says nothing but the token which masks hold in the tree's place keeps drafted nodes only."""
+    drafter, builder, prompts = like(fitted, strategy), Chain(2), fitted[1]
+    witness = Witness(drafter, builder, prompts)
+    masks = [int(token) for token in {0}]
+    found = decode(tiny, prompts, Always(masks[0]), LIMIT, drafter, builder, ignore_eos=True)
+    for tree, _, _ in witness.rounds:
+        assert set(tree.tokens[~tree.emitted].tolist()) == set(masks)
+    check_masks(drafter, witness)
+    for one in found:
+        assert one.output == [masks[0]] * LIMIT
+        assert all(kept <= depth + 1 for kept, depth in zip(one.accepted, one.depths))
+
+
+@STRATEGY
+@pytest.mark.parametrize("pattern", [".d", "dd.", ".d..ddd", "...."])
+@pytest.mark.parametrize("count", [1, 3])
+def test_rounds_without_a_draft(tiny: Target, fitted: Fitted, strategy: str, pattern: str, count: int) -> None:
+    """Whichever rounds draft, the output is greedy, and states are used in the round after theirs or not at all."""
+    drafter, prompts, answers, switch = like(fitted, strategy), *fitted[1:], Switch(pattern)
+    builder = Chain(3)
+    witness = Witness(drafter, builder, prompts[:count])
+    found = decode(tiny, prompts[:count], Greedy(), LIMIT, drafter, builder, guard=cast(Guard, switch), ignore_eos=True)
+    assert [one.output for one in found] == answers[:count]
+    drafted = [recorded for recorded, _ in switch.recorded]
+    for one in found:
+        for turn in range(len(one.depths)):
+            before = turn > 0 and drafted[turn - 1] and drafted[turn]
+            ready = before and (strategy == "quadratic" or one.accepted[turn - 1] == one.depths[turn - 1] + 1)
+            assert (one.depths[turn] > 0) == ready
+    if "dd" in pattern:
+        check_proposals(tiny, drafter, witness)
+    check_masks(drafter, witness)
+
+
+def test_a_second_decode_starts_afresh(tiny: Target, fitted: Fitted) -> None:
+    """States of earlier prompts are never used: the same prompts, alone or in another batch, give the same rounds."""
+    drafter, prompts = like(fitted, "quadratic"), fitted[1]
+
+    def rounds(rows: list[int]) -> list[tuple[list[int], list[int], list[int]]]:
+        found = decode(tiny, [prompts[row] for row in rows], Greedy(), LIMIT, drafter, Chain(3), ignore_eos=True)
+        return [(one.output, one.accepted, one.depths) for one in found]
+
+    together = rounds([0, 1, 2])
+    assert rounds([0, 1, 2]) == together
+    assert [rounds([row])[0] for row in range(3)] == together
+    assert rounds([2, 0]) == [together[2], together[0]]
+
+
+# Builders that measure
+
+
+@STRATEGY
+@pytest.mark.parametrize("builder", [Sequoia(depth=4, budget=6), Static(depth=4, budget=6), Auto(4, 6, 2), Cast(4, 6, 2)],
+                         ids=lambda builder: builder.name)  # fmt: skip
+def test_builders_that_need_calibration(tiny: Target, fitted: Fitted, builder: TreeBuilder, strategy: str) -> None:
+    """After calibration on this drafter every builder's output is greedy, from trees no deeper than the masks reach."""
+    drafter, prompts, answers = like(fitted, strategy), *fitted[1:]
+    builder = copy.deepcopy(builder)
+    calibration = calibrate(tiny, drafter, [builder], Greedy(), prompts[:1], 16)
+    assert calibration is not None
+    if "hits" in builder.needs:
+        assert 1 <= len(calibration.hits) <= MASKS and len(calibration.counts) == len(calibration.hits)
+    found = decode(tiny, prompts, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    assert [one.output for one in found] == answers
+    assert 0 < max(depth for one in found for depth in one.depths) <= MASKS
+
+
+@STRATEGY
+def test_forced_counts_what_the_masks_would_have_said(tiny: Target, fitted: Fitted, strategy: str) -> None:
+    """hits[d][k] is how often the k-th likeliest token after mask d and the right tokens before is the right one."""
+    drafter, prompts, _ = like(fitted, strategy), *fitted[1:]
+    forced = run_forced(tiny, drafter, Chain(MASKS), Greedy(), prompts, LIMIT)
+    run = reference(tiny, drafter)
+    sums, counts = torch.zeros(MASKS, forced.width), [0] * MASKS
+    for row, prompt in enumerate(prompts):
+        text = prompt + decode(tiny, [prompt], Greedy(), LIMIT)[0].output
+        length = len(prompt)  # committed; the first round drafts nothing
+        with torch.no_grad():
+            following = int(output(tiny, run(text, 0)[-1]).argmax())
+            first = True
+            while length + 1 < len(text):
+                if not first:
+                    known = [*text, following][length + 1 : length + 1 + MASKS + 1]
+                    states = run(text[:length], MASKS)[length:]
+                    for d in range(min(MASKS, len(text) - length - 1) + 1):
+                        if d >= MASKS or d >= len(known):
+                            continue
+                        log_q = output(tiny, sampled_state(drafter, states[d], tiny.head.embedding.weight[text[length + d]]))
+                        if d >= max(1, min(MASKS, len(text) - length - 1)):
+                            continue
+                        sums[d] += (log_q.topk(forced.width).indices == known[d]).float()
+                        counts[d] += 1
+                length += 1 if first else 1 + min(MASKS, len(text) - length - 1)
+                first = False
+    assert forced.counts == counts and sum(counts) > 20
+    torch.testing.assert_close(forced.sums.float(), sums)
+
+
+@STRATEGY
+def test_probe_times_trees_of_the_size_that_it_notes(tiny: Target, fitted: Fitted, strategy: str) -> None:
+    """Every verification time that is used was that of a tree with so many nodes to be judged."""
+    drafter, sizes = like(fitted, strategy), [1, 2, 4, 8]
+    probe, noted = Probe(sizes), dict[int, list[int]]()
+    observe = probe.observe
+
+    def watched(round: Any) -> None:
+        before = {size: len(times) for size, times in probe.verify.items()}
+        observe(round)
+        for size, times in probe.verify.items():
+            if len(times) > before[size]:
+                noted.setdefault(size, []).append(len(nodes_of(round.tree, 0)))
+
+    probe.observe = watched  # type: ignore[method-assign]
+    decode(tiny, fitted[1][:1], Greedy(), 20, drafter, probe, ignore_eos=True)
+    for size in sizes:  # of several times the first is left out
+        assert set(noted[size][1:] or noted[size]) == {size}
+
+
+@STRATEGY
+def test_auto_learns_from_rounds_that_drafted(tiny: Target, fitted: Fitted, strategy: str) -> None:
+    """How often its first draft came true is a running mean over rounds that had one; where none was ready, none was wrong."""
+    drafter, prompts = like(fitted, strategy), fitted[1]
+    builder = Auto(MASKS, 6, 2, memory=8)
+    calibrate(tiny, drafter, [builder], Greedy(), prompts[:1], 8)
+    (found,) = decode(tiny, prompts[:1], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    wanted = 1.0
+    for depth, kept in zip(found.depths, found.accepted):
+        if depth:
+            wanted += ((kept > 1) - wanted) / 8
+    assert builder.observed[0] == pytest.approx(wanted)
+
+
+# Saved
+
+
+def save(drafter: GatedLora, directory: Path) -> None:
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = compose("train", overrides=["drafter=gated_lora", "target=tiny"])
+    save_drafter(directory, drafter, config)
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 7, "alpha": 3.0, "sampler": False}], ids=["sampler", "none"])
+def test_peft_reads_the_saved_adapter(
+    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """transformers' model with the adapter in peft has the logits that ours has with the gate open at every token."""
+    drafter, tokens = make(tiny, **options), torch.randint(3, 2000, (2, 9))
+    save(drafter, tmp_path / "drafter")
+    plain: Any = AutoModelForCausalLM.from_pretrained(tiny.path, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        unadapted = plain(tokens).logits
+        adapted: Any = PeftModel.from_pretrained(plain, str(tmp_path / "drafter")).eval()
+        logits = adapted(tokens).logits
+    assert adapted.peft_config["default"].base_model_name_or_path == tiny.path
+    open_gate(drafter, monkeypatch)
+    with torch.no_grad(), drafter.gated(tiny, torch.full_like(tokens, -1)):
+        ours = tiny.run(tokens, logits=True).logits
+    torch.testing.assert_close(logits, ours, rtol=1e-4, atol=1e-3)
+    assert (logits - unadapted).abs().mean() > 0.1
+
+
+def test_reloaded_equals_saved(tiny: Target, tmp_path: Path) -> None:
+    """On another copy of the unmodified target, every tensor and all that is drafted is as before; each is in one file only."""
+    drafter, prompts = make(tiny), [[5, 6, 7, 8], [40, 41]]
+    save(drafter, tmp_path)
+    files = {name: set(load_file(tmp_path / name)) for name in ("model.safetensors", "adapter_model.safetensors")}
+    assert len(files["adapter_model.safetensors"]) == 2 * 7 * 8
+    assert all(name.startswith("base_model.model.model.layers.") for name in files["adapter_model.safetensors"])
+    assert files["model.safetensors"] == {name for name in drafter.state_dict() if not name.startswith("factors.")}
+    again = load_tiny()
+    again.pack()
+    torch.manual_seed(99)
+    other = GatedLora(again, num_masks=MASKS, rank=4, alpha=6.0)
+    load_weights(other, tmp_path)
+    first, second = drafter.state_dict(), other.eval().state_dict()
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    trees: list[list[TokenTree]] = []
+    for target, loaded in ((tiny, drafter), (again, other)):
+        witness = Witness(loaded, Chain(3), prompts)
+        decode(target, prompts, Greedy(), 12, loaded, Chain(3), ignore_eos=True)
+        trees.append(witness.trees)
+    assert all(torch.equal(one.tokens, same.tokens) for one, same in zip(*trees, strict=True))
+
+
+def test_a_missing_file_is_refused(tiny: Target, tmp_path: Path) -> None:
+    """Both files are needed, and the one that is missing is named."""
+    drafter = make(tiny)
+    for name in ("adapter_model.safetensors", "model.safetensors"):
+        save(drafter, tmp_path / name)
+        (tmp_path / name / name).unlink()
+        with pytest.raises(UserError, match=rf"{name}/{name}: the drafter's weights cannot be read"):
+            load_weights(make(tiny), tmp_path / name)
+
+
+@pytest.mark.parametrize(("file", "there", "name"), [
+    ("adapter_model.safetensors", "base_model.model.model.layers.3.mlp.up_proj.lora_B.weight", "lora_B.weight"),
+    ("model.safetensors", "masks", "masks"),
+    ("model.safetensors", "sampler.first.weight", "sampler.first.weight"),
+])  # fmt: skip
+@pytest.mark.parametrize("change", ["missing", "unknown", "misshapen"])
+def test_a_tensor_that_does_not_fit_is_refused(
+    tiny: Target, tmp_path: Path, file: str, there: str, name: str, change: str
+) -> None:
+    """A missing, unknown or misshapen tensor is named, and so is the file that it should be in or is in."""
+    drafter = make(tiny)
+    save(drafter, tmp_path / "drafter")
+    path = tmp_path / "drafter" / file
+    tensors = load_file(path)
+    tensor = tensors[there]
+    if change == "missing":
+        del tensors[there]
+    elif change == "unknown":
+        tensors["another"], name = tensor.clone(), "another"
+    else:
+        tensors[there] = tensor[:-1].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    if change != "unknown" and name == "lora_B.weight":
+        name = next(ours for ours, place in drafter.layout().items() if place == (file, there))
+    with pytest.raises(UserError) as caught:
+        load_weights(make(tiny), tmp_path / "drafter")
+    assert name in str(caught.value)
+    assert f"drafter/{file}: it does not fit" in str(caught.value)
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    ({"num_masks": 0}, r"drafter\.num_masks=0: use 1 or more"),
+    ({"rank": 0}, r"drafter\.rank=0: use 1 or more"),
+    ({"mask_ratio": 0.0}, r"drafter\.mask_ratio=0\.0: use more than 0"),
+    ({"mask_ratio": float("nan")}, r"drafter\.mask_ratio=nan"),
+    ({"consistency": -1.0}, r"drafter\.consistency=-1\.0: use 0 or more"),
+    ({"consistency": float("nan")}, r"drafter\.consistency=nan"),
+])  # fmt: skip
+def test_wrong_settings_are_refused(tiny: Target, options: dict[str, Any], sentence: str) -> None:
+    """The key, the value and what to use."""
+    with pytest.raises(UserError, match=sentence):
+        GatedLora(tiny, **options)

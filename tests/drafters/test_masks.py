@@ -1,0 +1,198 @@
+"""Mask tokens: a packed forward says at every mask what a forward of the prefix and its masks alone says."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.drafters.masks import Blocks, add_blocks, mask_embeddings, start_masks
+from spectrain.eval.baselines import plain_model
+from spectrain.features import Batch
+from spectrain.target import Target
+
+LENGTHS = (17, 11, 14)
+MASKS = 4
+Prefixes = list[list[tuple[int, int]]]
+
+
+def ragged(lengths: tuple[int, ...] = LENGTHS) -> Batch:
+    """Rows of random tokens, padded on the right with 0, of which random places are the assistant's."""
+    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, length in enumerate(lengths):
+        tokens[row, :length] = torch.randint(3, 2000, (length,))
+        mask[row, :length] = torch.rand(length) < 0.6
+    return Batch(tokens, mask)
+
+
+def random_prefixes(lengths: tuple[int, ...], seed: int, most: int = 5) -> Prefixes:
+    """In every row up to `most` prefixes in random order, each with up to MASKS masks; some rows may have none."""
+    source = random.Random(seed)
+    return [
+        [(source.randrange(length), source.randint(0, MASKS)) for _ in range(source.randint(0, most))] for length in lengths
+    ]
+
+
+def columns(batch: Batch, row: list[tuple[int, int]]) -> list[tuple[int, int, int, int]]:
+    """(column, block, end of the prefix, number) of every mask of a row, in the order in which blocks were given."""
+    found = [(block, end, number) for block, (end, size) in enumerate(row) for number in range(size)]
+    return [(batch.tokens.shape[1] + n, *mask) for n, mask in enumerate(found)]
+
+
+CASES: dict[str, tuple[tuple[int, ...], Prefixes]] = {
+    **{f"random {seed}": (LENGTHS, random_prefixes(LENGTHS, seed)) for seed in range(6)},
+    "one row": ((9,), [[(0, 2), (8, 3), (4, 1)]]),
+    "one block": ((9, 4), [[(5, 3)], []]),
+    "the same prefix twice": ((8, 8), [[(3, 2), (3, 4)], [(7, 1)]]),
+    "no blocks": ((6, 3), [[], []]),
+}
+CASE = pytest.mark.parametrize("case", list(CASES))
+
+
+@CASE
+def test_places_numbers_and_answers_are_those_of_a_slow_construction(case: str) -> None:
+    """Mask j behind the prefix that ends at i stands at i + 1 + j, and its answer is token i + 2 + j where that is asked."""
+    lengths, prefixes = CASES[case]
+    batch = ragged(lengths)
+    count, width = batch.tokens.shape
+    blocks = add_blocks(batch, prefixes)
+    total = width + max(sum(size for _, size in row) for row in prefixes)
+    for made in (blocks.tokens, blocks.positions, blocks.numbers, blocks.supervised, blocks.answers):
+        assert made.shape == (count, total)
+    assert torch.equal(blocks.tokens[:, :width], batch.tokens)
+    for row, given in enumerate(prefixes):
+        numbers, supervised = [-1] * total, [False] * total
+        for t in range(width):
+            assert blocks.positions[row, t] == t
+            assert t + 1 == width or blocks.answers[row, t] == batch.tokens[row, t + 1]
+        for column, _, end, number in columns(batch, given):
+            numbers[column] = number
+            if end + 1 + number < width:
+                assert blocks.positions[row, column] == end + 1 + number
+            if end + 2 + number < width:
+                supervised[column] = bool(batch.loss_mask[row, end + 2 + number])
+                assert blocks.answers[row, column] == batch.tokens[row, end + 2 + number]
+        assert blocks.numbers[row].tolist() == numbers
+        assert blocks.supervised[row].tolist() == supervised
+
+
+@CASE
+def test_visibility_is_that_of_a_slow_construction(case: str) -> None:
+    """Tokens see tokens up to themselves; a mask sees its prefix and the masks of its block up to itself; nobody padding."""
+    lengths, prefixes = CASES[case]
+    batch = ragged(lengths)
+    width, visible = batch.tokens.shape[1], add_blocks(batch, prefixes).visible
+    assert visible.any(-1).all(), "a place that sees nothing has no softmax"
+    for row, given in enumerate(prefixes):
+        masks = columns(batch, given)
+        real = [*range(width), *(column for column, *_ in masks)]
+        wanted = {(t, s) for t in range(width) for s in range(t + 1)}
+        for column, block, end, number in masks:
+            wanted |= {(column, t) for t in range(end + 1)}
+            wanted |= {(column, other) for other, same, _, before in masks if same == block and before <= number}
+        assert {(t, s) for t, s in visible[row].nonzero().tolist() if t in real} == wanted
+        for padding in set(range(visible.shape[1])) - set(real):
+            assert visible[row, :, padding].nonzero()[:, 0].tolist() == [padding]
+
+
+def packed_states(tiny: Target, blocks: Blocks, vectors: Tensor) -> Tensor:
+    """Final states [B, N, D] of the packed batch."""
+    with mask_embeddings(tiny.head.embedding, vectors, blocks.numbers):
+        return tiny.run(blocks.tokens, blocks.positions, blocks.visible, layers=("final",)).at("final")
+
+
+@torch.no_grad()
+def alone(tiny: Target, prefix: list[int], vectors: Tensor) -> Tensor:
+    """What transformers says over a prefix and mask vectors [M, D] behind it, as final states [T + M, D]."""
+    with plain_model(tiny) as model:
+        embedded = model.get_input_embeddings()(torch.tensor(prefix))
+        states: Tensor = model.get_decoder()(inputs_embeds=torch.cat([embedded, vectors])[None]).last_hidden_state
+    return states[0]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@CASE
+def test_a_packed_forward_is_all_forwards_alone(tiny: Target, case: str, shared: bool) -> None:
+    """Every mask that has a place in the sequence has the state it has behind its prefix alone, and every token its own."""
+    lengths, prefixes = CASES[case]
+    batch = ragged(lengths)
+    vectors = torch.randn(1 if shared else MASKS, tiny.width)
+    states = packed_states(tiny, add_blocks(batch, prefixes), vectors)
+    width, each = batch.tokens.shape[1], vectors.expand(MASKS, -1)
+    for row, (length, given) in enumerate(zip(lengths, prefixes)):
+        tokens = batch.tokens[row].tolist()
+        torch.testing.assert_close(states[row, :length], alone(tiny, tokens[:length], each[:0]), atol=1e-4, rtol=1e-4)
+        expected = {}
+        for block, (end, size) in enumerate(given):
+            expected[block] = alone(tiny, tokens[: end + 1], each[:size])
+        for column, block, end, number in columns(batch, given):
+            if end + 1 + number < width:
+                torch.testing.assert_close(
+                    states[row, column], expected[block][end + 1 + number], atol=1e-4, rtol=1e-4
+                )
+
+
+def test_a_mask_sees_what_is_before_it(tiny: Target) -> None:
+    """Other tokens of the prefix and other masks before it change a mask's state; anything else leaves it bit by bit."""
+    batch, prefixes = ragged((12, 12)), [[(4, 3), (6, 2)], [(2, 1)]]
+    blocks, vectors = add_blocks(batch, prefixes), torch.randn(3, tiny.width)
+    before = packed_states(tiny, blocks, vectors)[0]
+    for place, changed in ((4, {12, 13, 14, 15, 16}), (6, {15, 16}), (7, set())):
+        tokens = blocks.tokens.clone()
+        tokens[0, place] = 777
+        after = packed_states(tiny, Blocks(tokens, blocks.positions, blocks.numbers, blocks.visible,
+                                           blocks.supervised, blocks.answers), vectors)[0]  # fmt: skip
+        assert {n for n in range(12, 17) if not torch.equal(before[n], after[n])} == changed
+    other = vectors.clone()
+    other[1] += 1
+    after = packed_states(tiny, blocks, other)[0]
+    assert {n for n in range(17) if not torch.equal(before[n], after[n])} == {13, 14, 16}
+
+
+def test_padding_blocks_influence_nothing(tiny: Target) -> None:
+    """Whatever a row's padding holds, every other place is the same bit by bit; and without padding it is the same row."""
+    batch, prefixes = ragged(), [[(3, 2)], [(1, 4), (6, 4)], []]
+    blocks, vectors = add_blocks(batch, prefixes), torch.randn(MASKS, tiny.width)
+    states, width = packed_states(tiny, blocks, vectors), batch.tokens.shape[1]
+    real = [width + sum(size for _, size in row) for row in prefixes]
+    tokens = blocks.tokens.clone()
+    for row, end in enumerate(real):
+        tokens[row, end:] = torch.randint(3, 2000, (tokens.shape[1] - end,))
+    other = Blocks(tokens, blocks.positions, blocks.numbers, blocks.visible, blocks.supervised, blocks.answers)
+    changed = packed_states(tiny, other, vectors)
+    for row, end in enumerate(real):
+        assert torch.equal(states[row, :end], changed[row, :end])
+        assert end == states.shape[1] or not torch.equal(states[row, end:], changed[row, end:])
+        single = add_blocks(Batch(batch.tokens[row : row + 1], batch.loss_mask[row : row + 1]), prefixes[row : row + 1])
+        torch.testing.assert_close(packed_states(tiny, single, vectors)[0], states[row, :end], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_mask_embeddings_are_put_where_numbers_name_them(tiny: Target, count: int) -> None:
+    """Inside, mask j is embedded as vector j, or as the only one, and other tokens as ever; outside, all as ever."""
+    tokens, vectors = torch.randint(3, 2000, (2, 6)), torch.randn(count, tiny.width, requires_grad=True)
+    numbers = torch.tensor([[-1, 0, 2, -1, 1, -1], [2, -1, -1, -1, 0, 1]])
+    plain = tiny.head.embed(tokens)
+    with mask_embeddings(tiny.head.embedding, vectors, numbers):
+        found = tiny.head.embed(tokens)
+    for row, column in torch.cartesian_prod(torch.arange(2), torch.arange(6)).tolist():
+        number = int(numbers[row, column])
+        wanted = plain[row, column] if number < 0 else vectors[min(number, count - 1)]
+        assert torch.equal(found[row, column], wanted)
+    with pytest.raises(ZeroDivisionError), mask_embeddings(tiny.head.embedding, vectors, numbers):
+        raise ZeroDivisionError
+    assert torch.equal(tiny.head.embed(tokens), plain)
+    found.sum().backward()
+    times = [sum(min(n, count - 1) == k for n in numbers.flatten().tolist() if n >= 0) for k in range(count)]
+    assert vectors.grad is not None and vectors.grad.tolist() == [[float(n)] * tiny.width for n in times]
+
+
+def test_masks_start_around_the_mean_embedding(tiny: Target) -> None:
+    """Their mean is the embeddings' mean, their spread a tenth of the embeddings', and no two are alike."""
+    weight = tiny.head.embedding.weight.detach()
+    masks = start_masks(tiny.head.embedding, 500)
+    apart = masks - weight.mean(0)
+    assert apart.mean(0).abs().max() < 6 * 0.1 * weight.std() / 500**0.5
+    assert apart.std().item() == pytest.approx(0.1 * weight.std().item(), rel=0.02)
+    assert len(masks.unique(dim=0)) == 500
