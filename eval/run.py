@@ -286,6 +286,10 @@ class Evaluation:
     def _learner(self, target: Target, drafter: Drafter, save: Callable[[Drafter], None] | None) -> Online:
         if not drafter.has_weights or drafter.trains_target:
             raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
+        if self.online_learn == "split" and not drafter.learns_replays:
+            raise UserError(
+                "eval.online_learn=split: this family does not learn from replayed drafts; use corrections or answers"
+            )
         return Online(drafter, target, self.online_lr, self.online_every, self.online_learn, save or (lambda learnt: None))
 
     def _calibrate(self, target: Target, systems: list[System]) -> Calibration | None:

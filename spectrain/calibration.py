@@ -224,7 +224,7 @@ class Probe(TreeBuilder):
     is_chain = True
 
     def __init__(self, sizes: list[int]) -> None:
-        self.sizes, self.number = sizes, 0
+        self.sizes, self.number, self.asked = sizes, 0, False
         self.depth = self.budget = max(sizes)
         self.drafted = max(sizes)
         self.verify: dict[int, list[float]] = {size: [] for size in sizes}
@@ -243,12 +243,13 @@ class Probe(TreeBuilder):
         wait(tokens.device)
         self.in_steps = time.perf_counter() - began
         self.step[size].append(self.in_steps)
-        self.number += 1
+        self.asked = True
         return TokenTree.chain(torch.cat([context.root[:, None], tokens[:, : size - 1]], dim=1))
 
     def observe(self, round: Round) -> None:
-        if not self.number:
-            return  # the drafter drafts by itself
+        if not self.asked or int((round.tree.valid & round.tree.emitted)[0].sum()) < self.size:
+            return  # the drafter drafts by itself, or had nothing ready: the size comes again
+        self.number += 1
         self.start.append(round.seconds["draft"] - self.in_steps)
         self.verify[self.size].append(round.seconds["verify"] + round.seconds["accept"])
 

@@ -51,7 +51,7 @@ class Recorder(TreeBuilder):
         self.rounds = self.rounds or [[] for _ in round.counts]
         for b, count in enumerate(round.counts.tolist()):
             if count:
-                drafted = round.tree.tokens[b, 1:][round.tree.valid[b, 1:]].tolist()
+                drafted = round.tree.tokens[b, 1:][(round.tree.valid & round.tree.emitted)[b, 1:]].tolist()
                 self.rounds[b].append((drafted, count))
 
     def settings(self) -> dict[str, object]:

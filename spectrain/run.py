@@ -288,15 +288,19 @@ def load_weights(drafter: Drafter, directory: Path) -> None:
     names = {place: name for name, place in drafter.layout().items()}
     path = directory / "model.safetensors"
     weights: dict[str, torch.Tensor] = {}
+    home = {name: file for name, (file, _) in drafter.layout().items()}
     try:
         for file in dict.fromkeys(["model.safetensors", *(file for file, _ in names)]):
             path = directory / file
-            weights |= {names.get((file, there), there): tensor for there, tensor in load_file(path).items()}
+            found = {names.get((file, there), there): tensor for there, tensor in load_file(path).items()}
+            weights, home = weights | found, home | dict.fromkeys(found, file)
         load_tensors(drafter, weights)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: the drafter's weights cannot be read ({error})") from error
     except RuntimeError as error:
         detail = " ".join(str(error).split())
+        named = [file for name, file in home.items() if f'"{name}"' in detail or f" {name}:" in detail]
+        path = directory / (named[0] if named else "model.safetensors")
         raise UserError(f"{path}: it does not fit the drafter in config.json ({detail})") from error
 
 

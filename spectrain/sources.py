@@ -145,6 +145,8 @@ class Generated(Source):
         found = {index: Replay(example, [KEPT] * len(example.tokens)) for index, example in examples.items()}
         if anew:
             assert drafter is not None
+            if not drafter.learns_replays:
+                raise UserError("source.by=replay: this family does not learn from replayed drafts; use source.by=target")
             prompts = [examples[index].prompt for index in anew]
             recorder = Recorder(Chain(self.block))
             with evaluating(drafter):

@@ -43,7 +43,7 @@ class TokenTree:
     def is_chain(self) -> bool:
         """Whether no node has two children."""
         chain = torch.arange(-1, self.tokens.shape[1] - 1, device=self.tokens.device)
-        return bool(((self.parents == chain) | ~self.valid).all())
+        return bool(((self.parents == chain) | ~(self.valid & self.emitted)).all())
 
     @cached_property
     def ancestors(self) -> Tensor:

@@ -45,6 +45,7 @@ class Drafter(nn.Module, ABC):
     step: int = 0  # optimiser steps done; the trainer keeps it too
     trains_target: bool = False  # its parameter groups hold parameters of the target: the run then saves the target too
 
+    learns_replays: bool = False  # its loss tells what a replayed draft got wrong (Batch.distance)
     copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and drafts are not drawn
 
     @property

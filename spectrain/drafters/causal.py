@@ -36,6 +36,7 @@ class Causal(Drafter):
     """
 
     shape = ("architecture", "num_layers", "model")
+    learns_replays = True
 
     def __init__(
         self,

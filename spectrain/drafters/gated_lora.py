@@ -75,7 +75,7 @@ class GatedLora(Drafter):
     whatever is accepted; linear puts them behind one deepest node only, and nothing is drafted after another end.
     """
 
-    shape = ("num_masks", "rank", "sampler")
+    shape = ("num_masks", "rank", "alpha", "sampler")
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ class Kangaroo(SelfDrafter):
     """
 
     shape = ("exit_layer",)
+    learns_replays = True
 
     def __init__(self, target: Target, exit_layer: int | None = None, loss: Loss = "forward_kl") -> None:
         super().__init__()
@@ -77,10 +78,11 @@ class Kangaroo(SelfDrafter):
         log_q = self.head.logits(states.to(final.dtype)).log_softmax(-1)
         with torch.no_grad():
             log_p = self.head.logits(final).log_softmax(-1)
-        if self.divergence == "cross_entropy":
+        distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
+        if self.divergence == "cross_entropy" and distance is None:
             losses, wanted = -log_q.gather(-1, following[:, None])[:, 0], following
         else:
-            losses, wanted = row_losses(self.divergence, log_p, log_q), log_p.argmax(-1)
+            losses, wanted = row_losses(self.divergence, log_p, log_q, distance), log_p.argmax(-1)
         hits = (log_q.argmax(-1) == wanted).sum()[None].float()
         return Losses({self.divergence: losses.sum()}, hits, torch.full_like(hits, len(losses)))
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 class VocabularyDrafter(Drafter):
     """A drafter whose head covers the tokens that the assistant uses most. The others cannot be drafted."""
 
+    learns_replays = True
     d2t: Tensor
     t2d: Tensor
     divergence: str

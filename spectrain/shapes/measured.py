@@ -160,14 +160,15 @@ class Auto(Measured):
 
     def observe(self, round: Round) -> None:
         rate = 1 / self.memory
-        self.fit.add(int(round.tree.emitted[0].sum()), round.seconds["verify"] + round.seconds["accept"])
+        judged = (round.tree.valid & round.tree.emitted).sum(1)  # 1: nothing was ready to draft
+        self.fit.add(int(judged.max()), round.seconds["verify"] + round.seconds["accept"])
         if self.levels > 1:
             step = max(0.0, (round.seconds["draft"] - self.start_seconds) / (self.levels - 1))
             self.step_seconds += rate * (step - self.step_seconds)
         else:
             self.start_seconds += rate * (round.seconds["draft"] - self.start_seconds)
         assert self.expected is not None
-        for expected, count in zip(self.expected.tolist(), round.counts.tolist()):
+        for expected, count in zip(self.expected.tolist(), (round.counts * (judged > 1)).tolist()):
             for depth in range(1, self.depth + 1):
                 if count and expected[depth]:
                     self.predicted[depth - 1] += rate * (expected[depth] - self.predicted[depth - 1])

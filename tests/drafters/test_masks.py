@@ -128,9 +128,7 @@ def test_a_packed_forward_is_all_forwards_alone(tiny: Target, case: str, shared:
             expected[block] = alone(tiny, tokens[: end + 1], each[:size])
         for column, block, end, number in columns(batch, given):
             if end + 1 + number < width:
-                torch.testing.assert_close(
-                    states[row, column], expected[block][end + 1 + number], atol=1e-4, rtol=1e-4
-                )
+                torch.testing.assert_close(states[row, column], expected[block][end + 1 + number], atol=1e-4, rtol=1e-4)
 
 
 def test_a_mask_sees_what_is_before_it(tiny: Target) -> None:

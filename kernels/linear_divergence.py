@@ -1,0 +1,428 @@
+"""The divergence of a drafter from its target, straight from hidden states: output layer, loss and gradients in one.
+
+Shapes: R rows, r of them at a time, D width, V vocabulary, K kept tokens of a target.
+Logits exist for one chunk of rows at a time. Their gradient is worked out there and then, in the forward pass, so that what
+stays of it is [R, D] for the states and [V, D] for the weight. The matrix products are torch's; between them stands one row
+kernel on a GPU (log-sum-exp, KL(p || q), and the gradient in place of the logits), and autograd on the chunk elsewhere.
+
+Why not Liger's fused losses: they cut rows into 1/32, which makes a step of 1,024 rows 4.3 times slower than torch without
+fusion (H100, width 4,096, vocabulary 128,256, by Liger's own benchmark; a chunk of 2,048 rows keeps the products large),
+still allocate a loss [R, V] in float32, and know no draft vocabulary that is smaller than the target's.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no triton for this platform
+    triton = None
+
+
+@dataclass(frozen=True)
+class Projection:
+    """An output layer: cap(scale * (x weight^T + bias)), cap(z) = softcap * tanh(z / softcap)."""
+
+    weight: Tensor  # [V, D]
+    bias: Tensor | None = None  # [V]
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def entries(self, chosen: Tensor | slice) -> "Projection":
+        """Of these vocabulary entries only."""
+        return replace(self, weight=self.weight[chosen], bias=None if self.bias is None else self.bias[chosen])
+
+    def at_temperature(self, temperature: float) -> "Projection":
+        """With its logits divided by a temperature."""
+        softcap = None if self.softcap is None else self.softcap / temperature
+        return replace(self, scale=self.scale / temperature, softcap=softcap)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[r, D] -> [r, V] in float32, or float64 of float64 weights."""
+        dtype = _product_dtype(self.weight)
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return _finish(F.linear(x.to(dtype), self.weight.to(dtype), bias), self.scale, self.softcap)
+
+
+@dataclass(frozen=True)
+class HeadTarget:
+    """A target known by its final states: what its output layer says of the rows that are asked for, and no others.
+
+    `head` holds the entries that the drafter has. p is renormalised over them, or with `log_z`, the log-sum-exp over the
+    whole vocabulary, as `most_likely` finds it, carries the target's own mass.
+    """
+
+    final: Tensor  # [R, D]
+    head: Projection
+    log_z: Tensor | None = None  # [R]
+
+    def __call__(self, rows: slice) -> Tensor:
+        """log p [r, V]"""
+        logits = self.head.logits(self.final[rows])
+        return logits.log_softmax(-1) if self.log_z is None else logits - self.log_z[rows, None]
+
+    def at(self, rows: Tensor) -> "HeadTarget":
+        """The target of these rows, which may repeat."""
+        return replace(self, final=self.final[rows], log_z=None if self.log_z is None else self.log_z[rows])
+
+
+class TopK(NamedTuple):
+    """A target of which a few tokens were kept; the others count as p = 0."""
+
+    ids: Tensor  # [R, K] int64, distinct in a row
+    p: Tensor  # [R, K]
+
+
+class Judged(NamedTuple):
+    loss: Tensor  # scalar, the sum over rows; the only one with a gradient
+    best: Tensor  # [R] the drafter's most likely entry
+    wanted: Tensor  # [R] the target's among the same entries, or the token
+
+
+Wanted = Tensor | TopK | Callable[[slice], Tensor]
+"""What the target says: tokens [R], kept tokens, or for the rows of a slice log p [r, V], such as a `HeadTarget` gives."""
+
+
+def _product_dtype(weight: Tensor) -> torch.dtype:
+    """What a matrix product runs in: the weight's dtype, or autocast's."""
+    kind = weight.device.type
+    cast = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if cast else weight.dtype
+
+
+def _finish(product: Tensor, scale: float, softcap: float | None) -> Tensor:
+    logits = product.to(torch.promote_types(product.dtype, torch.float32)) * scale
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q), [r]; p may sum to less than 1, and tokens of p = 0 add nothing."""
+    return torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0.0).sum(-1)
+
+
+def _kept_kl(kept: TopK, log_q: Tensor) -> Tensor:
+    """The same of a few tokens, [r]; of a single sure one this is the cross-entropy."""
+    return (torch.xlogy(kept.p, kept.p) - kept.p * log_q.gather(-1, kept.ids)).sum(-1)
+
+
+def _differentiate(
+    product: Tensor,
+    losses_of: Callable[[Tensor], Tensor],
+    row_weight: Tensor,
+    scale: float,
+    softcap: float | None,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """Weighted losses [r] and the most likely entries [r] of products [r, V], which their gradient overwrites."""
+    leaf = product.detach().requires_grad_(with_grad)
+    with torch.set_grad_enabled(with_grad):
+        log_q = _finish(leaf, scale, softcap).log_softmax(-1)
+        losses = torch.where(row_weight != 0, losses_of(log_q) * row_weight, 0.0)  # 0 even where the loss is not finite
+    if with_grad:
+        (grad,) = torch.autograd.grad(losses.sum(), leaf)
+        product.copy_(grad.masked_fill_(row_weight[:, None] == 0, 0.0))
+    return losses.detach(), log_q.detach().argmax(-1)
+
+
+def row_kl_reference(
+    product: Tensor,
+    log_p: Tensor | None,
+    ids: Tensor | None,
+    p: Tensor | None,
+    row_weight: Tensor,
+    scale: float,
+    softcap: float | None,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(p || q) of every row times its weight, and the drafter's and the target's most likely entries, each [r].
+
+    q is the softmax of the products [r, V] of states and weight, scaled and capped; p is log_p [r, V], or that of a few
+    tokens, ids and p [r, K]. With `with_grad` the gradient overwrites the products.
+    """
+    if log_p is not None:
+        wanted = log_p.argmax(-1)
+        losses, best = _differentiate(product, lambda log_q: _kl(log_p, log_q), row_weight, scale, softcap, with_grad)
+    else:
+        assert ids is not None and p is not None
+        kept = TopK(ids, p)
+        wanted = ids.gather(-1, p.argmax(-1, keepdim=True))[:, 0]
+        losses, best = _differentiate(product, lambda log_q: _kept_kl(kept, log_q), row_weight, scale, softcap, with_grad)
+    return losses, best, wanted
+
+
+if triton is not None:
+
+    @triton.jit
+    def _row_kl_kernel(
+        product_ptr,
+        log_p_ptr,
+        ids_ptr,
+        p_ptr,
+        row_weight_ptr,
+        loss_ptr,
+        best_ptr,
+        wanted_ptr,
+        product_stride,
+        log_p_stride,
+        scale,
+        softcap,
+        VOCAB: tl.constexpr,  # as a constant: the interpreter of triton 3.6 cannot loop to a runtime bound
+        KEPT: tl.constexpr,  # 0 where p is dense
+        BLOCK: tl.constexpr,
+        BLOCK_KEPT: tl.constexpr,
+        SOFTCAPPED: tl.constexpr,
+        WITH_GRAD: tl.constexpr,
+    ):
+        """One program a row: sweep its blocks for log-sum-exp and loss, then again for the gradient."""
+        row = tl.program_id(0).to(tl.int64)
+        product_ptr += row * product_stride
+        row_weight = tl.load(row_weight_ptr + row).to(tl.float32)
+        mass = 0.0  # sum p
+        cross = 0.0  # sum p (log p - z)
+        wanted = 0
+        if KEPT:
+            kept = tl.arange(0, BLOCK_KEPT)
+            is_kept = kept < KEPT
+            ids = tl.load(ids_ptr + row * KEPT + kept, mask=is_kept, other=0)
+            p_kept = tl.load(p_ptr + row * KEPT + kept, mask=is_kept, other=0.0).to(tl.float32)
+            z_kept = tl.load(product_ptr + ids).to(tl.float32) * scale
+            slope_kept = scale
+            if SOFTCAPPED:  # tanh(x) = 2 sigmoid(2 x) - 1
+                tanh_kept = 2 * tl.sigmoid(2 * z_kept / softcap) - 1
+                z_kept = softcap * tanh_kept
+                slope_kept = scale * (1 - tanh_kept * tanh_kept)
+            mass = tl.sum(p_kept, 0)
+            cross = tl.sum(tl.where(p_kept > 0, p_kept * (tl.log(tl.where(p_kept > 0, p_kept, 1.0)) - z_kept), 0.0), 0)
+            likeliest = tl.argmax(tl.where(is_kept, p_kept, -1.0), 0)
+            wanted = tl.sum(tl.where(kept == likeliest, ids, 0), 0)
+        top = float("-inf")
+        top_log_p = float("-inf")
+        total = 0.0  # sum exp(z - top)
+        best = 0
+        for start in range(0, VOCAB, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            is_entry = columns < VOCAB
+            z = tl.load(product_ptr + columns, mask=is_entry, other=0.0).to(tl.float32) * scale
+            if SOFTCAPPED:
+                z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)
+            z = tl.where(is_entry, z, float("-inf"))
+            block_top = tl.max(z, 0)
+            best = tl.where(block_top > top, start + tl.argmax(z, 0), best)
+            new_top = tl.maximum(top, block_top)
+            total = total * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top), 0)
+            top = new_top
+            if not KEPT:
+                log_p = tl.load(log_p_ptr + row * log_p_stride + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
+                p = tl.exp(log_p)
+                mass += tl.sum(p, 0)
+                cross += tl.sum(tl.where(log_p > float("-inf"), p * (log_p - z), 0.0), 0)
+                block_top_log_p = tl.max(log_p, 0)
+                wanted = tl.where(block_top_log_p > top_log_p, start + tl.argmax(log_p, 0), wanted)
+                top_log_p = tl.maximum(top_log_p, block_top_log_p)
+        log_z = top + tl.log(total)
+        tl.store(loss_ptr + row, tl.where(row_weight != 0, row_weight * (cross + mass * log_z), 0.0))
+        tl.store(best_ptr + row, best)
+        tl.store(wanted_ptr + row, wanted)
+        if WITH_GRAD:
+            if KEPT:
+                tl.debug_barrier()  # every thread has read the products of kept tokens
+            for start in range(0, VOCAB, BLOCK):
+                columns = start + tl.arange(0, BLOCK)
+                is_entry = columns < VOCAB
+                z = tl.load(product_ptr + columns, mask=is_entry, other=0.0).to(tl.float32) * scale
+                slope = scale
+                if SOFTCAPPED:
+                    tanh = 2 * tl.sigmoid(2 * z / softcap) - 1
+                    z = softcap * tanh
+                    slope = scale * (1 - tanh * tanh)
+                grad = mass * tl.exp(z - log_z)
+                if not KEPT:
+                    grad -= tl.exp(
+                        tl.load(log_p_ptr + row * log_p_stride + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
+                    )
+                grad = tl.where(row_weight != 0, row_weight * slope * grad, 0.0)
+                tl.store(product_ptr + columns, grad.to(product_ptr.dtype.element_ty), mask=is_entry)
+            if KEPT:
+                tl.debug_barrier()  # the sweep has written these entries too
+                grad = row_weight * slope_kept * (mass * tl.exp(z_kept - log_z) - p_kept)
+                grad = tl.where(row_weight != 0, grad, 0.0)
+                tl.store(product_ptr + ids, grad.to(product_ptr.dtype.element_ty), mask=is_kept)
+
+
+BLOCKS = ((1024, 1024, 4), (16384, 4096, 8), (1 << 31, 8192, 16))
+"""(largest vocabulary, entries a block, warps)"""
+
+
+@torch.library.custom_op("spectrain::row_kl", mutates_args={"product"})
+def row_kl(
+    product: Tensor,
+    log_p: Tensor | None,
+    ids: Tensor | None,
+    p: Tensor | None,
+    row_weight: Tensor,
+    scale: float,
+    softcap: float | None,
+    with_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `row_kl_reference` computes, in float32 and in one launch."""
+    rows, vocab = product.shape
+    assert product.stride(1) == 1
+    log_p, ids, p = (None if x is None else x.contiguous() for x in (log_p, ids, p))
+    loss = product.new_empty(rows, dtype=torch.float32)
+    best, wanted = (product.new_empty(rows, dtype=torch.int64) for _ in range(2))
+    kept = 0 if ids is None else ids.shape[1]
+    block, warps = next((block, warps) for largest, block, warps in BLOCKS if vocab <= largest)
+    with torch.cuda.device_of(product):
+        _row_kl_kernel[(rows,)](
+            product, log_p, ids, p, row_weight.contiguous(), loss, best, wanted,
+            product.stride(0), 0 if log_p is None else log_p.stride(0), scale, softcap or 1.0,
+            VOCAB=vocab, KEPT=kept, BLOCK=block, BLOCK_KEPT=triton.next_power_of_2(max(1, kept)),
+            SOFTCAPPED=softcap is not None, WITH_GRAD=with_grad, num_warps=warps,
+        )  # fmt: skip
+    return loss, best, wanted
+
+
+@row_kl.register_fake
+def _(product: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = product.shape[0]
+    return (
+        product.new_empty(rows, dtype=torch.float32),
+        product.new_empty(rows, dtype=torch.int64),
+        product.new_empty(rows, dtype=torch.int64),
+    )
+
+
+def _runs_kernel(product: Tensor) -> bool:
+    """On a GPU, unless SPECTRAIN_KERNELS=torch; on a CPU where SPECTRAIN_KERNELS=triton and triton interprets."""
+    asked = os.environ.get("SPECTRAIN_KERNELS")
+    if triton is None or product.dtype == torch.float64:
+        return False
+    if product.is_cuda:
+        return asked != "torch"
+    return asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def most_likely(final: Tensor, head: Projection, chunk: int = 2048) -> tuple[Tensor, Tensor]:
+    """The most likely token of every state [R, D], and the log-sum-exp of its logits, each [R]; one pass, a chunk at a time."""
+    best = torch.empty(len(final), dtype=torch.int64, device=final.device)
+    log_z = torch.empty(len(final), dtype=torch.promote_types(head.weight.dtype, torch.float32), device=final.device)
+    with torch.no_grad():
+        for start in range(0, len(final), chunk):
+            rows = slice(start, start + chunk)
+            logits = head.logits(final[rows])
+            best[rows], log_z[rows] = logits.argmax(-1), logits.logsumexp(-1)
+    return best, log_z
+
+
+def linear_divergence(
+    hidden: Tensor,
+    head: Projection,
+    wanted: Wanted,
+    divergence: Callable[..., Tensor] | None = None,
+    row_weight: Tensor | None = None,
+    per_row: tuple[Tensor, ...] = (),
+    chunk: int = 2048,
+) -> Judged:
+    """sum_r row_weight[r] divergence(p_r, q_r), q = softmax(head(hidden)), and the most likely entries.
+
+    Without a `divergence` this is KL(p || q), which of tokens is their cross-entropy. Otherwise it is a function (log p,
+    log q, *per_row) of a chunk, [r, V] and the rows' own [r, ...], to losses [r]. Gradients reach hidden [R, D] and the
+    head's weight and bias, where these ask for any. Rows of weight 0 add nothing, to the loss or to a gradient.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk}: use 1 or more")
+    if divergence is not None and not callable(wanted):
+        raise ValueError("a divergence needs the whole log p: wanted=tokens and wanted=TopK are for divergence=None")
+    assert row_weight is None or not row_weight.requires_grad, "row weights are constants"
+    job = _Job(head, wanted, divergence, row_weight, per_row, chunk, torch.is_grad_enabled())
+    return Judged(*_LinearDivergence.apply(hidden, head.weight, head.bias, job))
+
+
+@dataclass(frozen=True)
+class _Job:
+    head: Projection
+    wanted: Wanted
+    divergence: Callable[..., Tensor] | None
+    row_weight: Tensor | None
+    per_row: tuple[Tensor, ...]
+    chunk: int
+    grad_enabled: bool
+
+    def judge(self, product: Tensor, rows: slice, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses, the drafter's and the target's most likely entries [r]; the gradient overwrites the products [r, V]."""
+        dtype = torch.promote_types(product.dtype, torch.float32)
+        weight = product.new_ones(len(product), dtype=dtype) if self.row_weight is None else self.row_weight[rows].to(dtype)
+        scale, softcap = self.head.scale, self.head.softcap
+        if self.divergence is not None:
+            assert callable(self.wanted)
+            log_p, divergence, others = self.wanted(rows), self.divergence, [x[rows] for x in self.per_row]
+            losses, best = _differentiate(
+                product, lambda log_q: divergence(log_p, log_q, *others), weight, scale, softcap, with_grad
+            )
+            return losses, best, log_p.argmax(-1)
+        kl = row_kl if _runs_kernel(product) else row_kl_reference
+        if isinstance(self.wanted, Tensor):
+            ids = self.wanted[rows, None]
+            return kl(product, None, ids, torch.ones_like(ids, dtype=dtype), weight, scale, softcap, with_grad)
+        if isinstance(self.wanted, TopK):
+            ids, p = self.wanted.ids[rows], self.wanted.p[rows].to(dtype)
+            return kl(product, None, ids, p, weight, scale, softcap, with_grad)
+        return kl(product, self.wanted(rows), None, None, weight, scale, softcap, with_grad)
+
+
+class _LinearDivergence(torch.autograd.Function):
+    """Keeps the gradients that its forward pass has found."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        asked = [job.grad_enabled and x is not None and x.requires_grad for x in (hidden, weight, bias)]
+        dtype = _product_dtype(weight)
+        wide = torch.promote_types(dtype, torch.float32)
+        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        best, wanted = (torch.empty(len(hidden), dtype=torch.int64, device=hidden.device) for _ in range(2))
+        grads = [
+            torch.zeros_like(x, dtype=kind) if wants else None
+            for x, kind, wants in zip((hidden, weight, bias), (hidden.dtype, wide, wide), asked)
+        ]
+        of_hidden, of_weight, of_bias = grads
+        for start in range(0, len(hidden), job.chunk):
+            rows = slice(start, start + job.chunk)
+            h = hidden[rows].to(dtype)
+            product = F.linear(h, w, b)  # [r, V]
+            losses, best[rows], wanted[rows] = job.judge(product, rows, any(asked))
+            loss += losses.sum()
+            if of_hidden is not None:
+                of_hidden[rows] = product @ w  # the products are their gradients now
+            if of_weight is not None:
+                _add_product(of_weight, product.t(), h)
+            if of_bias is not None:
+                of_bias += product.sum(0, dtype=wide)
+        ctx.dtypes = [x.dtype if x is not None else None for x in (hidden, weight, bias)]
+        ctx.save_for_backward(*grads)
+        ctx.mark_non_differentiable(best, wanted)
+        return loss, best, wanted
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("linear_divergence has no second derivative: it finds its gradients in the forward pass")
+        grads = (None if g is None else (g * incoming).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes))
+        return (*grads, None)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left right, in the precision of the total."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

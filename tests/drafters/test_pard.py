@@ -1,0 +1,410 @@
+"""PARD: what masks are taught, and what one forward drafts, is what the small model says over text and masks alone."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hydra import compose, initialize_config_module
+from torch import Tensor, nn
+
+from spectrain.acceptance import Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.calibration import calibrate
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.decode import Context, decode
+from spectrain.drafters.masks import add_blocks
+from spectrain.drafters.pard import Pard
+from spectrain.errors import UserError
+from spectrain.eval.baselines import plain_model
+from spectrain.features import Batch
+from spectrain.guard import Guard
+from spectrain.loading import load_tiny
+from spectrain.run import load_weights, save_drafter
+from spectrain.shapes import Auto, Cast, Chain, DySpec, Eagle2, Rollout, Sequoia, Static, TreeBuilder
+from spectrain.sources import Live
+from spectrain.target import Target
+from spectrain.tree import TokenTree
+from tests.test_guard import Switch
+
+DRAFTS, LIMIT = 4, 20
+ARCHITECTURE: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+SOURCE = torch.Generator().manual_seed(10)  # prompts that are done after unlike numbers of rounds
+PROMPTS = [torch.randint(3, 2000, (length,), generator=SOURCE).tolist() for length in (7, 2, 11)]
+
+
+def make(target: Target, vocab_size: int = 2048, **options: Any) -> Pard:
+    """A small model of its own with random weights, large enough that attention and masks matter."""
+    torch.manual_seed(7)
+    size = {} if "num_layers" in options else {"architecture": {**ARCHITECTURE, "vocab_size": vocab_size}}
+    drafter = Pard(target, **{"num_drafts": DRAFTS, **size, **options})
+    drafter.prepare(target, torch.zeros(target.head.vocab_size))
+    if "num_layers" not in options:
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter.add_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    return drafter.eval()
+
+
+def dataset(count: int = 5) -> Dataset:
+    """Sequences of unequal length, with assistant tokens in two spans."""
+    torch.manual_seed(5)
+    rows = torch.randint(3, 2000, (count, 26)).tolist()
+    masks = [[i in (4, 5, 6) or i >= 11 for i in range(26 - 3 * n)] for n in range(count)]
+    return Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], count, 0, 0)
+
+
+def batch_of(target: Target, drafter: Pard, rows: list[int]) -> Batch:
+    return Live().batch(dataset(), rows, target, drafter.features_in(0))
+
+
+def logits_of(drafter: Pard, text: list[int], count: int) -> Tensor:
+    """Logits [T + M, V] of a text and M masks behind it, by transformers' own model and `inputs_embeds`."""
+    with plain_model(drafter.model) as model:
+        embedded = model.get_input_embeddings()(torch.tensor(text))
+        states = torch.cat([embedded, drafter.mask.expand(count, -1)])
+        found: Tensor = model(inputs_embeds=states[None], use_cache=False).logits[0]
+    return found
+
+
+# Conditional drop
+
+
+@pytest.mark.parametrize(
+    "num_drafts, keep, keep_least", [(4, 0.7, 0.2), (8, 0.7, 0.2), (6, 0.5, 0.5), (3, 1.0, 1.0), (5, 0.3, 0.05), (1, 0.7, 0.2)]
+)
+def test_masks_are_dropped_by_the_formula(tiny: Target, num_drafts: int, keep: float, keep_least: float) -> None:
+    """Of n prefixes that the assistant goes on from, max(keep^b, keep_least) n have b masks or more, rounded up."""
+    drafter = make(tiny, num_drafts=num_drafts, keep=keep, keep_least=keep_least)
+    batch = batch_of(tiny, drafter, [0, 1, 2, 3, 4])
+    for step in range(3):
+        drafter.step = step
+        for mask, row in zip(batch.loss_mask, drafter.prefixes(batch)):
+            possible = [end for end in range(len(mask) - 2) if mask[end + 2]]
+            ends, sizes = [end for end, _ in row], [size for _, size in row]
+            assert ends == sorted(set(ends)) and set(ends) <= set(possible)
+            assert all(1 <= size <= num_drafts - 1 for size in sizes)
+            for depth in range(1, num_drafts):
+                share = max(keep**depth, keep_least)
+                assert sum(size >= depth for size in sizes) == math.ceil(share * len(possible))
+
+
+def test_every_mask_that_is_kept_sees_the_chain_before_it(tiny: Target) -> None:
+    """The masks of depth b + 1 stand behind some of the prefixes that have depth b: all of a block's are in the forward."""
+    drafter = make(tiny, num_drafts=6)
+    batch = batch_of(tiny, drafter, [0, 1, 2])
+    blocks = add_blocks(batch, drafter.prefixes(batch))
+    for row in range(3):
+        for place in (blocks.numbers[row] > 0).nonzero()[:, 0].tolist():
+            seen = blocks.visible[row, place] & (blocks.numbers[row] >= 0)
+            number = int(blocks.numbers[row, place])
+            assert sorted(blocks.numbers[row, seen].tolist()) == list(range(number + 1))
+            first = int(blocks.positions[row, seen].min())
+            assert int((blocks.visible[row, place] & (blocks.numbers[row] < 0)).sum()) == first
+
+
+def test_the_drop_is_drawn_for_a_sequence_and_a_step(tiny: Target) -> None:
+    """It doesn't depend on what else is in the batch, its order or padding; another step or seed draws another one."""
+    drafter = make(tiny, keep=0.5)
+    batch, drawn = batch_of(tiny, drafter, [0, 1, 2, 3, 4]), []
+    for step in range(8):
+        drafter.step = step
+        together = drafter.prefixes(batch)
+        drawn.append(together)
+        assert drafter.prefixes(batch) == together
+        assert [drafter.prefixes(batch_of(tiny, drafter, [row]))[0] for row in range(5)] == together
+        rows = [4, 1]
+        padded = Batch(F.pad(batch.tokens[rows], (0, 7)), F.pad(batch.loss_mask[rows], (0, 7)))
+        assert drafter.prefixes(padded) == [together[row] for row in rows]
+    assert all(len({tuple(rows[row]) for rows in drawn}) > 4 for row in range(5))
+    other = make(tiny, keep=0.5, seed=1)
+    other.step = 7
+    assert other.prefixes(batch) != drawn[-1]
+
+
+# Training
+
+
+def independent_loss(tiny: Target, drafter: Pard, batch: Batch) -> tuple[Tensor, list[float], list[float]]:
+    """The loss, hits and counts, from a forward for the text and one for every prefix and its masks."""
+    losses, hits, counts = [], [0.0] * drafter.num_drafts, [0.0] * drafter.num_drafts
+    size = min(drafter.model.head.output.weight.shape[0], tiny.head.output.weight.shape[0])
+    for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch)):
+        with plain_model(tiny) as model, torch.no_grad():
+            wanted = model(torch.tensor([tokens])).logits[0, :, :size].log_softmax(-1)
+        said = [(0, t + 1, row) for t, row in enumerate(logits_of(drafter, tokens, 0))]
+        for end, count in prefixes:
+            rows = logits_of(drafter, tokens[: end + 1], count)[end + 1 :]
+            said += [(1 + j, end + 2 + j, row) for j, row in enumerate(rows)]
+        for depth, place, row in said:
+            if place < len(tokens) and mask[place]:
+                log_q, log_p = row[:size].log_softmax(-1), wanted[place - 1]
+                divergence = (log_p.exp() * (log_p - log_q)).sum()
+                losses.append(-log_q[tokens[place]] if drafter.divergence == "cross_entropy" else divergence)
+                hits[depth] += float(log_q.argmax() == log_p.argmax())
+                counts[depth] += 1
+    supervised = sum(map(sum, batch.loss_mask.tolist()))
+    return supervised * torch.stack(losses).mean(), hits, counts
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"loss": "forward_kl"}, {"num_drafts": 1}, {"num_drafts": 6, "keep": 1.0, "loss": "forward_kl"},
+    {"vocab_size": 2112, "loss": "forward_kl"}, {"num_layers": 2, "keep_least": 0.6},
+], ids=["default", "kl", "no masks", "nothing dropped", "padded", "cut"])  # fmt: skip
+def test_loss_is_that_of_every_prefix_alone(tiny: Target, options: dict[str, Any]) -> None:
+    """Loss, hits and counts, and the gradient of every weight, equal those of a sum over prefixes, one forward each."""
+    drafter = make(tiny, **options)
+    batch = batch_of(tiny, drafter, [0, 2, 4])
+    losses = drafter.loss(batch, tiny)
+    total, hits, counts = independent_loss(tiny, drafter, batch)
+    assert list(losses.terms) == [drafter.divergence]
+    torch.testing.assert_close(losses.total.detach(), total.detach(), rtol=1e-4, atol=1e-4)
+    assert losses.hits.tolist() == hits and losses.counts.tolist() == counts and min(counts) > 0
+    trained = [p for p in drafter.parameters() if p is not drafter.mask or drafter.num_drafts > 1]
+    found, wanted = (torch.autograd.grad(loss, trained) for loss in (losses.total, total))
+    for one, other in zip(found, wanted):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
+
+
+def test_gradients_reach_the_drafter_only() -> None:
+    """The small model and its mask have gradients that are not zero; the target has none."""
+    target = load_tiny()
+    drafter = make(target, loss="forward_kl")
+    drafter.loss(batch_of(target, drafter, [0, 1, 2]), target).total.backward()
+    named = dict(drafter.named_parameters())
+    assert "mask" in named and len(named) > 10
+    assert all(p.requires_grad and p.grad is not None and p.grad.abs().sum() > 0 for p in named.values())
+    assert all(parameter.grad is None for parameter in target.parameters())
+    theirs = {parameter.data_ptr() for parameter in target.parameters()}
+    assert theirs.isdisjoint(parameter.data_ptr() for parameter in make(target, num_layers=2).parameters())
+
+
+# Decoding
+
+
+class Asked(Rollout):
+    """Another rollout; notes the text up to the root, the depth, and log q at every node that it was asked about."""
+
+    def __init__(self, inner: Rollout, context: Context, seen: list[tuple[list[int], int, Tensor]]) -> None:
+        self.inner, self.seen, self.depth_limit = inner, seen, inner.depth_limit
+        self.texts = [context.tokens[b, : n + 1].tolist() for b, n in enumerate(context.cache.lengths.tolist())]
+        self.depths = [[0] for _ in self.texts]
+
+    def start(self) -> Tensor:
+        return self.note(self.inner.start(), 1)
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        for b, depths in enumerate(self.depths):
+            depths += [depths[parent] + 1 for parent in parents[b].tolist()]
+        return self.note(self.inner.extend(tokens, parents), tokens.shape[1])
+
+    def note(self, log_q: Tensor, count: int) -> Tensor:
+        for b, text in enumerate(self.texts):
+            self.seen += [(text, depth, log_q[b, n]) for n, depth in enumerate(self.depths[b][-count:])]
+        return log_q
+
+
+def watching(drafter: Pard) -> tuple[list[tuple[list[int], int, Tensor]], list[tuple[list[list[int]], TokenTree]]]:
+    """What the drafter's rollouts say from now on, and its trees with the texts that they hang behind, done rows included."""
+    seen: list[tuple[list[int], int, Tensor]] = []
+    trees: list[tuple[list[list[int]], TokenTree]] = []
+    propose = drafter.propose
+
+    def watched(context: Context, budget: TreeBuilder) -> TokenTree:
+        grow = budget.grow
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(budget, "grow", lambda c, rollout: grow(c, Asked(rollout, c, seen)))
+            tree = propose(context, budget)
+        tree.check()
+        assert tree.emitted.all() and torch.equal(tree.tokens[:, 0], context.root)
+        trees.append(([context.tokens[b, : n + 1].tolist() for b, n in enumerate(context.cache.lengths.tolist())], tree))
+        return tree
+
+    drafter.propose = watched  # type: ignore[method-assign]
+    return seen, trees
+
+
+@torch.no_grad()
+def check_said(drafter: Pard, seen: list[tuple[list[int], int, Tensor]]) -> None:
+    """log q at a depth is that of the small model over the text and its masks."""
+    known: dict[tuple[int, ...], Tensor] = {}
+    assert seen
+    for text, depth, log_q in seen:
+        if tuple(text) not in known:
+            said = logits_of(drafter, text, drafter.num_drafts - 1)[len(text) - 1 :, : drafter.vocab_size]
+            known[tuple(text)] = said.log_softmax(-1)
+        wanted = known[tuple(text)][min(depth, drafter.num_drafts - 1)]
+        torch.testing.assert_close(log_q, wanted, rtol=1e-4, atol=1e-3)
+
+
+BUILDERS: dict[str, TreeBuilder] = {
+    "chain": Chain(3),
+    "deep": Chain(9),
+    "eagle2": Eagle2(4, 9, 3),
+    "dyspec": DySpec(4, 7, children="deterministic"),
+    "static": Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 1]]),
+}
+BUILDER = pytest.mark.parametrize("builder", list(BUILDERS.values()), ids=list(BUILDERS))
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "cut": {"num_layers": 6},
+    "small": {},
+    "one": {"num_drafts": 1},
+    "padded": {"vocab_size": 2112},
+}
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny: Target) -> list[list[int]]:
+    """The target's own answers."""
+    return [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
+
+
+@BUILDER
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", ["cut", "small"])
+def test_drafts_are_the_small_models(
+    tiny: Target, greedy: list[list[int]], kind: str, count: int, builder: TreeBuilder
+) -> None:
+    """In every round of every row, done ones too, drafts are those of text and masks alone; and the output is greedy."""
+    drafter = make(tiny, **DRAFTERS[kind])
+    seen, _ = watching(drafter)
+    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    assert [one.output for one in found] == greedy[:count]
+    check_said(drafter, seen)
+    assert {depth for one in found for depth in one.depths} <= set(range(1, min(builder.depth, DRAFTS) + 1))
+    if kind == "cut":
+        assert max(kept for one in found for kept in one.accepted) > 1
+        assert count == 1 or len({len(one.accepted) for one in found}) > 1, "some rows must be done before others"
+
+
+@pytest.mark.parametrize("kind", list(DRAFTERS))
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_chain_holds_the_likeliest_token_of_every_place(tiny: Target, kind: str, count: int) -> None:
+    """Draft d is the argmax at place d of text and masks, as many as there are places, and the output is greedy."""
+    drafter = make(tiny, **DRAFTERS[kind])
+    _, trees = watching(drafter)
+    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:count]]
+    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
+    assert [one.output for one in found] == plain and len(trees) > 3
+    for texts, tree in trees:
+        assert tree.tokens.shape[1] == drafter.num_drafts + 1 and tree.valid.all()
+        for row, text in enumerate(texts):
+            with torch.no_grad():
+                said = logits_of(drafter, text, drafter.num_drafts - 1)[len(text) - 1 :, : drafter.vocab_size]
+            assert tree.tokens[row, 1:].tolist() == said.argmax(-1).tolist()
+
+
+@BUILDER
+@pytest.mark.parametrize("count", [1, 3])
+def test_drafted_equals_matched_sampling(tiny: Target, count: int, builder: TreeBuilder) -> None:
+    """With the same seed, drafted sampling draws the tokens of autoregressive sampling."""
+    drafter, rule = make(tiny, num_layers=6), Match(temperature=0.3, top_k=50, seed=5)
+    plain = decode(tiny, PROMPTS[:count], rule, LIMIT, ignore_eos=True)
+    found = decode(tiny, PROMPTS[:count], rule, LIMIT, drafter, builder, ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in plain]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("drawn, rule", [
+    (Chain(3, "sampled", 0.7), SpeculativeSampling), (Chain(3, "sampled", 0.7), Recursive),
+    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
+], ids=["chain", "recursive chain", "tree"])  # fmt: skip
+def test_drawn_children(tiny: Target, greedy: list[list[int]], count: int, drawn: TreeBuilder, rule: Any) -> None:
+    """Rules that weigh p against q: where p allows one token only the output is greedy; drafts are still the small model's."""
+    drafter = make(tiny, num_layers=6)
+    seen, _ = watching(drafter)
+    found = decode(tiny, PROMPTS[:count], rule(top_k=1), LIMIT, drafter, drawn, ignore_eos=True)
+    assert [one.output for one in found] == greedy[:count]
+    check_said(drafter, seen)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("pattern", [".d", "d..", "....ddd"])
+def test_rounds_without_a_draft(tiny: Target, greedy: list[list[int]], pattern: str, count: int) -> None:
+    """Whichever rounds draft, the output is greedy, and what the rounds between them emitted has been read."""
+    drafter, switch = make(tiny, num_layers=6), Switch(pattern)
+    seen, _ = watching(drafter)
+    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, Chain(3), guard=cast(Guard, switch), ignore_eos=True)
+    assert [one.output for one in found] == greedy[:count]
+    assert all((depth > 0) == drafted for one in found for depth, (drafted, _) in zip(one.depths, switch.recorded))
+    check_said(drafter, seen)
+
+
+def test_a_round_is_one_forward(tiny: Target) -> None:
+    """However deep the drafts, the small model runs once a round, and a second decode starts afresh."""
+    drafter, calls = make(tiny, num_layers=6), []
+    drafter.model.layers[0].register_forward_hook(lambda module, args, output: calls.append(1))
+    together = decode(tiny, PROMPTS, Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
+    assert len(calls) == max(len(one.accepted) for one in together)
+    assert drafter.draft_passes(3.0) == drafter.draft_passes(1.0) == 1
+    for row, one in enumerate(together):
+        (alone,) = decode(tiny, [PROMPTS[row]], Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
+        assert (alone.output, alone.accepted, alone.depths) == (one.output, one.accepted, one.depths)
+
+
+@pytest.mark.parametrize("builder", [Sequoia(depth=6, budget=6), Auto(6, 6, 2), Cast(6, 6, 2)], ids=lambda b: b.name)
+def test_builders_that_need_calibration(tiny: Target, greedy: list[list[int]], builder: TreeBuilder) -> None:
+    """After calibration on this drafter every builder's output is greedy, from trees no deeper than its places."""
+    drafter = make(tiny, num_layers=6)
+    calibration = calibrate(tiny, drafter, [builder], Greedy(), PROMPTS[:1], 12)
+    assert calibration is not None and len(calibration.hits) <= DRAFTS
+    found = decode(tiny, PROMPTS, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    assert [one.output for one in found] == greedy
+    assert ("latency" not in builder.needs) <= max(depth for one in found for depth in one.depths) <= DRAFTS
+
+
+# Settings
+
+
+@pytest.mark.parametrize("options", [{"num_layers": 2}, {}, {"vocab_size": 2112}], ids=["cut", "architecture", "padded"])
+def test_reloaded_equals_saved(tiny: Target, tmp_path: Path, options: dict[str, Any]) -> None:
+    """From the saved settings and tensors alone come the same weights, bit by bit, and the same drafts."""
+    drafter = make(tiny, **options)
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = compose("train", overrides=["drafter=pard", "target=tiny"])
+    save_drafter(tmp_path, drafter, config)
+    described = json.loads((tmp_path / "config.json").read_text())["drafter"]
+    assert described.pop("_target_") == "spectrain.drafters.pard.Pard"
+    torch.manual_seed(99)
+    other = Pard(load_tiny(), **{**described, "num_drafts": DRAFTS}).eval()
+    load_weights(other, tmp_path)
+    first, second = drafter.state_dict(), other.state_dict()
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    trees = []
+    for loaded in (drafter, other):
+        trees.append(watching(loaded)[1])
+        decode(tiny, PROMPTS, Greedy(), 12, loaded, Chain(9), ignore_eos=True)
+    assert all(torch.equal(one.tokens, same.tokens) for (_, one), (_, same) in zip(*trees, strict=True))
+
+
+def test_the_mask_starts_near_the_mean_embedding(tiny: Target) -> None:
+    """Before it is prepared it is nothing; then it lies as far from the mean as noise of a tenth of the spread does."""
+    drafter = Pard(tiny, num_layers=1)
+    assert not drafter.mask.any()
+    drafter.prepare(tiny, torch.zeros(2048))
+    weight = cast(nn.Embedding, drafter.model.head.embedding).weight.detach()
+    apart = drafter.mask.detach() - weight.mean(0)
+    assert 0.08 * weight.std() < apart.square().mean().sqrt() < 0.12 * weight.std()
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    ({"num_drafts": 0}, r"drafter\.num_drafts=0: use 1 or more"),
+    ({"keep": 0.0}, r"drafter\.keep=0\.0: use more than 0 and at most 1"),
+    ({"keep": 1.5}, r"drafter\.keep=1\.5"),
+    ({"keep": float("nan")}, r"drafter\.keep=nan"),
+    ({"keep_least": 0.0}, r"drafter\.keep_least=0\.0: use more than 0 and at most 1"),
+    ({"keep_least": 1.1}, r"drafter\.keep_least=1\.1"),
+    ({"num_layers": 2, "architecture": ARCHITECTURE}, r"drafter\.architecture: drafter\.num_layers says already"),
+    ({"num_layers": 8}, r"drafter\.num_layers=8: tiny has 8 layers"),
+    ({"architecture": {**ARCHITECTURE, "vocab_size": 2000}}, r"drafter\.architecture: its vocab_size is 2000"),
+])  # fmt: skip
+def test_wrong_settings_are_refused(tiny: Target, options: dict[str, Any], sentence: str) -> None:
+    """The key, the value and what to use."""
+    with pytest.raises(UserError, match=sentence):
+        Pard(tiny, **options)
