@@ -32,18 +32,22 @@ def own_answers(target: Target, prompts: Sequence[list[int]], max_new_tokens: in
 def target_drift(original: Target, trained: Target, texts: Sequence[Text], max_new_tokens: int) -> dict[str, Any]:
     """What training changed, on the original's own answers: how either target judges them.
 
-    `agreement` is how often both have the same most likely token; `same_answers` how many greedy answers are equal.
+    `agreement` is how often both have the same most likely token, `kl` the mean KL(original || trained) over the places, in
+    nats, which also sees what greedy text does not; `same_answers` how many greedy answers are equal.
     """
     agreed = judged = same = 0
+    divergence = 0.0
     for prompt, answer in texts:
-        choices = [logits(target, (prompt, answer)).argmax(-1) for target in (original, trained)]
-        agreed += int((choices[0] == choices[1]).sum())
+        log_p, log_q = (logits(target, (prompt, answer)).log_softmax(-1) for target in (original, trained))
+        agreed += int((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+        divergence += float((log_p.exp() * (log_p - log_q)).sum())
         judged += len(answer)
         same += decode(trained, [prompt], Greedy(), max_new_tokens)[0].output == answer
     return {
         "original": quality(original, texts),
         "trained": quality(trained, texts),
         "agreement": round(agreed / judged, 4),
+        "kl": round(divergence / judged, 4),
         "same_answers": same,
         "checked": len(texts),
     }

@@ -38,21 +38,28 @@ def print_table(summary: dict[str, Any]) -> None:
 def _print_sweep(console: Console, summary: dict[str, Any]) -> None:
     """Two settings against each other: tokens per forward, and how fast that is or what it saved."""
     sweep = summary["sweep"]
-    second = "node_layers_saved" if sweep["over"] == "prune" else "speedup"
-    what = "tokens per forward and node-layers saved" if sweep["over"] == "prune" else "tokens per forward and speedup"
+    pruned = sweep["over"] == "prune"
+    what = "tokens per forward, node-layers saved, speedup" if pruned else "tokens per forward, speedup"
     table = Table(title=f"{what} by {sweep['row']} and {sweep['column']}")
     table.add_column(f"{sweep['row']} \\ {sweep['column']}", justify="right")
     for column in sweep["columns"]:
         table.add_column(str(column), justify="right")
-    for row, lengths, others in zip(sweep["rows"], sweep["acceptance_length"], sweep[second]):
-        values = [f"{other:.1%}" if second == "node_layers_saved" else f"{other:.2f}x" for other in others]
-        table.add_row(str(row), *(f"{length:.2f}  {value}" for length, value in zip(lengths, values)))
+    for i, row in enumerate(sweep["rows"]):
+        cells = []
+        for j in range(len(sweep["columns"])):
+            saved = f"  {sweep['node_layers_saved'][i][j]:.1%}" if pruned else ""
+            cells.append(f"{sweep['acceptance_length'][i][j]:.2f}{saved}  {sweep['speedup'][i][j]:.2f}x")
+        table.add_row(str(row), *cells)
     console.print(table)
     entries = [entry["lossless"] for name, entry in summary["compared"].items() if name.startswith(f"{sweep['over']}-")]
     if entries and all(entries):
         identical, checked = sum(e["identical"] for e in entries), sum(e["checked"] for e in entries)
         console.print(f"identical in all {len(entries)} settings: {identical} of {checked} answers")
-    console.print("fastest: " + " ".join(f"{key}={value}" for key, value in sweep["fastest"].items()))
+    best, settings = sweep["fastest_speedup"], " ".join(f"{key}={value}" for key, value in sweep["fastest"].items())
+    against = f", unpruned {summary['speedup']['ratio']:.2f}x" if pruned else ""
+    console.print(
+        f"fastest on these prompts: {settings}, {best['ratio']:.2f}x [{_range(best['ci95'])}]{against}; others may be as fast"
+    )
 
 
 def _print_explanation(console: Console, summary: dict[str, Any]) -> None:
@@ -66,9 +73,10 @@ def _print_explanation(console: Console, summary: dict[str, Any]) -> None:
         console.print(f"right on the target's own text, by depth: {_rates(forced['agreement_by_depth'])}")
     if limits.get("oracle"):
         floor = limits["autoregressive_of_floor"]
+        free = limits["zero_cost_draft"]
         console.print(
-            f"speedup if every draft were right (chain) {limits['oracle']:.2f}, if drafting were free "
-            f"{limits['zero_cost_draft']:.2f}"
+            f"speedup if every draft were right (chain) {limits['oracle']:.2f}"
+            + ("" if free is None else f", if drafting were free {free:.2f}")
             + (f"; an autoregressive step takes {1 / floor:.1f} times its floor" if floor else "")
         )
     for name, entry in summary.get("transformers", {}).items():
@@ -90,8 +98,9 @@ def _print_caveats(console: Console, summary: dict[str, Any]) -> None:
         )
     if drift := summary.get("target_drift"):
         console.print(
-            f"drift of the trained target, on the original's answers: perplexity {drift['original']['perplexity']:.2f} before, "
-            f"{drift['trained']['perplexity']:.2f} after; same most likely token {drift['agreement']:.1%}; "
+            f"drift of the trained target, on the original's greedy answers: perplexity {drift['original']['perplexity']:.2f} "
+            f"before, {drift['trained']['perplexity']:.2f} after; KL from the original {drift['kl']:.3f} nats a token; "
+            f"same most likely token {drift['agreement']:.1%}; "
             f"{drift['same_answers']} of {drift['checked']} answers the same"
         )
         console.print(f"output is that of the trained target in {setting['target_path']}")
@@ -102,7 +111,8 @@ def _print_caveats(console: Console, summary: dict[str, Any]) -> None:
     if pruning := summary.get("pruning"):
         console.print(
             f"pruned after {pruning['layer']} layers by their top {pruning['top_k']}: {pruning['nodes_pruned']:.1%} of the "
-            f"nodes, {pruning['node_layers_saved']:.1%} of the node-layers of verification"
+            f"nodes, {pruning['node_layers_saved']:.1%} of the node-layers and {pruning['work_saved']:.1%} of the work of "
+            "verification, the early head counted"
         )
     if skipped := setting["drafter"].get("skipped"):
         console.print(f"drafted without layers {skipped}; drafter.skipped={str(skipped).replace(' ', '')} uses them again")

@@ -20,7 +20,6 @@ from spectrain.calibration import Calibration, Forced, calibrate
 from spectrain.data.chat import render
 from spectrain.decode import Generation
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.lookahead import Lookahead
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
@@ -39,7 +38,7 @@ from spectrain.guard import Guard
 from spectrain.packing import pack_linears
 from spectrain.pruning import Pruning
 from spectrain.replay import Recorder
-from spectrain.shapes import Chain, Eagle2, TreeBuilder
+from spectrain.shapes import Auto, Chain, Eagle2, TreeBuilder
 from spectrain.target import Target
 
 OURS = ("chain", "untrained", "ngram", "lookahead")
@@ -137,6 +136,12 @@ class Evaluation:
         """The drafter with its tree first, then what it is shown beside."""
         guard = Guard() if self.guard else None
         pruning = None if self.prune_layer is None else Pruning(self.prune_layer, self.prune_top)
+        if pruning is not None:
+            pruning.check(rule, target)
+        if (pruning is not None or self.sweep == "prune") and isinstance(builder, Auto):
+            raise UserError(
+                "tree=auto: it learns from the trees that are verified, and pruned ones mislead it; use another tree"
+            )
         systems = [System("drafter", f"drafter, {describe(builder)}", drafter, builder, rule, guard, pruning)]
         self.grid: Grid | None = None
         chain = Chain(min(3, builder.depth), builder.children, builder.temperature, builder.seed)
@@ -186,11 +191,12 @@ class Evaluation:
             rule.check(builder.children, builder.is_chain)
         if self.online and self.online_learn == "split" and not builder.is_chain:
             raise UserError("eval.online_learn=split: it replays chains, and this tree branches; use tree=chain")
-        if "early_exit" in self.baselines and self.exit_layer is None and not isinstance(drafter, EarlyExit):
+        if "early_exit" in self.baselines and self.exit_layer is None and not drafter.has_exits:
             raise UserError("eval.baselines: early_exit needs eval.exit_layer=N")
         drafter = drafter.to(target.device, target.dtype).eval()
-        systems = self.systems(target, drafter, builder, rule, untrained)
         target.pack()
+        drafter.calibrate(target, lambda: self._calibration_prompts(target), builder.depth)
+        systems = self.systems(target, drafter, builder, rule, untrained)
         for system in systems:
             pack_linears(system.drafter)
         calibration = self._calibrate(target, systems)
@@ -227,7 +233,7 @@ class Evaluation:
             entry = summarise(turns[system.name], system.builder.is_chain)
             entry["label"], entry["tree"] = system.label, system.builder.settings()
             if system.pruning is not None:
-                entry["pruning"] = saved_by_pruning(turns[system.name], system.pruning, target.num_layers)
+                entry["pruning"] = saved_by_pruning(turns[system.name], system.pruning, target)
             found[system.name] = entry
         guard = None if first.guard is None else first.guard.summary()
         identity = check_identity(target, systems, turns, self.max_new_tokens) if self.check else {}  # it may decode more
@@ -265,7 +271,7 @@ class Evaluation:
         if original is not None:
             texts = own_answers(original, [prompt for prompt, _ in texts], self.max_new_tokens)
             summary["target_drift"] = target_drift(original, target, texts, self.max_new_tokens)
-        if isinstance(drafter, EarlyExit):
+        if drafter.has_exits:
             models = {"target": target} if original is None else {"original": original, "trained": target}
             summary["exits"] = {name: exit_quality(model, texts) for name, model in models.items()}
             plot_exits(folder / "exits.svg", summary["exits"])
@@ -295,7 +301,6 @@ class Evaluation:
     def _calibrate(self, target: Target, systems: list[System]) -> Calibration | None:
         """Prepare every builder that needs it; what was measured for the drafter's own."""
         first, calibration = systems[0], None
-        first.drafter.calibrate(target, lambda: self._calibration_prompts(target), first.builder.depth)
         for children in dict.fromkeys(system.builder.children for system in systems):  # hits depend on how they are chosen
             mine = [one.builder for one in systems if one.drafter is first.drafter and one.builder.children == children]
             if any(builder.needs for builder in mine):

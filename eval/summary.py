@@ -41,6 +41,7 @@ def summarise(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:
         "acceptance_by_depth": metrics.acceptance_by_depth(turns),
         "tokens_by_round": metrics.histogram(turns),
         "nodes_per_round": round(sum(sum(generation.nodes) for generation in drafted) / max(rounds, 1), 2),
+        "drafting_nodes_per_round": round(sum(sum(generation.idle) for generation in drafted) / max(rounds, 1), 2),
         "tokens_per_second": {
             "autoregressive": round(metrics.tokens_per_second(plain), 3),
             "drafted": round(metrics.tokens_per_second(drafted), 3),
@@ -60,12 +61,21 @@ def summarise(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:
     }
 
 
-def saved_by_pruning(turns: Sequence[Turn], pruning: Pruning, num_layers: int) -> dict[str, Any]:
-    """What early pruning spared: the share of node-layers of verification, a node run through one layer, left undone."""
+def saved_by_pruning(turns: Sequence[Turn], pruning: Pruning, target: Target) -> dict[str, Any]:
+    """What early pruning spared of verification: the share of node-layers, a node run through one layer, and of the whole
+    work in multiply-adds, which counts the head of every node, and against it the early exit's head."""
     left = sum(sum(turn.drafted.pruned) for turn in turns)
     every = left + sum(sum(turn.drafted.nodes) for turn in turns)
-    saved = left * (num_layers - pruning.layer) / (every * num_layers) if every else 0.0
-    return {**pruning.settings(), "nodes_pruned": round(left / max(every, 1), 4), "node_layers_saved": round(saved, 4)}
+    judged = sum(sum(turn.drafted.judged) for turn in turns)
+    count, head = target.num_layers, target.head.output.weight.numel()
+    layer = sum(parameter.numel() for parameter in target.layers.parameters()) / count
+    spared = left * ((count - pruning.layer) * layer + head) - judged * head
+    return {
+        **pruning.settings(),
+        "nodes_pruned": round(left / max(every, 1), 4),
+        "node_layers_saved": round(left * (count - pruning.layer) / max(every * count, 1), 4),
+        "work_saved": round(spared / max(every * (count * layer + head), 1), 4),
+    }
 
 
 def on_known_text(forced: Forced, summary: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +102,8 @@ def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequ
     """What the speedup is to be read against.
 
     engine_efficiency: speedup over tokens per forward. zero_cost_draft: the speedup if drafting took no time. oracle: the
-    measured speedup of a chain as deep as the tree of which every draft is right, the ceiling of a better drafter. roofline:
+    measured speedup of a chain as deep as the tree of which every draft is right, the ceiling of a better drafter. Where nodes
+    that only draft run with the verification, drafting has no time of its own, so zero_cost_draft is not given. roofline:
     the speedup if a draft step, a step and a verification took what this machine's memory and arithmetic allow at least; not
     given for a mixture of experts, which reads only some of its weights.
     """
@@ -113,7 +124,7 @@ def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequ
     verifying = forward_floor(target.model, batch * nodes, target.device, target.dtype)
     return {
         "engine_efficiency": round(metrics.speedup(turns) / length, 4),
-        "zero_cost_draft": round(length * step / verify, 4),
+        "zero_cost_draft": None if any(sum(turn.drafted.idle) for turn in turns) else round(length * step / verify, 4),
         "oracle": round(metrics.speedup(oracle), 4) if oracle else None,
         "roofline": None if sparse else round(length * floor / (drafting + verifying), 4),
         "autoregressive_of_floor": None if sparse else round(floor / step, 4),

@@ -6,8 +6,6 @@ from typing import Any
 
 from spectrain.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter
-from spectrain.drafters.early_exit import EarlyExit
-from spectrain.drafters.selfdraft import SelfDrafter
 from spectrain.errors import UserError
 from spectrain.eval.systems import System, describe
 from spectrain.pruning import Pruning
@@ -52,7 +50,7 @@ class Grid:
         return f"{self.over}-{row}-{column}"
 
     def summary(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Every cell's numbers, and the fastest cell by measured speedup."""
+        """Every cell's numbers, and the fastest cell by measured speedup on these prompts."""
         cells = {(row, column): found[self.name(row, column)] for row in self.rows for column in self.columns}
         best = max(cells, key=lambda cell: cells[cell]["speedup"]["ratio"])
         rows = [[cells[row, column] for column in self.columns] for row in self.rows]
@@ -61,10 +59,12 @@ class Grid:
             "speedup": [[entry["speedup"]["ratio"] for entry in entries] for entries in rows],
         }
         if self.over == "prune":
-            table["node_layers_saved"] = [[entry["pruning"]["node_layers_saved"] for entry in entries] for entries in rows]
+            for key in ("node_layers_saved", "work_saved"):
+                table[key] = [[entry["pruning"][key] for entry in entries] for entries in rows]
         names = {"over": self.over, "row": self.row_name, "column": self.column_name}
         return {**names, "rows": list(self.rows), "columns": list(self.columns), **table,
-                "fastest": {self.row_name: best[0], self.column_name: best[1]}}  # fmt: skip
+                "fastest": {self.row_name: best[0], self.column_name: best[1]},
+                "fastest_speedup": cells[best]["speedup"]}  # fmt: skip
 
 
 def exit_systems(
@@ -76,7 +76,7 @@ def exit_systems(
     depths: Sequence[int],
 ) -> tuple[Grid, list[System]]:
     """Chains of every length from every exit, drawn as `builder` draws."""
-    if not isinstance(drafter, EarlyExit):
+    if not drafter.has_exits:
         raise UserError("eval.sweep=exit: this drafter has one exit; use drafter=early_exit, or a run of recipe=layerskip")
     grid = Grid("exit", "exit_layer", "depth", _exits(target, exits), tuple(sorted(set(depths))))
     systems = []
@@ -98,14 +98,14 @@ def prune_systems(
     tops: Sequence[int],
 ) -> tuple[Grid, list[System]]:
     """The same tree, pruned after every exit by every top k; not before the layers that drafting has run anyway."""
-    first = drafter.verified_from if isinstance(drafter, SelfDrafter) else 1
+    first = max(1, drafter.verified_from)
     grid = Grid("prune", "prune_layer", "prune_top", _exits(target, exits, first), tuple(sorted(set(tops))))
     systems = []
     for layer in grid.rows:
         for top_k in grid.columns:
             label = f"pruned after {layer} layers, top {top_k}"
             pruning = Pruning(layer, top_k)
-            pruning.check(rule)
+            pruning.check(rule, target)
             systems.append(System(grid.name(layer, top_k), label, drafter, builder, rule, pruning=pruning))
     return grid, systems
 
@@ -116,8 +116,6 @@ def _exits(target: Target, exits: Sequence[int] | None, first: int = 1) -> tuple
     if exits is None:
         count = min(last + 1 - first, 7)
         return tuple(sorted({round(first + place * (last - first) / max(count - 1, 1)) for place in range(count)}))
-    if wrong := [layer for layer in exits if not 1 <= layer <= last]:
-        raise UserError(
-            f"eval.exits={list(exits)}: {target.name} has {target.num_layers} layers, so {wrong[0]} is no exit of it"
-        )
+    if wrong := [layer for layer in exits if not first <= layer <= last]:
+        raise UserError(f"eval.exits={list(exits)}: {wrong[0]} is no exit here; {target.name} has those from {first} to {last}")
     return tuple(sorted(set(exits)))

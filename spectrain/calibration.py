@@ -204,24 +204,23 @@ def measure_latency(
     verify: dict[int, dict[int, float]] = {}
     step: dict[int, dict[int, float]] = {}
     starts: list[float] = []
-    limit = 2 * len(sizes) * (repeats + 1)  # rounds that emit one token, and as many again for lucky ones
+    limit = 2 * len(sizes) * (repeats + 1)  # rounds that emit one token, and as many again for lucky ones or empty drafts
     for prompt in {len(prompt): prompt for prompt in (min(prompts, key=len), max(prompts, key=len))}.values():
         probe = Probe(sizes)
         prompt = prompt[: max(1, target.max_length - limit)]
         decode(target, [prompt], Greedy(), limit, drafter, probe, ignore_eos=True)
         _check_rolled_out(builder, probe.number > 0)
         length = len(prompt) + limit // 2
-        verify[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.verify.items()}
-        step[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.step.items()}
+        verify[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.verify.items() if times}
+        step[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.step.items() if times}
         starts += probe.start[1:]
     return Latency(verify, step, float(np.median(starts)))
 
 
 class Probe(TreeBuilder):
-    """Proposes chains of random tokens, of one size after another, to time them."""
+    """Proposes random tokens after the root, one number of them after another, to time them."""
 
     name = "probe"
-    is_chain = True
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes, self.number, self.asked = sizes, 0, False
@@ -235,7 +234,8 @@ class Probe(TreeBuilder):
     def grow(self, context: Context, rollout: Rollout) -> TokenTree:
         self.size = size = self.sizes[self.number % len(self.sizes)]
         vocab_size = rollout.start().shape[-1]
-        ids = torch.randint(vocab_size, (len(context.root), size), generator=torch.Generator().manual_seed(self.number))
+        source = torch.Generator().manual_seed(self.number)
+        ids = torch.stack([torch.randperm(vocab_size, generator=source)[:size] for _ in context.root])
         tokens = rollout.to_target(ids.to(context.root.device))
         wait(tokens.device)
         began = time.perf_counter()
@@ -244,11 +244,17 @@ class Probe(TreeBuilder):
         self.in_steps = time.perf_counter() - began
         self.step[size].append(self.in_steps)
         self.asked = True
-        return TokenTree.chain(torch.cat([context.root[:, None], tokens[:, : size - 1]], dim=1))
+        nodes = torch.cat([context.root[:, None], tokens[:, : size - 1]], dim=1)
+        parents = torch.zeros_like(nodes)
+        parents[:, 0] = -1
+        return TokenTree.of(nodes, parents)
 
     def observe(self, round: Round) -> None:
-        if not self.asked or int((round.tree.valid & round.tree.emitted)[0].sum()) < self.size:
-            return  # the drafter drafts by itself, or had nothing ready: the size comes again
+        if not self.asked:
+            return  # the drafter drafts by itself
+        self.asked = False
+        if int((round.tree.valid & round.tree.emitted)[0].sum()) < self.size:
+            return  # it had nothing ready: the size comes again
         self.number += 1
         self.start.append(round.seconds["draft"] - self.in_steps)
         self.verify[self.size].append(round.seconds["verify"] + round.seconds["accept"])

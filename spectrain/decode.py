@@ -68,7 +68,9 @@ class Generation:
     accepted: list[int] = field(default_factory=list)  # tokens emitted in each round, before trimming
     depths: list[int] = field(default_factory=list)  # depth of the proposal in each round, pruned branches included
     nodes: list[int] = field(default_factory=list)  # nodes that the target ran in each round, padding left out
+    idle: list[int] = field(default_factory=list)  # how many of them only draft, such as mask tokens
     pruned: list[int] = field(default_factory=list)  # further nodes that its first layers ran only, where branches are pruned
+    judged: list[int] = field(default_factory=list)  # nodes whose children an early exit judged for that
     times: list[dict[str, float]] = field(default_factory=list)  # draft, verify, accept, other of each round of the batch
     cut: bool = False  # EOS or the limit cut the last round short
     done: bool = False
@@ -132,7 +134,7 @@ def decode(
 ) -> list[Generation]:
     """Continue every prompt; without a drafter, autoregressively. `rows` keys each sequence's random draws."""
     if pruning is not None:
-        pruning.check(rule)
+        pruning.check(rule, target)
     generations = [Generation(prompt, batch=len(prompts)) for prompt in prompts]
     clock = Clock(target.device)
     keys = torch.tensor(list(range(len(prompts))) if rows is None else rows, device=target.device)
@@ -155,13 +157,13 @@ def decode(
             else:
                 context.catch_up()
                 tree = asked.propose(context, builder)
-        pruned = torch.zeros_like(keys)
+        pruned = judged = torch.zeros_like(keys)
         proposed = tree.depths * (tree.valid & tree.emitted)
         with clock("verify"):
             if asked is not None and pruning is not None:
                 before = tree.valid.sum(1)
                 tree = pruning(context, tree, layers)
-                pruned = before - tree.valid.sum(1)
+                pruned, judged = before - tree.valid.sum(1), pruning.judged
             seen = target.verify(tree, context.cache, layers) if asked is None else asked.verify(context, tree)
         with clock("accept"):
             assert seen.logits is not None
@@ -175,21 +177,25 @@ def decode(
             if asked is not None:
                 asked.commit(context, accepted)
         depths, nodes = proposed.amax(1).tolist(), tree.valid.sum(1).tolist()
-        rounds = list(zip(generations, emitted.tolist(), counts.tolist(), depths, nodes, pruned.tolist()))
+        idle = (tree.valid & ~tree.emitted).sum(1)
+        extra = zip(idle.tolist(), pruned.tolist(), judged.tolist())
+        rounds = list(zip(generations, emitted.tolist(), counts.tolist(), depths, nodes, extra))
         seconds = clock.lap()
-        for generation, tokens, count, depth, size, left in rounds:
+        for generation, tokens, count, depth, size, (drafting, left, asked_of) in rounds:
             if not generation.done:
                 generation.accepted.append(count)
                 generation.depths.append(depth)
                 generation.nodes.append(size)
+                generation.idle.append(drafting)
                 generation.pruned.append(left)
+                generation.judged.append(asked_of)
                 generation.times.append(seconds)
                 generation.cut = _emit(generation, tokens[:count], stop_ids, max_new_tokens)
         if asked is not None and builder is not None:
             builder.observe(Round(tree, seen.logits, counts, seconds))
         if guard is not None:
             cost = sum(seconds.values()) if guard.cost is None else guard.cost(max(nodes))
-            guard.record(asked is not None, float(counts.sum() / active.sum()), cost)
+            guard.record(asked is not None, float(counts.sum() / active.sum()), cost, bool((proposed.sum(1) * active).any()))
     longest = max((generation.times for generation in generations), key=len)
     total = {part: sum(times[part] for times in longest) for part in PARTS}
     for generation in generations:

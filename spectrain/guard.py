@@ -28,15 +28,24 @@ class Guard:
         self.savings = 0.0
         self.num_plain = self.num_drafted = 0
         self.fallen = False  # drafting has stopped
+        self.held: tuple[float, float] | None = None  # tokens and cost of a round that asked the drafter and got nothing yet
 
     def drafts(self) -> bool:
         """Whether the next round drafts. The first two do not: they measure a step."""
         if self.num_plain < 2:
             return False
+        if self.held is not None:
+            return True
         return not self.fallen or self.savings >= self.loss
 
-    def record(self, drafted: bool, tokens: float, cost: float) -> None:
-        """A round emitted `tokens` a row and cost so much, in any unit that is the same for all rounds."""
+    def record(self, drafted: bool, tokens: float, cost: float, proposed: bool = True) -> None:
+        """A round emitted `tokens` a row and cost so much, in any unit that is the same for all rounds.
+
+        A drafter that had nothing to propose may have been getting ready, so its round is judged together with the next one.
+        """
+        if drafted and not proposed and self.held is None:
+            self.held = (tokens, cost)
+            return
         if not drafted:
             self.num_plain += 1
             self.step = cost if self.step is None else self.step + (cost - self.step) / min(self.num_plain, 64)
@@ -44,12 +53,15 @@ class Guard:
                 self.savings += self.allowance / 2 * tokens
             return
         assert self.step is not None
+        rounds = 1
+        if self.held is not None:
+            tokens, cost, rounds, self.held = tokens + self.held[0], cost + self.held[1], 2, None
         gain = tokens - cost / self.step
-        self.num_drafted += 1
+        self.num_drafted += rounds
         self.gain += (gain - self.gain) / min(self.num_drafted, self.window)
         if self.fallen:
             self.savings = min(0.0, self.savings + gain) if gain < 0 else self.savings + gain
-        self.loss = max(0.0, cost / self.step - 1)
+        self.loss = max(0.0, cost / self.step - rounds)
         if self.gain > 0:
             self.fallen = False
         elif not self.fallen and (self.num_drafted >= self.window or -self.gain * self.num_drafted >= self.window):

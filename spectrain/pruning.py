@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from .acceptance import AcceptanceRule, Greedy, Match
 from .errors import UserError
 from .features import Layer
@@ -15,6 +17,7 @@ from .tree import TokenTree
 
 if TYPE_CHECKING:
     from .decode import Context
+    from .target import Target
 
 
 class Pruning:
@@ -30,18 +33,17 @@ class Pruning:
             if value < 1:
                 raise UserError(f"eval.{key}={value}: use 1 or more")
         self.layer, self.top_k = layer, top_k
+        self.judged = torch.zeros(0)  # [B] nodes whose children the early exit judged in the last round
 
-    def check(self, rule: AcceptanceRule) -> None:
-        """Raise where a pruned tree would change the output's distribution."""
+    def check(self, rule: AcceptanceRule, target: Target) -> None:
+        """Raise where a pruned tree would change the output's distribution, or there is no such layer."""
+        if self.layer >= target.num_layers:
+            raise UserError(f"eval.prune_layer={self.layer}: {target.name} has {target.num_layers} layers; use fewer")
         if not isinstance(rule, (Greedy, Match)):
             raise UserError(f"acceptance={rule.name}: it is not valid for pruned trees; use acceptance=greedy or match")
 
     def __call__(self, context: Context, tree: TokenTree, layers: tuple[Layer, ...]) -> TokenTree:
         """The tree that is left; `context.shallow` then holds its nodes, run through the first layers."""
-        if self.layer >= context.target.num_layers:
-            raise UserError(
-                f"eval.prune_layer={self.layer}: {context.target.name} has {context.target.num_layers} layers; use fewer"
-            )
         if not tree.emitted.all():
             raise UserError("eval.prune_layer: trees of this drafter hold nodes that only draft, which pruning would break")
         shallow = context.shallow or Shallow(context, self.layer, layers=layers)
@@ -53,9 +55,15 @@ class Pruning:
         shallow.deepen(tree, self.layer)
         context.shallow = shallow
         assert shallow.hidden is not None
-        logits = context.target.head.logits(context.target.normed(shallow.hidden[:, :, -1]))
+        above = tree.parents.clamp(min=0)
+        hosts = torch.zeros_like(tree.tokens).scatter_add(1, above, (tree.valid & (tree.parents >= 0)).long()) > 0
+        self.judged = hosts.sum(1)  # the head is asked there only: it can cost as much as several layers
+        order = hosts.long().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(self.judged.max()))]
+        states = shallow.hidden[:, :, -1].gather(1, order[..., None].expand(-1, -1, context.target.width))
+        logits = context.target.head.logits(context.target.normed(states))
         likely = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).indices
-        after_parent = likely.gather(1, tree.parents.clamp(min=0)[..., None].expand(-1, -1, likely.shape[-1]))
+        places = torch.zeros_like(above).scatter(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+        after_parent = likely.gather(1, places.gather(1, above)[..., None].expand(-1, -1, likely.shape[-1]))
         stays = (after_parent == tree.tokens[..., None]).any(-1)
         stays[:, 0] = True
         pruned = tree.select((stays[:, None] | ~tree.ancestors).all(-1) & tree.valid)

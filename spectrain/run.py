@@ -120,9 +120,10 @@ def score(
     dataset: Dataset | None,
 ) -> dict[str, Any]:
     """Run an evaluation and write its results below the run folder."""
+    trained = trained_target(run)
     setting = {
         "target": target.name,
-        "target_path": str((trained_target(run) or Path(target.path)).resolve()) if drafter.trains_target else target.path,
+        "target_path": str(trained.resolve()) if drafter.trains_target and trained is not None else target.path,
         "recipe": recipe_name(config),
         "drafter": OmegaConf.to_container(config.drafter),
         "acceptance": OmegaConf.to_container(config.acceptance),
@@ -134,7 +135,7 @@ def score(
     began: Any = OmegaConf.load(run / "config.yaml") if (run / "config.yaml").exists() else config
     trainable = trainable and (began is not config or not drafter.settings())  # the description no longer says how it began
     untrained = (lambda: fresh_drafter(began, target, dataset)) if dataset is not None and trainable else None
-    original = (lambda: build(config.target)) if drafter.trains_target and trained_target(run) is not None else None
+    original = (lambda: build(config.target)) if drafter.trains_target and trained is not None else None
     folder = run / "eval" / evaluation.name
     keep_earlier(folder)
 

@@ -327,7 +327,7 @@ class Target(nn.Module):
 
         replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
         for index, layer in enumerate(self.layers):
-            kept = None if dropped is None else (~dropped[index]).nonzero()[:, 0]
+            kept = None if dropped is None else (~dropped[index]).nonzero()[:, 0].to(self.device)
             if index not in working or (kept is not None and not len(kept)):
                 replaced.append((layer, skip))
             elif dropped is not None and kept is not None and len(kept) < dropped.shape[1]:

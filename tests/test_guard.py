@@ -79,7 +79,7 @@ class Switch:
     def drafts(self) -> bool:
         return self.pattern[len(self.recorded) % len(self.pattern)] == "d"
 
-    def record(self, drafted: bool, tokens: float, cost: float) -> None:
+    def record(self, drafted: bool, tokens: float, cost: float, proposed: bool = True) -> None:
         assert cost > 0
         self.recorded.append((drafted, tokens))
 
@@ -166,3 +166,27 @@ def test_random_tokens_cost_little(tiny: Target) -> None:
         unguarded += sum(map(cost, free.nodes))
         steps += len(plain.nodes)
     assert work <= 1.05 * steps < unguarded
+
+
+def test_a_round_that_gets_ready_is_judged_with_the_next() -> None:
+    """A drafter that needs a round before it can draft, and then pays, is tried again and goes on drafting."""
+    guard, ready, drafted = Guard(window=4), False, 0
+    for number in range(400):
+        pays = number > 100
+        if guard.drafts():
+            guard.record(True, (3.0 if pays else 1.0) if ready else 1.0, 1.5, proposed=ready)
+            drafted, ready = drafted + (number > 300), True
+        else:
+            guard.record(False, 1.0, 1.0)
+            ready = False  # a plain round leaves it with nothing
+    assert drafted == 99 and not guard.summary()["fallen_back"]
+
+
+def test_a_drafter_that_never_proposes_costs_no_more_than_the_allowance() -> None:
+    """Rounds that propose nothing and cost more than a step are counted like any others."""
+    guard, cost = Guard(), 0.0
+    for _ in range(4000):
+        drafts = guard.drafts()
+        guard.record(drafts, 1.0, 1.5 if drafts else 1.0, proposed=False)
+        cost += 1.5 if drafts else 1.0
+    assert cost <= 1.05 * 4000

@@ -188,7 +188,7 @@ def test_rules_that_weigh_drafts_are_refused(
 ) -> None:
     """A rule that keeps a node by its probability would be wrong about what is left; the message says what to use."""
     with pytest.raises(UserError, match=f"acceptance={rule.name}: .*acceptance=greedy or match"):
-        Pruning(2, 4).check(rule)
+        Pruning(2, 4).check(rule, tiny)
     with pytest.raises(UserError, match=f"acceptance={rule.name}"):
         decode(tiny, prompts[:1], rule, 4, drafters["early_exit"], Chain(2, "sampled"), pruning=Pruning(2, 4))
 

@@ -45,6 +45,8 @@ class Drafter(nn.Module, ABC):
     step: int = 0  # optimiser steps done; the trainer keeps it too
     trains_target: bool = False  # its parameter groups hold parameters of the target: the run then saves the target too
 
+    verified_from: int = 0  # the first layer that drafting leaves to verification, where it runs layers of the target
+    has_exits: bool = False  # it can draft from any layer: `at_exit`
     learns_replays: bool = False  # its loss tells what a replayed draft got wrong (Batch.distance)
     copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and drafts are not drawn
 
@@ -89,6 +91,10 @@ class Drafter(nn.Module, ABC):
     def calibrate(self, target: Target, prompts: Callable[[], list[list[int]]], depth: int) -> None:
         """Called once before scoring, with prompts that are not scored, read when asked for, and the depth of the trees to
         come; a training-free family searches its settings here."""
+
+    def at_exit(self, exit_layer: int, target: Target) -> Drafter:
+        """The same drafter, sharing its weights, with another early exit; for families with `has_exits`."""
+        raise NotImplementedError
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Called once before a fresh training, with how often each token [V] is the assistant's in the data."""

@@ -44,6 +44,7 @@ class EarlyExit(SelfDrafter):
     """
 
     trains_target = True
+    has_exits = True
 
     def __init__(
         self,
@@ -85,7 +86,6 @@ class EarlyExit(SelfDrafter):
         self.adapted = adapt_target(target, self.adapt, self.rank, self.alpha)
 
     def at_exit(self, exit_layer: int, target: Target) -> EarlyExit:
-        """The same drafter with another exit."""
         other = copy.copy(self)
         other.exit_layer = exit_of(target, exit_layer)
         return other
@@ -146,8 +146,8 @@ class EarlyExit(SelfDrafter):
         return [self.max_dropout * over_time * math.expm1(layer * math.log(2) / span) for layer in range(num_layers)]
 
     def dropped(self, batch: Batch, target: Target) -> Tensor | None:
-        """[L, B] which layers each sequence skips, drawn for its own tokens and the step: however sequences are batched, on
-        whichever process, they skip the same ones."""
+        """[L, B], on the CPU, which layers each sequence skips, drawn for its own tokens and the step: however sequences are
+        batched, on whichever process, they skip the same ones."""
         if not self.training or not self.max_dropout:
             return None
         rates = torch.tensor(self.dropout_rates(target.num_layers))
@@ -156,7 +156,7 @@ class EarlyExit(SelfDrafter):
             key = zlib.crc32(row[: int(row.nonzero()[-1]) + 1 if row.any() else 0].numpy().tobytes())  # without padding
             source = generator(LAYER_DROPOUT, self.seed, key, self.step)
             columns.append(torch.rand(len(rates), generator=source) < rates)
-        return torch.stack(columns, dim=1).to(batch.tokens.device)
+        return torch.stack(columns, dim=1)
 
     @torch.no_grad()
     def _wanted(self, batch: Batch, target: Target) -> Tensor:

@@ -10,6 +10,7 @@ import math
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -65,6 +66,8 @@ class Sampler(nn.Module):
 class GatedLora(Drafter):
     """`num_masks` mask tokens behind a prefix, and LoRA that acts at them only: ordinary tokens are computed as ever.
 
+    LoRA is on every linear of the decoder layers; fused experts of a mixture are none, so there it is on the attention.
+
     Loss, over masks whose answer is the assistant's: that of the target's head at the mask, the same of the sampler head, which
     also reads the token before (teacher-forced), and `consistency` times the mean square of state - state of the ordinary
     token at that position, which is held fixed (the latent consistency loss). `loss` is the data's token or a divergence from
@@ -101,7 +104,8 @@ class GatedLora(Drafter):
         self.num_masks, self.rank, self.alpha, self.strategy = num_masks, rank, alpha, strategy
         self.divergence, self.consistency, self.mask_ratio, self.seed = loss, consistency, mask_ratio, seed
         self.head, self.path = target.head, target.path
-        linears = {name: m for name, m in target.model.named_modules() if isinstance(m, nn.Linear) and ".layers." in f".{name}"}
+        inside = {id(module) for module in target.layers.modules() if isinstance(module, nn.Linear)}
+        linears: dict[str, Any] = {name: m for name, m in target.model.named_modules() if id(m) in inside}
         self.names = list(linears)  # of the target's linears that LoRA acts on
         self.factors = nn.ModuleList(LoraFactors(linear, rank) for linear in linears.values())
         self.masks = nn.Parameter(torch.zeros(num_masks, target.width))
@@ -147,22 +151,26 @@ class GatedLora(Drafter):
     @contextmanager
     def gated(self, target: Target, numbers: Tensor) -> Iterator[None]:
         """Run the target with mask vectors and LoRA where `numbers` [B, N] names a mask; elsewhere nothing is added."""
-        gate = numbers >= 0
+        rows = (numbers >= 0).flatten().nonzero()[:, 0]
         scale = self.alpha / self.rank
 
-        def added(factors: nn.Module) -> Any:
-            def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-                rows = gate.flatten() if args[0].dim() == 2 else gate
-                update = scale * factors(args[0][rows])
-                return output.index_put((rows,), output[rows] + update.to(output.dtype))
+        def added(name: str, factors: nn.Module) -> Any:
+            def hook(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Tensor:
+                flat = args[0].flatten(0, -2)
+                if not isinstance(output, Tensor) or len(flat) != numbers.numel():
+                    raise UserError(
+                        f"drafter=gated_lora: {name} of {target.name} does not run token by token; use another family"
+                    )
+                update = scale * factors(flat.index_select(0, rows))
+                return output.flatten(0, -2).index_add(0, rows, update.to(output.dtype)).view_as(output)
 
             return hook
 
         with ExitStack() as stack:
             stack.enter_context(mask_embeddings(target.head.embedding, self.masks, numbers))
-            if gate.any():
+            if len(rows):
                 for name, factors in zip(self.names, self.factors):
-                    stack.callback(target.model.get_submodule(name).register_forward_hook(added(factors)).remove)
+                    stack.callback(target.model.get_submodule(name).register_forward_hook(added(name, factors)).remove)
             yield
 
     # Training
@@ -227,10 +235,11 @@ class GatedLora(Drafter):
         ready = torch.zeros_like(context.root, dtype=torch.bool)
         if context.round and self.ready_at is not None and len(self.ready_at) == len(ready):
             ready = self.ready_at == context.cache.lengths
-        states = self.states
-        if states is None or not ready.any():
-            states = torch.zeros(len(ready), self.num_masks, self.masks.shape[1], device=ready.device, dtype=self.masks.dtype)
-        tree = budget.grow(context, _Masks(self, states, context.root))
+        if self.states is None or not ready.any():
+            q = None if budget.children == "deterministic" else torch.zeros(len(ready), 1, self.head.vocab_size)
+            root = TokenTree.chain(context.root[:, None])
+            return self._with_masks(replace(root, children=budget.children, q=q))
+        tree = budget.grow(context, _Masks(self, self.states, context.root))
         first = torch.arange(tree.tokens.shape[1], device=ready.device) == 0
         return self._with_masks(tree.select(tree.valid & (ready[:, None] | first)))
 

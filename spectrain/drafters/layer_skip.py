@@ -26,10 +26,11 @@ class LayerSkipping(SelfDrafter):
     """Drafts with all layers but `skipped`, which are given or, by default, searched for on the calibration prompts.
 
     The layers before the first skipped one are not run again to verify. The search measures a set on the target's own greedy
-    answers, read in one forward: a, how often leaving it out keeps the most likely token, gives with chains of d drafts
-    (1 - a^(d + 1)) / (1 - a) tokens a round for d c + 1 forwards, c being the share of the target's weights that a draft step
-    reads, and the set with the most tokens a forward wins. It starts from the layers that change their input least in
-    direction, more and more of them, and then adds, removes or swaps layers at random, `search_steps` sets in all.
+    answers, read in one forward (a proxy: in decoding, committed tokens keep the whole target's keys and values): a, how often
+    leaving it out keeps the most likely token, gives with chains of d drafts (1 - a^(d + 1)) / (1 - a) tokens a round for
+    d c + 1 forwards, c being the share of the target's weights that a draft step reads, and the set with the most tokens a
+    forward wins. It starts from the layers that change their input least in direction, more and more of them, and then adds,
+    removes or swaps layers at random, `search_steps` sets in all.
     """
 
     def __init__(

@@ -77,5 +77,6 @@ def mask_embeddings(embedding: nn.Module, vectors: Tensor, numbers: Tensor) -> I
 
 def start_masks(embedding: nn.Module, count: int) -> Tensor:
     """Mask vectors [K, D] to begin with: the mean embedding, told apart by noise of the embeddings' own spread."""
-    weight: Tensor = embedding.weight.detach().float()  # type: ignore[operator]
-    return weight.mean(0) + 0.1 * weight.std() * torch.randn(count, weight.shape[1], device=weight.device)
+    weight: Tensor = embedding.weight  # type: ignore[assignment]
+    every = embedding(torch.arange(len(weight), device=weight.device)).float()  # some scale what they look up
+    return every.mean(0) + 0.1 * every.std() * torch.randn(count, every.shape[1], device=every.device)

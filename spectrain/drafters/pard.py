@@ -52,8 +52,8 @@ class Pard(Drafter):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if num_drafts < 1:
-            raise UserError(f"drafter.num_drafts={num_drafts}: use 1 or more")
+        if num_drafts < 2:
+            raise UserError(f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=causal drafts one by one")
         for key, value in (("keep", keep), ("keep_least", keep_least)):
             if not 0 < value <= 1:
                 raise UserError(f"drafter.{key}={value}: use more than 0 and at most 1")

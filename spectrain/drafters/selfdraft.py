@@ -30,8 +30,7 @@ class SelfDrafter(Drafter):
     head: Head
 
     @property
-    def verified_from(self) -> int:
-        """The first layer that drafting leaves to verification."""
+    def verified_from(self) -> int:  # type: ignore[override]
         return min((self.exit_layer, *self.skipped))
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:

@@ -160,7 +160,9 @@ class Auto(Measured):
 
     def observe(self, round: Round) -> None:
         rate = 1 / self.memory
-        judged = (round.tree.valid & round.tree.emitted).sum(1)  # 1: nothing was ready to draft
+        judged = (round.tree.valid & round.tree.emitted).sum(1)
+        if int(judged.max()) == 1:
+            return  # nothing was ready to draft
         self.fit.add(int(judged.max()), round.seconds["verify"] + round.seconds["accept"])
         if self.levels > 1:
             step = max(0.0, (round.seconds["draft"] - self.start_seconds) / (self.levels - 1))

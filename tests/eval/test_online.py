@@ -282,7 +282,7 @@ def test_rounds_without_a_draft_keep_replays_in_step(tiny: Target) -> None:
             self.turn += 1
             return self.turn % 2 == 0
 
-        def record(self, drafted: bool, tokens: float, seconds: float) -> None: ...
+        def record(self, drafted: bool, tokens: float, seconds: float, proposed: bool) -> None: ...
 
     drafter, recorder = make(tiny).eval(), Recorder(Chain(3))
     guard: Any = Every()

@@ -128,14 +128,21 @@ def printed(out: str, sweep: dict[str, Any], compared: dict[str, Any], second: s
     """What was printed holds the grid, row by row, and no cell a second time."""
     lines = [" ".join(line.replace("│", " ").replace("┃", " ").split()) for line in out.splitlines()]
     assert f"{sweep['row']} \\ {sweep['column']} {' '.join(map(str, sweep['columns']))}" in lines
-    for row, lengths, others in zip(sweep["rows"], sweep["acceptance_length"], sweep[second]):
-        values = [f"{other:.2f}x" if second == "speedup" else f"{other:.1%}" for other in others]
-        cells = " ".join(f"{length:.2f} {value}" for length, value in zip(lengths, values))
-        assert f"{row} {cells}" in lines, out
+    for i, row in enumerate(sweep["rows"]):
+        cells = [
+            " ".join(
+                [f"{sweep['acceptance_length'][i][j]:.2f}"]
+                + ([f"{sweep[second][i][j]:.1%}"] if second != "speedup" else [])
+                + [f"{sweep['speedup'][i][j]:.2f}x"]
+            )
+            for j in range(len(sweep["columns"]))
+        ]
+        assert f"{row} {' '.join(cells)}" in lines, out
     number = len(sweep["rows"]) * len(sweep["columns"])
     assert f"identical in all {number} settings: {number * NUM_TURNS} of {number * NUM_TURNS} answers" in lines
     best = sweep["fastest"]
-    assert f"fastest: {sweep['row']}={best[sweep['row']]} {sweep['column']}={best[sweep['column']]}" in lines
+    named = f"fastest on these prompts: {sweep['row']}={best[sweep['row']]} {sweep['column']}={best[sweep['column']]}, "
+    assert any(line.startswith(f"{named}{sweep['fastest_speedup']['ratio']:.2f}x") for line in lines)
     assert not any(entry["label"] in out for entry in compared.values())
 
 
@@ -145,7 +152,7 @@ def test_a_grid_by_hand() -> None:
     found: dict[str, dict[str, Any]] = {
         f"prune-{row}-{column}": {
             "acceptance_length": {"pooled": lengths[i][j]}, "speedup": {"ratio": ratios[i][j]},
-            "pruning": {"node_layers_saved": 0.25 if (row, column) == (5, 1) else 0.0},
+            "pruning": {"node_layers_saved": 0.25 if (row, column) == (5, 1) else 0.0, "work_saved": 0.125},
         }
         for i, row in enumerate((2, 5)) for j, column in enumerate((1, 4, 8))
     }  # fmt: skip
@@ -153,7 +160,7 @@ def test_a_grid_by_hand() -> None:
     assert table == {
         "over": "prune", "row": "prune_layer", "column": "prune_top", "rows": [2, 5], "columns": [1, 4, 8],
         "acceptance_length": lengths, "speedup": ratios, "node_layers_saved": [[0.0, 0.0, 0.0], [0.25, 0.0, 0.0]],
-        "fastest": {"prune_layer": 2, "prune_top": 4},
+        "work_saved": [[0.125] * 3] * 2, "fastest": {"prune_layer": 2, "prune_top": 4}, "fastest_speedup": {"ratio": 0.7},
     }  # fmt: skip
 
 
@@ -189,9 +196,11 @@ def test_one_exit_is_not_swept(tiny: Target, tmp_path: Path, family: Any) -> Non
 @pytest.mark.parametrize("sweep", ["exit", "prune"])
 @pytest.mark.parametrize("exits", [(8,), (1, 9)])
 def test_exits_that_are_none_are_refused(tiny: Target, tmp_path: Path, sweep: Any, exits: tuple[int, ...]) -> None:
-    """The last layer and what lies beyond it are no exits; the message names the first such number."""
+    """The last layer and what lies beyond are no exits, nor for pruning what drafting has run; the message names the first."""
     scored = evaluation(tmp_path, sweep=sweep, exits=exits)
-    with pytest.raises(UserError, match=rf"eval\.exits=\[.*has 8 layers, so {exits[-1]} is no exit"):
+    with pytest.raises(
+        UserError, match=rf"eval\.exits=\[.* {exits[-1] if sweep == 'exit' else exits[0]} is no exit here; tiny has those from"
+    ):
         scored.score(tiny, EarlyExit(tiny, EXIT), Chain(2), Greedy(), tmp_path / "out", SETTING)
     assert not (tmp_path / "out").exists()
 
@@ -200,7 +209,7 @@ def test_exits_that_are_none_are_refused(tiny: Target, tmp_path: Path, sweep: An
 def test_default_exits(num_layers: int) -> None:
     """Up to seven exits from 1 to L - 1, both among them, whose gaps differ by at most one layer."""
     target: Any = SimpleNamespace(name="model", num_layers=num_layers)
-    drafter: Any = None
+    drafter: Any = SimpleNamespace(verified_from=0)
     grid, _ = prune_systems(target, drafter, Chain(2), Greedy(), None, (4,))
     assert grid.rows[0] == 1 and grid.rows[-1] == num_layers - 1 and len(grid.rows) == min(7, num_layers - 1)
     gaps = [after - before for before, after in zip(grid.rows, grid.rows[1:])]
@@ -255,10 +264,14 @@ def test_every_cell_of_prunings_is_decoded(
         kept, left = (sum(sum(getattr(one, key)) for one in found) for key in ("nodes", "pruned"))
         assert rounds_of(folder, name) == rounds(found) and left > 0
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == NUM_TURNS
-        assert entry["pruning"].keys() == {"layer", "top_k", "nodes_pruned", "node_layers_saved"}
+        assert entry["pruning"].keys() == {"layer", "top_k", "nodes_pruned", "node_layers_saved", "work_saved"}
         assert (entry["pruning"]["layer"], entry["pruning"]["top_k"]) == (layer, top)
         assert entry["pruning"]["nodes_pruned"] == pytest.approx(left / (left + kept), abs=1e-4)
         assert entry["pruning"]["node_layers_saved"] == pytest.approx(saved, abs=1e-4)
+        size, head = sum(p.numel() for p in tiny.layers[0].parameters()), tiny.head.output.weight.numel()
+        judged = sum(sum(one.judged) for one in found)
+        work = left * ((8 - layer) * size + head) - judged * head
+        assert entry["pruning"]["work_saved"] == pytest.approx(work / ((left + kept) * (8 * size + head)), abs=1e-4)
     same_as_entries(summary["sweep"], summary["compared"], cells, "node_layers_saved")
     printed(capsys.readouterr().out, summary["sweep"], summary["compared"], "node_layers_saved")
 
