@@ -125,8 +125,9 @@ def _differentiate(
     with torch.set_grad_enabled(with_grad):
         log_q = _finish(leaf, scale, softcap).log_softmax(-1)
         losses = torch.where(row_weight != 0, losses_of(log_q) * row_weight, 0.0)  # 0 even where the loss is not finite
+        total = losses.sum()
     if with_grad:
-        (grad,) = torch.autograd.grad(losses.sum(), leaf)
+        (grad,) = torch.autograd.grad(total, leaf)
         product.copy_(grad.masked_fill_(row_weight[:, None] == 0, 0.0))
     return losses.detach(), log_q.detach().argmax(-1)
 
@@ -159,8 +160,19 @@ def row_kl_reference(
 
 if triton is not None:
 
-    @triton.jit
-    def _row_kl_kernel(
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _finished(product, scale, softcap, SOFTCAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Logits of products, and their slope there; tanh(x) is 2 sigmoid(2 x) - 1."""
+        z = product.to(tl.float32) * scale
+        slope = scale
+        if SOFTCAPPED:
+            tanh = 2 * tl.sigmoid(2 * z / softcap) - 1
+            z = softcap * tanh
+            slope = scale * (1 - tanh * tanh)
+        return z, slope
+
+    @triton.jit  # type: ignore[untyped-decorator]
+    def _row_kl_kernel(  # type: ignore[no-untyped-def]
         product_ptr,
         log_p_ptr,
         ids_ptr,
@@ -183,6 +195,8 @@ if triton is not None:
         """One program a row: sweep its blocks for log-sum-exp and loss, then again for the gradient."""
         row = tl.program_id(0).to(tl.int64)
         product_ptr += row * product_stride
+        if not KEPT:
+            log_p_ptr += row * log_p_stride
         row_weight = tl.load(row_weight_ptr + row).to(tl.float32)
         mass = 0.0  # sum p
         cross = 0.0  # sum p (log p - z)
@@ -192,12 +206,7 @@ if triton is not None:
             is_kept = kept < KEPT
             ids = tl.load(ids_ptr + row * KEPT + kept, mask=is_kept, other=0)
             p_kept = tl.load(p_ptr + row * KEPT + kept, mask=is_kept, other=0.0).to(tl.float32)
-            z_kept = tl.load(product_ptr + ids).to(tl.float32) * scale
-            slope_kept = scale
-            if SOFTCAPPED:  # tanh(x) = 2 sigmoid(2 x) - 1
-                tanh_kept = 2 * tl.sigmoid(2 * z_kept / softcap) - 1
-                z_kept = softcap * tanh_kept
-                slope_kept = scale * (1 - tanh_kept * tanh_kept)
+            z_kept, slope_kept = _finished(tl.load(product_ptr + ids), scale, softcap, SOFTCAPPED)
             mass = tl.sum(p_kept, 0)
             cross = tl.sum(tl.where(p_kept > 0, p_kept * (tl.log(tl.where(p_kept > 0, p_kept, 1.0)) - z_kept), 0.0), 0)
             likeliest = tl.argmax(tl.where(is_kept, p_kept, -1.0), 0)
@@ -209,9 +218,8 @@ if triton is not None:
         for start in range(0, VOCAB, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             is_entry = columns < VOCAB
-            z = tl.load(product_ptr + columns, mask=is_entry, other=0.0).to(tl.float32) * scale
-            if SOFTCAPPED:
-                z = softcap * (2 * tl.sigmoid(2 * z / softcap) - 1)
+            product = tl.load(product_ptr + columns, mask=is_entry, other=0.0)
+            z, _ = _finished(product, scale, softcap, SOFTCAPPED)
             z = tl.where(is_entry, z, float("-inf"))
             block_top = tl.max(z, 0)
             best = tl.where(block_top > top, start + tl.argmax(z, 0), best)
@@ -219,10 +227,11 @@ if triton is not None:
             total = total * tl.exp(top - new_top) + tl.sum(tl.exp(z - new_top), 0)
             top = new_top
             if not KEPT:
-                log_p = tl.load(log_p_ptr + row * log_p_stride + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
+                log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
+                is_possible = log_p > float("-inf")
                 p = tl.exp(log_p)
                 mass += tl.sum(p, 0)
-                cross += tl.sum(tl.where(log_p > float("-inf"), p * (log_p - z), 0.0), 0)
+                cross += tl.sum(p * (tl.where(is_possible, log_p, 0.0) - tl.where(is_possible, z, 0.0)), 0)
                 block_top_log_p = tl.max(log_p, 0)
                 wanted = tl.where(block_top_log_p > top_log_p, start + tl.argmax(log_p, 0), wanted)
                 top_log_p = tl.maximum(top_log_p, block_top_log_p)
@@ -236,17 +245,12 @@ if triton is not None:
             for start in range(0, VOCAB, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
                 is_entry = columns < VOCAB
-                z = tl.load(product_ptr + columns, mask=is_entry, other=0.0).to(tl.float32) * scale
-                slope = scale
-                if SOFTCAPPED:
-                    tanh = 2 * tl.sigmoid(2 * z / softcap) - 1
-                    z = softcap * tanh
-                    slope = scale * (1 - tanh * tanh)
+                product = tl.load(product_ptr + columns, mask=is_entry, other=0.0)
+                z, slope = _finished(product, scale, softcap, SOFTCAPPED)
                 grad = mass * tl.exp(z - log_z)
                 if not KEPT:
-                    grad -= tl.exp(
-                        tl.load(log_p_ptr + row * log_p_stride + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
-                    )
+                    log_p = tl.load(log_p_ptr + columns, mask=is_entry, other=float("-inf")).to(tl.float32)
+                    grad -= tl.exp(log_p)
                 grad = tl.where(row_weight != 0, row_weight * slope * grad, 0.0)
                 tl.store(product_ptr + columns, grad.to(product_ptr.dtype.element_ty), mask=is_entry)
             if KEPT:
@@ -256,8 +260,9 @@ if triton is not None:
                 tl.store(product_ptr + ids, grad.to(product_ptr.dtype.element_ty), mask=is_kept)
 
 
-BLOCKS = ((1024, 1024, 4), (16384, 4096, 8), (1 << 31, 8192, 16))
-"""(largest vocabulary, entries a block, warps)"""
+BLOCKS = ((1024, 1024, 4), (1 << 31, 4096, 8))
+"""(largest vocabulary, entries a block, warps). Compiled for sm_90 the larger block takes 89 registers and no stack with dense
+p, so that two rows share a multiprocessor; of 8,192 entries with 16 warps one row fills it. Neither has been timed."""
 
 
 @torch.library.custom_op("spectrain::row_kl", mutates_args={"product"})
@@ -381,20 +386,16 @@ class _LinearDivergence(torch.autograd.Function):
     """Keeps the gradients that its forward pass has found."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job) -> tuple[Tensor, Tensor, Tensor]:
         asked = [job.grad_enabled and x is not None and x.requires_grad for x in (hidden, weight, bias)]
         dtype = _product_dtype(weight)
         wide = torch.promote_types(dtype, torch.float32)
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         best, wanted = (torch.empty(len(hidden), dtype=torch.int64, device=hidden.device) for _ in range(2))
-        grads = [
-            torch.zeros_like(x, dtype=kind) if wants else None
-            for x, kind, wants in zip((hidden, weight, bias), (hidden.dtype, wide, wide), asked)
-        ]
-        of_hidden, of_weight, of_bias = grads
+        of_hidden = torch.zeros_like(hidden) if asked[0] else None
+        of_weight = torch.zeros_like(weight, dtype=wide) if asked[1] else None
+        of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and asked[2] else None
         for start in range(0, len(hidden), job.chunk):
             rows = slice(start, start + job.chunk)
             h = hidden[rows].to(dtype)
@@ -407,8 +408,8 @@ class _LinearDivergence(torch.autograd.Function):
                 _add_product(of_weight, product.t(), h)
             if of_bias is not None:
                 of_bias += product.sum(0, dtype=wide)
-        ctx.dtypes = [x.dtype if x is not None else None for x in (hidden, weight, bias)]
-        ctx.save_for_backward(*grads)
+        of_weight, of_bias = (g if g is None else g.to(weight.dtype) for g in (of_weight, of_bias))
+        ctx.save_for_backward(of_hidden, of_weight, of_bias)
         ctx.mark_non_differentiable(best, wanted)
         return loss, best, wanted
 
@@ -416,8 +417,7 @@ class _LinearDivergence(torch.autograd.Function):
     def backward(ctx: Any, incoming: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("linear_divergence has no second derivative: it finds its gradients in the forward pass")
-        grads = (None if g is None else (g * incoming).to(dtype) for g, dtype in zip(ctx.saved_tensors, ctx.dtypes))
-        return (*grads, None)
+        return (*(g if g is None else g * incoming for g in ctx.saved_tensors), None)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

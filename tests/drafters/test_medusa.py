@@ -410,7 +410,7 @@ def test_a_run_saves_its_target_and_scores_against_it(finished: Path) -> None:
     for system in (summary, *summary["compared"].values()):
         assert system["lossless"]["identical"] == system["lossless"]["checked"] == 2
     drift = summary["target_drift"]
-    assert set(drift) == {"original", "trained", "agreement", "same_answers", "checked"} and drift["checked"] == 2
+    assert set(drift) == {"original", "trained", "agreement", "kl", "same_answers", "checked"} and drift["checked"] == 2
     assert drift["original"]["most_likely"] == 1.0
     trained, original = load_hf(summary["setting"]["target_path"]).model.state_dict(), load_tiny().model.state_dict()
     changed = {key for key in original if not torch.equal(original[key], trained[key])}

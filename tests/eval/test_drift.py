@@ -66,15 +66,22 @@ def test_target_drift_of_a_target_from_itself(tiny: Target) -> None:
     """Nothing has drifted: the same likeliest tokens, answers and perplexities, and its greedy answers are its likeliest."""
     found = target_drift(tiny, tiny, own_answers(tiny, [prompt for prompt, _ in texts()], 8), 8)
     assert found["agreement"] == 1.0 and found["same_answers"] == found["checked"] == 3
-    assert found["original"] == found["trained"] and found["original"]["most_likely"] == 1.0
+    assert found["original"] == found["trained"] and found["original"]["most_likely"] == 1.0 and found["kl"] == 0.0
 
 
 def test_target_drift_of_a_surer_target(tiny: Target) -> None:
-    """Doubled logits choose the same tokens with more certainty: only the perplexity moves."""
-    found = target_drift(tiny, scaled(2.0), own_answers(tiny, [prompt for prompt, _ in texts()], 8), 8)
+    """Doubled logits choose the same tokens with more certainty: only the perplexity moves, and the divergence is KL(p || q)."""
+    answers = own_answers(tiny, [prompt for prompt, _ in texts()], 8)
+    found = target_drift(tiny, scaled(2.0), answers, 8)
     assert found["agreement"] == 1.0 and found["same_answers"] == found["checked"] == 3
     assert found["trained"]["most_likely"] == 1.0
     assert 1 <= found["trained"]["perplexity"] < found["original"]["perplexity"]
+    rows = []
+    for prompt, answer in answers:
+        final = tiny.features(torch.tensor([prompt + answer]), ("final",)).at("final")
+        rows.append(tiny.head.logits(final)[0, len(prompt) - 1 : -1])
+    p, q = torch.cat(rows).softmax(-1), (2 * torch.cat(rows)).softmax(-1)
+    assert found["kl"] == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), abs=1e-3)
 
 
 def test_target_drift_of_an_opposite_target(tiny: Target) -> None:

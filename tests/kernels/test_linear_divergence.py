@@ -1,0 +1,437 @@
+"""The fused output layer and divergence equal autograd over the whole matrix of logits, a chunk of which is all they hold."""
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spectrain.kernels.linear_divergence import (
+    HeadTarget,
+    Judged,
+    Projection,
+    TopK,
+    linear_divergence,
+    most_likely,
+    row_kl,
+    row_kl_reference,
+)
+from spectrain.losses import DIVERGENCES, UNNORMALISED, divergence, forward_kl, jensen_shannon, split_loss
+
+ROWS, WIDTH, VOCAB, WHOLE = 7, 5, 11, 17
+NAMES = ["cross_entropy", *DIVERGENCES]
+CHUNKS = [1, 3, ROWS, ROWS + 5]
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biased": {"bias": True},
+    "scaled": {"scale": 0.7},
+    "capped": {"softcap": 1.5},
+    "all": {"bias": True, "scale": 1.3, "softcap": 2.0},
+}
+EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def layer(width: int, vocab: int, dtype: torch.dtype, bias: bool = False, **others: Any) -> Projection:
+    """A random output layer whose weight and bias learn."""
+    weight = torch.randn(vocab, width, dtype=dtype).requires_grad_()
+    return Projection(weight, torch.randn(vocab, dtype=dtype).requires_grad_() if bias else None, **others)
+
+
+def whole_logits(x: Tensor, head: Projection) -> Tensor:
+    """All logits at once."""
+    logits = F.linear(x, head.weight, head.bias) * head.scale
+    return logits if head.softcap is None else torch.tanh(logits / head.softcap) * head.softcap
+
+
+class Case:
+    """States, an output layer, a target's own, and a draft vocabulary."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64, rows: int = ROWS, width: int = WIDTH, **shape: Any) -> None:
+        self.hidden = torch.randn(rows, width, dtype=dtype).requires_grad_()
+        self.head = layer(width, VOCAB, dtype, **shape)
+        self.final = torch.randn(rows, width + 1, dtype=dtype)
+        self.target = layer(width + 1, WHOLE, dtype, **shape)
+        self.ids = torch.randperm(WHOLE)[:VOCAB].sort().values
+        self.tokens = torch.randint(VOCAB, (rows,))
+
+    def theirs(self, own_mass: bool) -> HeadTarget:
+        log_z = most_likely(self.final, self.target, chunk=2)[1] if own_mass else None
+        return HeadTarget(self.final, self.target.entries(self.ids), log_z)
+
+    def log_p(self, own_mass: bool) -> Tensor:
+        logits = whole_logits(self.final, self.target).detach()
+        chosen = logits[:, self.ids]
+        return chosen - torch.logsumexp(logits if own_mass else chosen, -1, keepdim=True)
+
+    def log_q(self) -> Tensor:
+        return whole_logits(self.hidden, self.head).log_softmax(-1)
+
+    def gradients(self, loss: Tensor) -> list[Tensor]:
+        asked = [x for x in (self.hidden, self.head.weight, self.head.bias) if x is not None]
+        return list(torch.autograd.grad(loss, asked))
+
+
+def fused(case: Case, name: str, **arguments: Any) -> Judged:
+    """By the name of a loss, as a family of drafters would call it."""
+    if name == "cross_entropy":
+        return linear_divergence(case.hidden, case.head, case.tokens, **arguments)
+    chosen = None if name == "forward_kl" else divergence(name, 0.3)
+    return linear_divergence(case.hidden, case.head, case.theirs(name in UNNORMALISED), chosen, **arguments)
+
+
+def unfused(case: Case, name: str) -> tuple[Tensor, Tensor]:
+    """The losses [R] from the whole matrix, and the target's most likely entries."""
+    log_q = case.log_q()
+    if name == "cross_entropy":
+        return F.nll_loss(log_q, case.tokens, reduction="none"), case.tokens
+    log_p = case.log_p(name in UNNORMALISED)
+    return divergence(name, 0.3)(log_p, log_q), log_p.argmax(-1)
+
+
+def agree(case: Case, found: Judged, losses: Tensor, wanted: Tensor, tolerance: float) -> None:
+    """Equal loss, equal gradients of 3 times the loss, equal choices."""
+    torch.testing.assert_close(found.loss, losses.sum(), rtol=tolerance, atol=tolerance)
+    expected, gradients = case.gradients(3 * losses.sum()), case.gradients(3 * found.loss)
+    assert any(gradient.abs().max() > 1e-3 for gradient in expected) or not len(case.hidden)
+    torch.testing.assert_close(gradients, expected, rtol=tolerance, atol=10 * tolerance)
+    assert torch.equal(found.best, case.log_q().argmax(-1)) and torch.equal(found.wanted, wanted)
+
+
+@pytest.mark.parametrize("dtype", EXACT)
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_loss_and_gradients_equal_those_of_the_whole_matrix(name: str, shape: str, chunk: int, dtype: torch.dtype) -> None:
+    """Fused = unfused for every loss, over a draft vocabulary smaller than the target's, however rows are cut."""
+    case = Case(dtype, **SHAPES[shape])
+    losses, wanted = unfused(case, name)
+    agree(case, fused(case, name, chunk=chunk), losses, wanted, EXACT[dtype])
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_count_by_their_weight(name: str, chunk: int) -> None:
+    """Fused = sum of weight times loss; rows of weight 0 change no gradient, even where their loss is not a number."""
+    case = Case(bias=True)
+    weight = torch.tensor([1.0, 0.0, 0.25, 2.0, 0.0, 1.0, 0.5], dtype=torch.float64)
+    losses, wanted = unfused(case, name)
+    agree(case, fused(case, name, chunk=chunk, row_weight=weight), losses * weight, wanted, 1e-10)
+    expected = case.gradients(fused(case, name, chunk=chunk, row_weight=weight).loss)
+    case.final[1] = float("nan")
+    found = fused(case, name, chunk=chunk, row_weight=weight).loss
+    assert found.isfinite()
+    torch.testing.assert_close(case.gradients(found), expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rows_have_no_loss(name: str) -> None:
+    """R = 0: a loss of 0, gradients of 0, and no choices."""
+    case = Case(rows=0, bias=True)
+    found = fused(case, name)
+    assert found.loss == 0 and found.best.shape == found.wanted.shape == (0,)
+    assert all(gradient.eq(0).all() for gradient in case.gradients(found.loss))
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_further_numbers_of_a_row_reach_the_divergence(chunk: int) -> None:
+    """Draft-OPD's split loss, which asks each row's distance, equals the unfused one."""
+    case, distance = Case(), torch.tensor([-1, 0, 2, -1, 5, 1, -1])
+    found = linear_divergence(case.hidden, case.head, case.theirs(False), split_loss, per_row=(distance,), chunk=chunk)
+    log_p = case.log_p(False)
+    agree(case, found, split_loss(log_p, case.log_q(), distance), log_p.argmax(-1), 1e-10)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_temperature_divides_the_finished_logits(temperature: float, softcap: float | None) -> None:
+    """A head at a temperature = its logits, capped first, over the temperature."""
+    case = Case(bias=True, scale=0.8, softcap=softcap)
+    theirs = HeadTarget(case.final, case.target.entries(case.ids).at_temperature(temperature))
+    found = linear_divergence(case.hidden, case.head.at_temperature(temperature), theirs, chunk=3)
+    log_p = (case.log_p(False) / temperature).log_softmax(-1)
+    log_q = (whole_logits(case.hidden, case.head) / temperature).log_softmax(-1)
+    agree(case, found, forward_kl(log_p, log_q), log_p.argmax(-1), 1e-10)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_kept_tokens_equal_the_distribution_that_holds_only_them(chunk: int) -> None:
+    """TopK = KL(p || q) of a p that is 0 elsewhere, normalised or not; with all tokens it is the dense forward KL."""
+    case = Case()
+    for k, total in ((1, 1.0), (3, 1.0), (3, 0.6)):
+        kept = case.log_p(False).exp().topk(k)
+        p = kept.values / kept.values.sum(-1, keepdim=True) * total
+        found = linear_divergence(case.hidden, case.head, TopK(kept.indices, p), chunk=chunk)
+        losses = (p * (p.log() - case.log_q().gather(-1, kept.indices))).sum(-1)
+        agree(case, found, losses, kept.indices[:, 0], 1e-10)
+    every = case.log_p(False).exp().topk(VOCAB)
+    dense = linear_divergence(case.hidden, case.head, case.theirs(False), chunk=chunk)
+    found = linear_divergence(case.hidden, case.head, TopK(every.indices, every.values), chunk=chunk)
+    torch.testing.assert_close(found.loss, dense.loss)
+    torch.testing.assert_close(case.gradients(found.loss), case.gradients(dense.loss))
+
+
+def test_a_function_of_rows_is_a_target_too() -> None:
+    """log p from anywhere, asked a chunk at a time, each row once; p = 0 adds nothing to forward KL."""
+    case, asked = Case(), []
+    log_p = case.log_p(False)
+    log_p[:, 2] = float("-inf")
+
+    def theirs(rows: slice) -> Tensor:
+        asked.extend(range(ROWS)[rows])
+        return log_p[rows]
+
+    found = linear_divergence(case.hidden, case.head, theirs, chunk=3)
+    assert asked == list(range(ROWS))
+    terms = log_p.exp() * (log_p - case.log_q())
+    agree(case, found, terms[:, [v for v in range(VOCAB) if v != 2]].sum(-1), log_p.argmax(-1), 1e-10)
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_most_likely_tokens_and_masses_equal_those_of_the_whole_matrix(chunk: int) -> None:
+    """One pass a chunk at a time = argmax and log-sum-exp of all logits; a target at rows = its rows."""
+    case = Case(bias=True, softcap=2.0)
+    best, log_z = most_likely(case.final, case.target, chunk)
+    logits = whole_logits(case.final, case.target)
+    assert torch.equal(best, logits.argmax(-1)) and not log_z.requires_grad
+    torch.testing.assert_close(log_z, logits.logsumexp(-1).detach())
+    rows = torch.tensor([4, 0, 4])
+    theirs = HeadTarget(case.final, case.target.entries(case.ids), log_z)
+    torch.testing.assert_close(theirs.at(rows)(slice(None)), case.log_p(True)[rows])
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "lk_hybrid"])  # which holds its weight constant
+def test_gradients_equal_numeric_ones(name: str, softcap: float | None) -> None:
+    """gradcheck, with rows of unlike weight."""
+    case = Case(rows=3, bias=True, softcap=softcap, scale=0.9)
+    weight = torch.tensor([1.0, 0.0, 0.3], dtype=torch.float64)
+
+    def loss(hidden: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
+        case.hidden, case.head = hidden, Projection(matrix, bias, case.head.scale, softcap)
+        return fused(case, name, chunk=2, row_weight=weight).loss
+
+    assert torch.autograd.gradcheck(loss, (case.hidden, case.head.weight, case.head.bias))
+
+
+@pytest.mark.parametrize("learns", [(True, False, False), (False, True, False), (False, False, True), (False, False, False)])
+@pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "total_variation"])
+def test_only_what_learns_gets_a_gradient(name: str, learns: tuple[bool, bool, bool]) -> None:
+    """A frozen head, or frozen states, leave the other's gradient unchanged; the target never gets one."""
+    case = Case(bias=True)
+    assert case.head.bias is not None
+    parts = (case.hidden, case.head.weight, case.head.bias)
+    expected = case.gradients(fused(case, name).loss)
+    for part, asks in zip(parts, learns):
+        part.requires_grad_(asks)
+    found = fused(case, name)
+    assert found.loss.requires_grad == any(learns)
+    if any(learns):
+        found.loss.backward()
+    for part, gradient, asks in zip(parts, expected, learns):
+        assert torch.equal(part.grad, gradient) if asks else part.grad is None
+    assert case.target.weight.grad is None and not found.best.requires_grad
+    with torch.no_grad():
+        torch.testing.assert_close(fused(case, name).loss, found.loss.detach())
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "reverse_kl"])
+def test_a_graph_that_is_kept_can_be_walked_twice(name: str) -> None:
+    """The gradients of a second backward pass equal those of the first: neither changes what is stored."""
+    case = Case()
+    loss = 2 * fused(case, name).loss
+    first = torch.autograd.grad(loss, case.head.weight, retain_graph=True)[0].clone()
+    assert torch.equal(torch.autograd.grad(loss, case.head.weight)[0], first)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    """Gradients are found in the forward pass, so there is nothing to differentiate again, and this is said."""
+    case = Case()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(fused(case, "forward_kl").loss, case.hidden, create_graph=True)
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    """Chunks of no rows; a divergence of tokens."""
+    case = Case()
+    with pytest.raises(ValueError, match="chunk=0"):
+        fused(case, "forward_kl", chunk=0)
+    with pytest.raises(ValueError, match="divergence=None"):
+        linear_divergence(case.hidden, case.head, case.tokens, jensen_shannon)
+
+
+@pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "jensen_shannon"])
+@pytest.mark.parametrize("weights_in_bf16", [True, False])
+def test_low_precision_equals_the_unfused_loss_in_it(name: str, weights_in_bf16: bool) -> None:
+    """Under autocast, and of bf16 weights without it, products are bf16, losses float32, gradients the parameters' dtype."""
+    case = Case(torch.bfloat16 if weights_in_bf16 else torch.float32)
+    weight = case.head.weight
+    with torch.autocast("cpu", torch.bfloat16, enabled=not weights_in_bf16):
+        found = fused(case, name, chunk=4)
+        log_q = F.linear(case.hidden, weight).float().log_softmax(-1)
+        theirs = F.linear(case.final, case.target.weight[case.ids]).float().log_softmax(-1)
+        losses = F.nll_loss(log_q, case.tokens, reduction="none")
+        if name != "cross_entropy":
+            losses = divergence(name, 0.3)(theirs.detach(), log_q)
+    torch.testing.assert_close(found.loss, losses.sum(), rtol=1e-5, atol=1e-5)
+    assert found.loss.dtype == torch.float32
+    for actual, expected in zip(case.gradients(found.loss), case.gradients(losses.sum())):
+        assert actual.dtype == expected.dtype == weight.dtype
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_chunks_of_low_precision_add_up_in_float32() -> None:
+    """256 equal rows one by one: the weight's gradient is 256 times that of one, where sums in bf16 would stall at half."""
+    hidden = torch.randn(1, WIDTH).expand(256, -1)
+    head, tokens = layer(WIDTH, VOCAB, torch.float32), torch.zeros(256, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        one = linear_divergence(hidden[:1], head, tokens[:1]).loss
+        every = linear_divergence(hidden, head, tokens, chunk=1).loss
+    (one,), (every,) = (torch.autograd.grad(loss, head.weight) for loss in (one, every))
+    torch.testing.assert_close(every, 256 * one)
+
+
+class Seen(TorchDispatchMode):
+    """The size of the largest tensor that any operation returned, and which operations ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest, self.names = 0, set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor):
+                self.largest = max(self.largest, x.numel())
+        self.names.add(str(func))
+        return result
+
+
+@pytest.mark.parametrize("name", [*NAMES, "top_k"])
+def test_no_tensor_is_larger_than_a_chunk_of_logits(name: str) -> None:
+    """Forward and backward return nothing over chunk x V; the unfused loss, seen the same way, R x V."""
+    rows, chunk = 40, 8  # with V = 11 no state or weight is as large
+    case = Case(rows=rows, width=2, softcap=2.0)
+    theirs = case.theirs(name in UNNORMALISED)
+    wanted = {"cross_entropy": case.tokens, "top_k": TopK(*case.log_p(False).exp().topk(2)[::-1])}.get(name, theirs)
+    chosen = None if name in ("cross_entropy", "top_k", "forward_kl") else divergence(name, 0.5)
+    with Seen() as seen:
+        linear_divergence(case.hidden, case.head, wanted, chosen, chunk=chunk).loss.backward()
+    assert seen.largest == chunk * VOCAB
+    with Seen() as seen:
+        unfused(case, "forward_kl" if name == "top_k" else name)[0].sum().backward()
+    assert seen.largest >= rows * VOCAB
+
+
+def test_a_pass_over_the_targets_vocabulary_holds_a_chunk_of_it() -> None:
+    """most_likely returns nothing over chunk x target vocabulary."""
+    case = Case(rows=40, width=2)
+    with Seen() as seen:
+        most_likely(case.final, case.target, chunk=8)
+    assert seen.largest == 8 * WHOLE
+
+
+TARGETS = ["tokens", "kept", "kept, of some mass", "dense", "dense, of some mass"]
+
+
+def said(which: str, rows: int, vocab: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """log_p, ids and p of a kind of target, as the row kernel reads them."""
+    log_p = (3 * torch.randn(rows, vocab)).log_softmax(-1) + math.log(0.7 if "mass" in which else 1.0)
+    if which == "tokens":
+        return None, torch.randint(vocab, (rows, 1)), torch.ones(rows, 1)
+    if "kept" in which:
+        kept = log_p.exp().topk(min(5, vocab))
+        shuffled = torch.randperm(kept.indices.shape[1])  # the likeliest is not the first
+        return None, kept.indices[:, shuffled], kept.values[:, shuffled]
+    log_p[:, 1:2] = float("-inf")
+    return log_p, None, None
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.7, None), (1.3, 4.0)])
+@pytest.mark.parametrize("vocab", [3, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("which", TARGETS)
+def test_the_kernel_equals_its_reference(
+    which: str, dtype: torch.dtype, vocab: int, scale: float, softcap: float | None, with_grad: bool
+) -> None:
+    """Interpreted: losses, choices and the gradient in place, in one block and over its end, with masked rows."""
+    product = (3 * torch.randn(4, vocab)).to(dtype)
+    weight = torch.tensor([1.0, 0.0, 0.3, 2.0])
+    theirs = said(which, 4, vocab)
+    expected, found = product.clone(), product.clone()
+    by_torch = row_kl_reference(expected, *theirs, weight, scale, softcap, with_grad)
+    by_kernel = row_kl(found, *theirs, weight, scale, softcap, with_grad)
+    torch.testing.assert_close(by_kernel[0], by_torch[0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(by_kernel[1], by_torch[1]) and torch.equal(by_kernel[2], by_torch[2])
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(found, product) != with_grad
+
+
+@pytest.mark.parametrize("which", ["tokens", "dense"])
+@pytest.mark.parametrize("vocab", [1024, 1025, 9000])
+def test_the_kernels_blocks_cover_every_vocabulary(vocab: int, which: str) -> None:
+    """The same at the ends of the block table, and over a vocabulary of several blocks."""
+    product, theirs = torch.randn(2, vocab), said(which, 2, vocab)
+    expected, found = product.clone(), product.clone()
+    by_torch = row_kl_reference(expected, *theirs, torch.ones(2), 1.0, None, True)
+    by_kernel = row_kl(found, *theirs, torch.ones(2), 1.0, None, True)
+    for left, right in zip((*by_kernel, found), (*by_torch, expected)):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("name", ["cross_entropy", "forward_kl", "top_k"])
+def test_the_loss_by_the_kernel_equals_that_by_torch(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole function with SPECTRAIN_KERNELS=triton, which runs the kernel, = without, which does not."""
+    case = Case(dtype, bias=True, softcap=3.0)
+    kept = TopK(*case.log_p(False).float().exp().topk(3)[::-1])
+    results = []
+    for setting in ("triton", "torch"):
+        monkeypatch.setenv("SPECTRAIN_KERNELS", setting)
+        with Seen() as seen:
+            found = linear_divergence(case.hidden, case.head, kept, chunk=3) if name == "top_k" else fused(case, name, chunk=3)
+        assert ("spectrain.row_kl.default" in seen.names) == (setting == "triton")
+        results.append((found, case.gradients(found.loss)))
+    (by_kernel, left), (by_torch, right) = results
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(by_kernel.loss, by_torch.loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
+    assert torch.equal(by_kernel.best, by_torch.best) and torch.equal(by_kernel.wanted, by_torch.wanted)
+
+
+def test_float64_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel computes in float32, so float64 does not reach it."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    with Seen() as seen:
+        fused(Case(torch.float64), "forward_kl")
+    assert "spectrain.row_kl.default" not in seen.names
+
+
+@pytest.mark.parametrize("which", TARGETS)
+def test_the_fake_kernel_has_the_shapes_of_the_real_one(which: str) -> None:
+    """torch.library.opcheck: schema, which argument is overwritten, and shapes, types and devices of the results."""
+    arguments = (torch.randn(3, 9), *said(which, 3, 9), torch.ones(3), 0.5, 2.0, True)
+    torch.library.opcheck(row_kl, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the compiled kernel with torch: needs a GPU")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="TRITON_INTERPRET=1: nothing is compiled")
+@pytest.mark.parametrize("which", TARGETS)
+@pytest.mark.parametrize("vocab", [1000, 5000, 32000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_kernel_equals_its_reference(which: str, vocab: int, dtype: torch.dtype) -> None:
+    """On a GPU, against float64 on the same inputs."""
+    product = torch.randn(64, vocab).to(dtype).cuda()
+    theirs = tuple(None if x is None else x.cuda() for x in said(which, 64, vocab))
+    weight, expected = torch.rand(64).cuda(), product.double()
+    by_torch = row_kl_reference(expected, *theirs, weight.double(), 0.7, 3.0, True)
+    by_kernel = row_kl(product, *theirs, weight, 0.7, 3.0, True)
+    torch.testing.assert_close(by_kernel[0].double(), by_torch[0], rtol=1e-4, atol=1e-4)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(product.double(), expected, rtol=tolerance, atol=tolerance)
