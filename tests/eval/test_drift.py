@@ -70,7 +70,7 @@ def test_target_drift_of_a_target_from_itself(tiny: Target) -> None:
 
 
 def test_target_drift_of_a_surer_target(tiny: Target) -> None:
-    """Doubled logits choose the same tokens with more certainty: only the perplexity moves, and the divergence is KL(p || q)."""
+    """Doubled logits choose the same tokens with more certainty: only the perplexity moves; the divergence is KL(p || q)."""
     answers = own_answers(tiny, [prompt for prompt, _ in texts()], 8)
     found = target_drift(tiny, scaled(2.0), answers, 8)
     assert found["agreement"] == 1.0 and found["same_answers"] == found["checked"] == 3
