@@ -1,14 +1,32 @@
 """Attention of tree nodes over a committed prefix and their own ancestors.
 
-Shapes: B batch, N query nodes, T key slots, H query heads, K key-value heads, D head size.
-This is the reference in torch, which is also the path on a CPU.
+Shapes: B batch, N query nodes, M appended nodes (the N new ones last), W 64-bit words of M bits, T key slots, H query heads,
+K key-value heads, D head size. First the reference in torch, which is also the path on a CPU; then the Triton kernels:
+- a program takes BLOCK_M rows, each a (node, query head) pair of one key-value head, over one split of the key blocks: a row's
+  prefix, which all of its nodes see, then the appended nodes, which they see as the packed words say;
+- where the keys are split, each split leaves its normalised output and the base-2 logarithm of its sum of weights, and
+  a second kernel averages them. Scores are in base 2 throughout.
+Lengths stay on the device. `tree_attention` chooses the path; SPECTRAIN_KERNELS=reference or =triton overrules it.
 """
 
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not on Linux: the reference is all there is
+    triton = None
 
 
 @dataclass
@@ -21,12 +39,22 @@ class Visibility:
     query_positions: Tensor  # [B, N] position ids of the new nodes
     key_positions: Tensor | None  # [B, M] position ids of the appended nodes; needed by sliding windows only
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    _words: Tensor | None = None
 
     def mask(self, window: int | None) -> Tensor | None:
         """[B, 1, N, T] bool, or None where every new node sees every slot; built once and shared by all layers."""
         if window not in self._masks:
             self._masks[window] = self._build(window)
         return self._masks[window]
+
+    def words(self) -> Tensor:
+        """[B, N, W] int64: bit j of word w is set where the new node sees appended node 64 w + j; built once."""
+        if self._words is None:
+            padded = F.pad(self.tree.to(torch.uint8), (0, -self.tree.shape[2] % 64))
+            shifts = torch.arange(8, dtype=torch.uint8, device=self.tree.device)
+            packed = (padded.unflatten(2, (-1, 8)) << shifts).sum(-1, dtype=torch.uint8)  # the low byte of a word is first
+            self._words = packed.view(torch.int64)
+        return self._words
 
     def _build(self, window: int | None) -> Tensor | None:
         batch, num_new, num_appended = self.tree.shape
@@ -73,3 +101,272 @@ def attend_softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return (scores.softmax(-1) @ v.float()).to(q.dtype)
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a kernel is cut: rows and keys a block, warps a program, blocks of keys in flight."""
+
+    block_m: int
+    block_n: int  # divides 64, so that a block of appended nodes lies in one word
+    warps: int
+    stages: int
+
+
+# The largest blocks that compile for sm_90 without spilling a register, with Triton 3.6 and 3.9, windows and softcaps
+# included; tests/kernels/test_compiled.py holds them to it. Head size at most -> for 16 rows, for 64 rows, for more.
+CONFIGS = {
+    64: (Config(16, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 3)),
+    128: (Config(16, 32, 4, 4), Config(64, 32, 4, 4), Config(128, 64, 8, 3)),
+    256: (Config(16, 32, 4, 3), Config(64, 64, 8, 2), Config(128, 32, 8, 2)),
+}
+# Exact float32 products have no tensor cores, and keep whole rows of both operands in registers; larger blocks spill a lot.
+CONFIGS_FLOAT32 = (Config(16, 16, 4, 2), Config(32, 16, 8, 2))
+
+WANTED_PROGRAMS = 120  # about one for each of the 132 multiprocessors of an H200
+KEYS_A_SPLIT = 256  # below this, writing and reading the partial outputs costs more than the keys
+MOST_SPLITS = 64
+COMBINED_ROWS = 8  # of 256 float32 at most a program of 128 threads: 16 registers for the sum, as many for a split
+
+
+def choose_config(num_rows: int, head_size: int, dtype: torch.dtype) -> Config:
+    """The first block that holds all rows, or the largest."""
+    if dtype == torch.float32:
+        return CONFIGS_FLOAT32[num_rows > 16]
+    configs = CONFIGS[min(size for size in CONFIGS if size >= head_size)]
+    return configs[(num_rows > 16) + (num_rows > 64)]
+
+
+def choose_splits(num_programs: int, num_keys: int) -> int:
+    """The fewest splits, a power of two, that occupy the device without cutting the keys too finely.
+
+    It follows from shapes alone, so the order of additions, and with it the output, is the same from run to run.
+    """
+    splits = 1
+    while splits < MOST_SPLITS and num_programs * splits < WANTED_PROGRAMS and num_keys >= 2 * splits * KEYS_A_SPLIT:
+        splits *= 2
+    return splits
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    """triton.jit, where there is one. Counts change from tree to tree, so none of them is compiled in."""
+    counts = [name for name in inspect.signature(function).parameters if name.startswith("num_")]
+    return function if triton is None else triton.jit(function, do_not_specialize=counts)
+
+
+@_jit
+def _attend_block(  # type: ignore[no-untyped-def]
+    q, best, total, summed, k_ptr, v_ptr, slot, present, seen, dims, k_stride, v_stride, scale, softcap,
+    HEAD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Fold the block of keys and values at `slot` into a running softmax: its maximum, sum and weighted sum of values."""
+    loaded = present[:, None]  # what lies in the other slots may be NaN
+    if dims.shape[0] != HEAD_SIZE:
+        loaded = loaded & (dims < HEAD_SIZE)[None, :]
+    steps = tl.arange(0, present.shape[0])[:, None]
+    slot = tl.cast(slot, tl.int64)  # a long row may have more than 2^31 elements
+    k = tl.load(k_ptr + slot * k_stride + (steps * k_stride + dims[None, :]), mask=loaded, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if softcap is not None:
+        scores = softcap * (1 - 2 / (1 + tl.exp2(scores)))  # softcap * tanh(x): scores are 2 x in base 2
+    scores = tl.where(seen, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_best[:, None])
+    fade = tl.exp2(best - new_best)
+    v = tl.load(v_ptr + slot * v_stride + (steps * v_stride + dims[None, :]), mask=loaded, other=0.0)
+    summed = tl.dot(weights.to(v.dtype), v, summed * fade[:, None], input_precision="ieee")
+    return new_best, total * fade + tl.sum(weights, 1), summed
+
+
+@_jit
+def _split_kernel(  # type: ignore[no-untyped-def]
+    q_ptr, k_ptr, v_ptr, out_ptr, logs_ptr, words_ptr, lengths_ptr, query_positions_ptr, key_positions_ptr,
+    q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
+    num_kv_heads, num_nodes, num_appended, num_splits, scale, softcap, window,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows over one split of the keys; grid [tiles, B * K, splits]. Writes [splits, B, N, H, D]."""
+    tile, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, kv_head = pair // num_kv_heads, pair % num_kv_heads
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    node = tl.minimum(row // GROUP, num_nodes - 1)  # rows past the end repeat the last node and are not stored
+    head = kv_head * GROUP + row % GROUP
+    dims = tl.arange(0, BLOCK_D)
+    q_ptr += tl.cast(batch, tl.int64) * q_stride_b
+    q_ptrs = q_ptr + (node[:, None] * q_stride_n + head[:, None] * q_stride_h + dims[None, :])
+    q = tl.load(q_ptrs) if BLOCK_D == HEAD_SIZE else tl.load(q_ptrs, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
+    k_ptr += tl.cast(batch, tl.int64) * k_stride_b + kv_head * k_stride_h
+    v_ptr += tl.cast(batch, tl.int64) * v_stride_b + kv_head * v_stride_h
+    words_ptrs = words_ptr + (batch * num_nodes + node) * tl.cdiv(num_appended, 64)
+
+    # Blocks of the prefix, from the first that a window reaches, are followed by blocks of appended nodes.
+    length = tl.load(lengths_ptr + batch).to(tl.int32)
+    prefix_end = tl.cdiv(length, BLOCK_N)
+    first = 0
+    if window is not None:
+        here = tl.load(query_positions_ptr + batch * num_nodes + node).to(tl.int32)
+        first = tl.minimum(tl.maximum(tl.min(here, 0) - window + 1, 0) // BLOCK_N, prefix_end)
+    end = prefix_end + tl.cdiv(num_appended, BLOCK_N)
+    share = tl.cdiv(end - first, num_splits)
+    start = first + split * share
+    stop = tl.minimum(start + share, end)
+
+    best = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row that has seen nothing yet is no inf - inf
+    total = tl.zeros([BLOCK_M], tl.float32)
+    summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for block in range(start, tl.minimum(stop, prefix_end)):
+        slots = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        present = slots < length
+        seen = present[None, :]
+        if window is not None:
+            seen = seen & (here[:, None] - slots[None, :] < window)
+        best, total, summed = _attend_block(
+            q, best, total, summed, k_ptr, v_ptr, block * BLOCK_N, present, seen, dims, k_stride_t, v_stride_t, scale, softcap,
+            HEAD_SIZE,
+        )  # fmt: skip
+    for block in range(tl.maximum(start, prefix_end), stop):
+        column = (block - prefix_end) * BLOCK_N
+        columns = column + tl.arange(0, BLOCK_N)
+        present = columns < num_appended
+        word = tl.load(words_ptrs + column // 64)
+        seen = ((word[:, None] >> (columns % 64)[None, :]) & 1) != 0
+        if window is not None:
+            there = tl.load(key_positions_ptr + batch * num_appended + columns, mask=present, other=0).to(tl.int32)
+            seen = seen & (here[:, None] - there[None, :] < window)
+        best, total, summed = _attend_block(
+            q, best, total, summed, k_ptr, v_ptr, length + column, present, seen, dims, k_stride_t, v_stride_t, scale, softcap,
+            HEAD_SIZE,
+        )  # fmt: skip
+
+    stored = row < num_nodes * GROUP
+    num_rows = tl.num_programs(1) * num_nodes * GROUP
+    place = tl.cast(split, tl.int64) * num_rows + (batch * num_nodes + node) * num_kv_heads * GROUP + head
+    total = tl.where(total > 0, total, 1)  # a row that has seen nothing has 0 for output and all but 0 for weight
+    if logs_ptr is not None:
+        tl.store(logs_ptr + place, best + tl.log2(total), mask=stored)
+    out = summed / total[:, None]
+    stored = stored[:, None]
+    if BLOCK_D != HEAD_SIZE:
+        stored = stored & (dims < HEAD_SIZE)[None, :]
+    tl.store(out_ptr + place[:, None] * HEAD_SIZE + dims[None, :], out, mask=stored)
+
+
+@_jit
+def _combine_kernel(  # type: ignore[no-untyped-def]
+    parts_ptr, logs_ptr, out_ptr, num_rows, num_splits,
+    HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Average the splits [splits, rows, D] of each row (batch, node, head) by their sums of weights; grid [tiles]."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    inside = row < num_rows
+    held = inside[:, None] & (dims < HEAD_SIZE)[None, :]
+    best = tl.full([BLOCK_M], -1e30, tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for split in range(num_splits):
+        place = tl.cast(split, tl.int64) * num_rows + row
+        log = tl.load(logs_ptr + place, mask=inside, other=0.0)
+        part = tl.load(parts_ptr + place[:, None] * HEAD_SIZE + dims[None, :], mask=held, other=0.0)
+        new_best = tl.maximum(best, log)
+        fade, weight = tl.exp2(best - new_best), tl.exp2(log - new_best)
+        total = total * fade + weight
+        summed = summed * fade[:, None] + part * weight[:, None]
+        best = new_best
+    out_ptrs = out_ptr + tl.cast(row, tl.int64)[:, None] * HEAD_SIZE + dims[None, :]
+    tl.store(out_ptrs, summed / total[:, None], mask=held)
+
+
+@torch.library.custom_op("spectrain::tree_attention", mutates_args=())
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    words: Tensor,
+    lengths: Tensor,
+    query_positions: Tensor | None,
+    key_positions: Tensor | None,
+    num_appended: int,
+    num_splits: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Launch the kernels; [B, H, N, D]."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    (batch, num_heads, num_nodes, head_size), num_kv_heads = q.shape, k.shape[1]
+    group = num_heads // num_kv_heads
+    block_d = max(16, triton.next_power_of_2(head_size))
+    config = choose_config(num_nodes * group, head_size, q.dtype)
+    out = _unfilled(q, k, v).transpose(1, 2)
+    parts, logs = out, None
+    if num_splits > 1:
+        parts = out.new_empty(num_splits, *out.shape, dtype=torch.float32)
+        logs = out.new_empty(num_splits, *out.shape[:3], dtype=torch.float32)
+    if window is None:
+        query_positions = key_positions = None
+    else:
+        assert query_positions is not None and key_positions is not None
+        query_positions, key_positions = query_positions.contiguous(), key_positions.contiguous()
+    scale *= math.log2(math.e)
+    if softcap is not None:
+        scale, softcap = 2 * scale / softcap, softcap * math.log2(math.e)
+    strides = [x.stride(dim) for x in (q, k, v) for dim in range(3)]
+    grid = (triton.cdiv(num_nodes * group, config.block_m), batch * num_kv_heads, num_splits)
+    with torch.cuda.device_of(q):
+        _split_kernel[grid](
+            q, k, v, parts, logs, words, lengths, query_positions, key_positions, *strides,
+            num_kv_heads, num_nodes, num_appended, num_splits, scale, softcap, window,
+            GROUP=group, HEAD_SIZE=head_size, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            num_warps=config.warps, num_stages=config.stages,
+        )  # fmt: skip
+        if logs is not None:
+            num_rows = batch * num_nodes * num_heads
+            _combine_kernel[(triton.cdiv(num_rows, COMBINED_ROWS),)](
+                parts, logs, out, num_rows, num_splits, HEAD_SIZE=head_size, BLOCK_D=block_d, BLOCK_M=COMBINED_ROWS
+            )
+    return out.transpose(1, 2)
+
+
+@_attend.register_fake
+def _unfilled(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    """The output before it is written: laid out as [B, N, H, D], so that the output projection reads it as it is."""
+    batch, num_heads, num_nodes, head_size = q.shape
+    return q.new_empty(batch, num_nodes, num_heads, head_size).transpose(1, 2)
+
+
+def _runs_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels can run here and are wanted; they have no backward pass."""
+    choice = os.environ.get("SPECTRAIN_KERNELS")
+    interpreted = choice == "triton" and os.environ.get("TRITON_INTERPRET") == "1" and q.dtype != torch.bfloat16
+    supported = q.dtype in (torch.float32, torch.float16, torch.bfloat16) and q.shape[-1] <= max(CONFIGS)
+    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    # The interpreter's arithmetic in bfloat16 is wrong, without a word (Triton 3.9).
+    return triton is not None and choice != "reference" and supported and not needs_grad and (q.is_cuda or interpreted)
+
+
+def tree_attention(
+    q_BHND: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    visibility: Visibility,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """What `tree_attention_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
+    if not _runs_kernel(q_BHND, k_BKTD, v_BKTD):
+        return tree_attention_reference(q_BHND, k_BKTD, v_BKTD, visibility, scale, window, softcap)
+    longest, num_appended = visibility.longest, visibility.tree.shape[2]
+    if window is not None and longest + num_appended <= window:
+        window = None
+    batch, num_heads, num_nodes, head_size = q_BHND.shape
+    num_kv_heads = k_BKTD.shape[1]
+    num_rows = num_nodes * num_heads // num_kv_heads
+    tiles = -(-num_rows // choose_config(num_rows, head_size, q_BHND.dtype).block_m)
+    num_keys = num_appended + (longest if window is None else min(longest, window))
+    splits = choose_splits(tiles * batch * num_kv_heads, num_keys)
+    positions = visibility.query_positions, visibility.key_positions
+    return _attend(
+        q_BHND, k_BKTD, v_BKTD, visibility.words(), visibility.lengths, *positions, num_appended, splits, scale, window, softcap
+    )
