@@ -188,7 +188,7 @@ def test_drawn_chains_are_swept_too(tiny: Target, tmp_path: Path, rule: Acceptan
 @pytest.mark.parametrize("family", [Ngram, Kangaroo, LayerSkipping])
 def test_one_exit_is_not_swept(tiny: Target, tmp_path: Path, family: Any) -> None:
     """A drafter that can't change its exit is refused before anything is decoded."""
-    with pytest.raises(UserError, match=r"eval\.sweep=exit: this drafter has one exit"):
+    with pytest.raises(UserError, match=r"eval\.sweep=exit: this drafter has no exits to choose from"):
         evaluation(tmp_path, sweep="exit").score(tiny, family(tiny), Chain(2), Greedy(), tmp_path / "out", SETTING)
     assert not (tmp_path / "out").exists()
 
