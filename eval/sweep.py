@@ -77,7 +77,9 @@ def exit_systems(
 ) -> tuple[Grid, list[System]]:
     """Chains of every length from every exit, drawn as `builder` draws."""
     if not drafter.has_exits:
-        raise UserError("eval.sweep=exit: this drafter has no exits to choose from; use drafter=early_exit, or a run of recipe=layerskip")
+        raise UserError(
+            "eval.sweep=exit: this drafter has no exits to choose from; use drafter=early_exit, or a run of recipe=layerskip"
+        )
     grid = Grid("exit", "exit_layer", "depth", _exits(target, exits), tuple(sorted(set(depths))))
     systems = []
     for exit_layer in grid.rows:
