@@ -16,6 +16,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -113,18 +114,19 @@ class Config:
     stages: int
 
 
-# The largest blocks that compile for sm_90 without spilling a register, with Triton 3.6 and 3.9, windows and softcaps
-# included; tests/kernels/test_compiled.py holds them to it. Head size at most -> for 16 rows, for 64 rows, for more.
+# The largest blocks that compile for sm_90 without spilling a register and fit the 99 KB of consumer GPUs (sm_89, sm_120),
+# with Triton 3.6 and 3.9, windows and softcaps included; tests/kernels/test_compiled.py holds them to it. Not yet timed.
+# Head size at most -> for 16 rows, for 64 rows, for more.
 CONFIGS = {
     64: (Config(16, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 3)),
     128: (Config(16, 32, 4, 4), Config(64, 32, 4, 4), Config(128, 64, 8, 3)),
-    256: (Config(16, 32, 4, 3), Config(64, 64, 8, 2), Config(128, 32, 8, 2)),
+    256: (Config(16, 32, 4, 3), Config(64, 32, 8, 2), Config(64, 32, 8, 2)),
 }
 # Exact float32 products have no tensor cores, and keep whole rows of both operands in registers; larger blocks spill a lot.
 CONFIGS_FLOAT32 = (Config(16, 16, 4, 2), Config(32, 16, 8, 2))
 
 WANTED_PROGRAMS = 120  # about one for each of the 132 multiprocessors of an H200
-KEYS_A_SPLIT = 256  # below this, writing and reading the partial outputs costs more than the keys
+KEYS_A_SPLIT = 256  # at 64 nodes, 32 heads and 8 key-value heads a split's output is as many bytes, both ways, as 512 keys
 MOST_SPLITS = 64
 COMBINED_ROWS = 8  # of 256 float32 at most a program of 128 threads: 16 registers for the sum, as many for a split
 
@@ -335,14 +337,23 @@ def _unfilled(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(batch, num_nodes, num_heads, head_size).transpose(1, 2)
 
 
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    """Whether this is a GPU that the configurations were made for."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def _runs_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels can run here and are wanted; they have no backward pass."""
     choice = os.environ.get("SPECTRAIN_KERNELS")
-    interpreted = choice == "triton" and os.environ.get("TRITON_INTERPRET") == "1" and q.dtype != torch.bfloat16
-    supported = q.dtype in (torch.float32, torch.float16, torch.bfloat16) and q.shape[-1] <= max(CONFIGS)
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    # The interpreter's arithmetic in bfloat16 is wrong, without a word (Triton 3.9).
-    return triton is not None and choice != "reference" and supported and not needs_grad and (q.is_cuda or interpreted)
+    if triton is None or choice == "reference" or q.shape[-1] > max(CONFIGS):
+        return False
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return False
+    if q.device.type == "cpu":  # interpreted, where bfloat16 comes out wrong without a word (Triton 3.9)
+        interpreted = choice == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+        return interpreted and q.dtype in (torch.float32, torch.float16)
+    return _has_kernel(q.device) and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def tree_attention(

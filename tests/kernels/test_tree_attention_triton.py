@@ -1,0 +1,377 @@
+"""The tree attention kernels, interpreted, equal the reference in float64; choices and wrappers around them."""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import combinations, product
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.acceptance import Accepted, Greedy
+from spectrain.decode import Context, decode
+from spectrain.drafters.base import Drafter
+from spectrain.features import Batch
+from spectrain.kernels import tree_attention as module
+from spectrain.kernels.tree_attention import (
+    CONFIGS,
+    Config,
+    Visibility,
+    choose_splits,
+    tree_attention,
+    tree_attention_reference,
+)
+from spectrain.shapes import Chain, TreeBuilder
+from spectrain.target import Target
+from spectrain.tree import TokenTree
+
+triton = pytest.importorskip("triton", reason="triton is not installed, so there are no kernels to interpret")
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+pytestmark = pytest.mark.skipif(
+    VERSION < (3, 7) and tuple(int(part) for part in numpy.__version__.split(".")[:2]) >= (2, 4),
+    reason="the interpreter of triton before 3.7 cannot loop to a bound in a tensor with numpy 2.4",
+)
+
+AXES: dict[str, tuple[Any, ...]] = {
+    "num_new": (1, 2, 5, 16, 63, 64, 65, 100, 256),
+    "prefix": (0, 1, 63, 64, 65, 300),
+    "splits": (1, 3, 8),
+    "group": (1, 2, 4, 8),
+    "head_size": (32, 64, 96, 128),
+    "earlier": (0, 3, 70),  # nodes appended before the new ones
+    "ragged": (False, True),
+    "window": (None, 1, 7, 90),
+    "softcap": (None, 2.0),
+    "shape": ("chain", "star", "random", "padded"),
+    "dtype": (torch.float32, torch.float16),
+}
+
+
+class Case(NamedTuple):
+    """One choice on each axis."""
+
+    num_new: int = 5
+    prefix: int = 65
+    splits: int = 1
+    group: int = 2
+    head_size: int = 32
+    earlier: int = 0
+    ragged: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    shape: str = "random"
+    dtype: torch.dtype = torch.float32
+
+
+def covering() -> list[Case]:
+    """Cases in which every two choices on different axes meet at least once."""
+    draw = random.Random(0)
+    axes = list(AXES.values())
+
+    def pairs(choices: tuple[Any, ...]) -> set[Any]:
+        return set(combinations(enumerate(choices), 2))
+
+    indexed = [[(axis, value) for value in values] for axis, values in enumerate(axes)]
+    left = {pair for one, other in combinations(indexed, 2) for pair in product(one, other)}
+    cases = []
+    while left:
+        drawn = [tuple(draw.choice(values) for values in axes) for _ in range(60)]
+        best = list(max(drawn, key=lambda choices: len(pairs(choices) & left)))
+        if not pairs(tuple(best)) & left:
+            for axis, value in min(left, key=repr):
+                best[axis] = value
+        left -= pairs(tuple(best))
+        cases.append(Case(*best))
+    return cases
+
+
+def name_of(case: Case) -> str:
+    return "-".join(str(value).removeprefix("torch.") for value in case)
+
+
+def parents_of(shape: str, batch: int, num_nodes: int) -> Tensor:
+    index = torch.arange(num_nodes)
+    parents = {
+        "chain": (index - 1).expand(batch, -1),
+        "star": torch.zeros(batch, num_nodes, dtype=torch.int64),
+        "random": (torch.rand(batch, num_nodes) * index).long(),
+        "padded": torch.where(index < num_nodes * 2 // 3, (torch.rand(batch, num_nodes) * index).long(), 0),
+    }[shape].clone()
+    parents[:, 0] = -1
+    return parents
+
+
+def inputs_of(case: Case, poison: float = float("nan")) -> tuple[tuple[Tensor, Tensor, Tensor, Visibility], Tensor, Tensor]:
+    """Queries, keys, values and visibility as a target hands them over, and the same keys and values without poison.
+
+    Keys and values are views of one cache, whose slots behind each row's own nodes hold `poison`.
+    """
+    kv_heads = 1 if case.num_new > 65 else 2
+    lengths = [case.prefix, case.prefix // 2, 0] if case.ragged else [case.prefix]
+    num_nodes, longest = case.earlier + case.num_new, max(lengths)
+    rows = torch.tensor(lengths)
+    parents = parents_of(case.shape, len(rows), num_nodes)
+    tree = TokenTree.of(torch.zeros_like(parents), parents)
+    positions = rows[:, None] + tree.depths
+    new = slice(case.earlier, None)
+    visibility = Visibility(rows, longest, tree.ancestors[:, new], positions[:, new], positions)
+    query = (torch.randn(len(rows), case.num_new, kv_heads * case.group, case.head_size) * 2).to(case.dtype).transpose(1, 2)
+    clean = torch.randn(2, len(rows), longest + num_nodes + 7, kv_heads, case.head_size).to(case.dtype)
+    cache = clean.clone()
+    for row, length in enumerate(lengths):
+        cache[:, row, length + num_nodes :] = poison
+    keys, values = (half[:, : longest + num_nodes].transpose(1, 2) for half in cache)
+    return (query, keys, values, visibility), *(half[:, : longest + num_nodes].transpose(1, 2) for half in clean)
+
+
+def agree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels' answer from a poisoned cache is the reference's in float64 from a clean one."""
+    inputs, keys, values = inputs_of(case)
+    monkeypatch.setattr(module, "choose_splits", lambda programs, num_keys: case.splits)
+    actual = tree_attention(*inputs, scale=case.head_size**-0.5, window=case.window, softcap=case.softcap)
+    wide = (inputs[0].double(), keys.double(), values.double(), inputs[3])
+    expected = tree_attention_reference(*wide, scale=case.head_size**-0.5, window=case.window, softcap=case.softcap)
+    tolerance = 5e-6 if case.dtype == torch.float32 else 2e-3
+    assert actual.dtype == case.dtype
+    torch.testing.assert_close(actual.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels, through triton's interpreter."""
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    yield
+
+
+@pytest.fixture
+def large_blocks(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The half-precision blocks for float32 too: the interpreter takes as long for a small block as for a large one."""
+    choose = module.choose_config
+    monkeypatch.setattr(module, "choose_config", lambda rows, head_size, dtype: choose(rows, head_size, torch.float16))
+    monkeypatch.setattr(module, "COMBINED_ROWS", 256)
+
+
+@pytest.mark.parametrize("case", covering(), ids=name_of)
+def test_kernel_equals_reference(case: Case, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernel = reference where every two choices meet: sizes, trees, windows, softcaps, splits, ragged rows, dtypes."""
+    agree(case, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", AXES["splits"])
+@pytest.mark.parametrize("group", AXES["group"])
+@pytest.mark.parametrize("prefix", AXES["prefix"])
+@pytest.mark.parametrize("num_new", AXES["num_new"])
+def test_kernel_equals_reference_everywhere(
+    num_new: int, prefix: int, group: int, splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernel = reference for every number of nodes, prefix, group and number of splits, other choices drawn."""
+    draw = random.Random(repr((num_new, prefix, group, splits)))
+    agree(Case(num_new, prefix, splits, group, *(draw.choice(values) for values in list(AXES.values())[4:])), monkeypatch)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("num_new, group", [(1, 1), (4, 4), (5, 7)])
+def test_float32_blocks_equal_the_reference(
+    num_new: int, group: int, window: int | None, interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks that float32 runs in by default agree too, with heads in groups of any size."""
+    agree(Case(num_new, splits=3, group=group, head_size=48, earlier=13, ragged=True, window=window), monkeypatch)
+
+
+@pytest.mark.parametrize("head_size", [16, 80, 256])
+def test_other_head_sizes_equal_the_reference(head_size: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head sizes that are padded to a power of two, and the largest one."""
+    agree(Case(30, splits=3, head_size=head_size, dtype=torch.float16), monkeypatch)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_nothing_before_the_window_is_read(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in every block of keys that lies before the first node's window changes nothing."""
+    case = Case(9, prefix=300, head_size=32, window=50, shape="chain")
+    (query, keys, values, visibility), clean_keys, clean_values = inputs_of(case)
+    (block,) = {config.block_n for config in CONFIGS[64]}
+    edge = (int(visibility.query_positions.min()) - 50 + 1) // block * block
+    assert edge > block
+    keys[:, :, :edge] = values[:, :, :edge] = float("nan")
+    monkeypatch.setattr(module, "choose_splits", lambda programs, num_keys: splits)
+    actual = tree_attention(query, keys, values, visibility, 0.2, window=50)
+    expected = tree_attention_reference(query, clean_keys, clean_values, visibility, 0.2, window=50)
+    torch.testing.assert_close(actual, expected, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # of exp2, and meant: 2 / (1 + inf) = 0
+def test_saturated_softcap_equals_the_reference(large_blocks: None) -> None:
+    """Scores far beyond the softcap count as the softcap, of either sign."""
+    (query, _, _, visibility), keys, values = inputs_of(Case())
+    expected = tree_attention_reference(query.double(), keys.double(), values.double(), visibility, 20.0, softcap=1.5)
+    actual = tree_attention(query, keys, values, visibility, 20.0, softcap=1.5)
+    torch.testing.assert_close(actual.double(), expected, atol=5e-6, rtol=5e-6)
+
+
+def test_any_strides_equal_contiguous_ones(large_blocks: None) -> None:
+    """Queries, keys and values in any layout, even with head dimensions apart, give what contiguous ones give."""
+    (query, _, _, visibility), keys, values = inputs_of(Case(ragged=True))
+    whole = tree_attention(query.contiguous(), keys.contiguous(), values.contiguous(), visibility, 0.2)
+    apart = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (query, keys, values)]
+    spaced = [torch.stack([x, x], dim=2)[:, :, 0] for x in (query, keys, values)]
+    assert torch.equal(tree_attention(*apart, visibility, 0.2), whole)
+    assert torch.equal(tree_attention(*spaced, visibility, 0.2), whole)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_row_equals_itself_in_a_batch(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same number of splits, a row's output is bit for bit the same whatever rows are beside it."""
+    (query, _, _, seen), keys, values = inputs_of(Case(prefix=130, ragged=True))
+    monkeypatch.setattr(module, "choose_splits", lambda programs, num_keys: splits)
+    together = tree_attention(query, keys, values, seen, 0.2)
+    for row, length in enumerate(seen.lengths.tolist()):
+        one, end = slice(row, row + 1), length + seen.tree.shape[2]
+        alone = Visibility(seen.lengths[one], length, seen.tree[one], seen.query_positions[one], None)
+        output = tree_attention(query[one], keys[one, :, :end], values[one, :, :end], alone, 0.2)
+        assert torch.equal(output, together[one])
+
+
+def test_splits_are_as_many_as_pay() -> None:
+    """A power of two: 1 for short prefixes or many programs, never above 64, and 256 keys each where there are several."""
+    for programs, keys in product((1, 2, 8, 60, 119, 120, 1000), (1, 255, 511, 512, 1024, 5000, 131072)):
+        splits = choose_splits(programs, keys)
+        assert splits in (1, 2, 4, 8, 16, 32, 64)
+        assert splits == 1 or (keys >= 256 * splits and programs * splits // 2 < 120)
+        assert splits == 64 or programs * splits >= 120 or keys < 512 * splits
+
+
+def test_a_block_of_nodes_lies_in_one_word() -> None:
+    """Every configured block of keys divides 64, and holds the 16 that a product needs."""
+    configs: list[Config] = [*sum(CONFIGS.values(), ()), *module.CONFIGS_FLOAT32]
+    assert all(64 % config.block_n == 0 and config.block_n >= 16 and config.block_m >= 16 for config in configs)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 7, 63, 64, 65, 200])
+def test_words_hold_the_tree(num_nodes: int) -> None:
+    """For a whole tree they are TokenTree's words; bit j of word w says whether node 64 w + j is seen; built once."""
+    tree = TokenTree.of(torch.zeros(2, num_nodes, dtype=torch.int64), parents_of("random", 2, num_nodes))
+    visibility = Visibility(torch.tensor([3, 4]), 4, tree.ancestors, tree.depths, None)
+    words = visibility.words()
+    assert torch.equal(words, tree.words) and words.is_contiguous() and visibility.words() is words
+    part = torch.rand(2, 5, num_nodes) < 0.5
+    words = Visibility(torch.tensor([3, 4]), 4, part, tree.depths, None).words()
+    assert words.shape == (2, 5, (num_nodes + 63) // 64)
+    bits = (words[..., None] >> torch.arange(64)) & 1
+    assert torch.equal(bits.flatten(2)[..., :num_nodes].bool(), part) and not bits.flatten(2)[..., num_nodes:].any()
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("window", [None, 30])
+def test_operator_keeps_its_promises(splits: int, window: int | None, large_blocks: None) -> None:
+    """The operator's schema holds, it changes no input, and its fake gives the shape and strides of what it gives."""
+    (query, _, _, seen), keys, values = inputs_of(Case(splits=splits))
+    positions = seen.query_positions, seen.key_positions
+    num_nodes = seen.tree.shape[2]
+    arguments = (query, keys, values, seen.words(), seen.lengths, *positions, num_nodes, splits, 0.2, window, None)
+    torch.library.opcheck(module._attend, arguments)
+
+
+def test_compiled_call_equals_eager(large_blocks: None) -> None:
+    """torch.compile takes a function with the call in it as one whole graph, which gives the same."""
+    (query, _, _, visibility), keys, values = inputs_of(Case())
+    visibility.words()
+
+    def attend(query: Tensor) -> Tensor:
+        return tree_attention(query * 2, keys, values, visibility, 0.2) + 1
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(query), attend(query))
+
+
+@pytest.mark.parametrize(
+    "environment, dtype, needs_grad, kernel",
+    [
+        (None, torch.float32, False, False),
+        ("reference", torch.float32, False, False),
+        ("triton", torch.float32, False, True),
+        ("triton", torch.float16, False, True),
+        ("triton", torch.bfloat16, False, False),  # the interpreter would be wrong
+        ("triton", torch.float64, False, False),
+        ("triton", torch.float32, True, False),  # the kernels have no backward pass
+    ],
+)
+def test_the_path_is_the_one_asked_for(
+    environment: str | None, dtype: torch.dtype, needs_grad: bool, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the reference runs, and the kernels where SPECTRAIN_KERNELS=triton asks for them and they can."""
+    monkeypatch.delenv("SPECTRAIN_KERNELS", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("SPECTRAIN_KERNELS", environment)
+    (query, _, _, visibility), keys, values = inputs_of(Case(dtype=dtype))
+    query.requires_grad_(needs_grad)
+    launched: list[Tensor] = []
+    attend = module._attend
+    monkeypatch.setattr(module, "_attend", lambda *arguments: launched.append(attend(*arguments)) or launched[0])
+    output = tree_attention(query, keys, values, visibility, 0.2)
+    assert bool(launched) == kernel and output.requires_grad == needs_grad
+    if not kernel:
+        assert torch.equal(output, tree_attention_reference(query, keys, values, visibility, 0.2))
+
+
+def test_without_triton_the_reference_runs() -> None:
+    """Where triton cannot be imported, the module can, and it computes."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from spectrain.kernels.tree_attention import Visibility, tree_attention, tree_attention_reference
+seen = Visibility(torch.tensor([3]), 3, torch.ones(1, 2, 2, dtype=torch.bool).tril(), torch.tensor([[3, 4]]), None)
+q, k, v = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+assert torch.equal(tree_attention(q, k, v, seen, 0.3), tree_attention_reference(q, k, v, seen, 0.3))
+"""
+    environment = {**os.environ, "SPECTRAIN_KERNELS": "triton", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+class Forked(Drafter):
+    """Proposes the two tokens that come next as it was told, each with a wrong sibling."""
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        super().__init__()
+        self.texts, self.layers = texts, ()
+
+    def loss(self, batch: Batch, target: Target) -> Any:
+        raise NotImplementedError
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        rows = []
+        for text, length in zip(self.texts, context.cache.lengths.tolist()):
+            root, first, second = (text[length : length + 3] + [5, 5])[:3]
+            rows.append([root, first ^ 1, first, second ^ 1, second])
+        return TokenTree.of(torch.tensor(rows), torch.tensor([[-1, 0, 0, 2, 2]]).expand(len(rows), -1))
+
+    def commit(self, context: Context, accepted: Accepted) -> None: ...
+
+
+def test_decoding_through_the_kernel_equals_the_reference(
+    tiny: Target, interpreted: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ragged batch decoded greedily with little trees gives the same tokens, with the same ones accepted."""
+    texts = ("The bees find the hive. The", "What is it?")
+    prompts = [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    plain = [found.output for found in decode(tiny, prompts, Greedy(), 8, ignore_eos=True)]
+    drafter = Forked([prompt + output for prompt, output in zip(prompts, plain)])
+    expected = decode(tiny, prompts, Greedy(), 7, drafter, Chain(4), ignore_eos=True)
+    calls: list[None] = []
+
+    def attend(*arguments: Any) -> Tensor:
+        calls.append(None)
+        return tree_attention(*arguments)
+
+    monkeypatch.setattr("spectrain.target.tree_attention_reference", attend)
+    found = decode(tiny, prompts, Greedy(), 7, drafter, Chain(4), ignore_eos=True)
+    assert [each.output for each in found] == [each.output for each in expected] == [output[:7] for output in plain]
+    assert [each.accepted for each in found] == [each.accepted for each in expected] == [[3, 3]] * 2
+    assert len(calls) == 3 * tiny.num_layers
