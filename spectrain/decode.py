@@ -222,9 +222,8 @@ def _prefill(
             f"({target.max_length} tokens); shorten it or lower eval.max_new_tokens"
         )
     depth, budget, drafted = (0, 1, 0) if builder is None else (builder.depth, builder.budget, builder.drafted)
-    capacity = (
-        longest + max_new_tokens + depth + budget + drafted + extra_nodes + 3
-    )  # a drafter may draft in the target's cache
+    # A drafter may draft in the target's cache, so what it gives to a rollout counts beside the tree.
+    capacity = longest + max_new_tokens + depth + budget + drafted + extra_nodes + 3
     tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=target.device)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt, device=target.device)

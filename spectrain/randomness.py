@@ -1,5 +1,7 @@
 """Random numbers that depend on nothing but their keys, so that a run repeats whatever is batched with what."""
 
+import zlib
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,13 @@ def generator(purpose: int, seed: int, row: int, position: int) -> torch.Generat
     """A generator for one purpose at one position of one sequence."""
     key = sum(part * factor for part, factor in zip((seed, row, position, purpose), MIX)) % (1 << 63)
     return torch.Generator().manual_seed(key)
+
+
+def sequence_generator(purpose: int, seed: int, tokens: Tensor, step: int) -> torch.Generator:
+    """A generator for a training sequence [T] at a step, keyed by its own tokens without padding: the same draws however
+    sequences are batched, on whichever process."""
+    length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0
+    return generator(purpose, seed, zlib.crc32(tokens[:length].cpu().numpy().tobytes()), step)
 
 
 def gumbel(shape: tuple[int, ...], source: torch.Generator) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import zlib
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..features import Batch, Layer
-from ..randomness import LAYER_DROPOUT, generator
+from ..randomness import LAYER_DROPOUT, sequence_generator
 from .adapters import adapt_target, adapters_off, settle_target
 from .base import Losses
 from .selfdraft import SelfDrafter, exit_of
@@ -153,8 +152,7 @@ class EarlyExit(SelfDrafter):
         rates = torch.tensor(self.dropout_rates(target.num_layers))
         columns = []
         for row in batch.tokens.cpu():
-            key = zlib.crc32(row[: int(row.nonzero()[-1]) + 1 if row.any() else 0].numpy().tobytes())  # without padding
-            source = generator(LAYER_DROPOUT, self.seed, key, self.step)
+            source = sequence_generator(LAYER_DROPOUT, self.seed, row, self.step)
             columns.append(torch.rand(len(rates), generator=source) < rates)
         return torch.stack(columns, dim=1)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -21,8 +20,8 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..features import Batch, Features, Layer
 from ..losses import Loss, row_losses
-from ..randomness import MASKED_PREFIXES, generator
-from ..shapes.base import Rollout, TreeBuilder
+from ..randomness import MASKED_PREFIXES, sequence_generator
+from ..shapes.base import DepthRollout, TreeBuilder
 from ..tree import TokenTree
 from .base import Drafter, Losses
 from .layers import norm_scale
@@ -214,8 +213,7 @@ class GatedLora(Drafter):
         for tokens, mask in zip(batch.tokens.cpu(), batch.loss_mask.cpu()):
             ends = mask[2:].nonzero()[:, 0]  # prefixes whose first mask has an answer of the assistant
             length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0  # without padding
-            key = zlib.crc32(tokens[:length].numpy().tobytes())
-            source = generator(MASKED_PREFIXES, self.seed, key, self.step)
+            source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, self.step)
             count = max(1, int(self.mask_ratio * length / self.num_masks))
             chosen = ends[torch.randperm(len(ends), generator=source)[:count]].sort().values
             rows.append([(end, self.num_masks) for end in chosen.tolist()])
@@ -290,25 +288,15 @@ class GatedLora(Drafter):
         self.ready_at = torch.where(found.any(-1), context.cache.lengths, -1)
 
 
-class _Masks(Rollout):
+class _Masks(DepthRollout):
     """One round: the mask of a depth, and with a sampler the token before."""
 
     def __init__(self, drafter: GatedLora, states: Tensor, root: Tensor) -> None:
-        self.drafter, self.states, self.root = drafter, states, root  # [B, K, D]
-        self.depth_limit: int = drafter.num_masks
-        self.depth = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)
+        super().__init__(root, drafter.num_masks)
+        self.drafter, self.states = drafter, states  # [B, K, D]
 
-    def start(self) -> Tensor:
-        return self._log_q(self.depth, self.root[:, None])
-
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        depth = self.depth.gather(1, parents) + 1
-        self.depth = torch.cat([self.depth, depth], dim=1)
-        return self._log_q(depth, tokens)
-
-    def _log_q(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        """[B, F, V] after nodes of a depth; below the last mask there is nothing to ask, and nothing will be used."""
-        drafter, depth = self.drafter, depth.clamp(max=self.depth_limit - 1)
+    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        drafter = self.drafter
         states = self.states.gather(1, depth[..., None].expand(-1, -1, self.states.shape[-1]))
         if drafter.sampler is not None:
             states = drafter.sampler(states, drafter.head.embed(tokens)).to(self.states.dtype)

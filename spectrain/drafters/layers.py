@@ -117,12 +117,3 @@ def norm_scale(target: Target) -> Tensor | None:
     if not torch.allclose(above, -below) or not above.any():
         return None
     return above * (1 + getattr(target.config, "rms_norm_eps", 1e-6)) ** 0.5
-
-
-def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy every parameter of `source` whose name and shape `target` shares."""
-    mine = dict(target.named_parameters())
-    with torch.no_grad():
-        for name, value in source.named_parameters():
-            if name in mine and mine[name].shape == value.shape:
-                mine[name].copy_(value)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..features import Batch, Layer
 from ..losses import Loss
-from ..shapes.base import Rollout, TreeBuilder
+from ..shapes.base import DepthRollout, TreeBuilder
 from ..tree import TokenTree
 from .adapters import adapt_target, adapters_off, settle_target
 from .base import Losses
@@ -151,30 +151,20 @@ class Medusa(HeadsDrafter):
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
         last = (context.counts - 1).clamp(min=0)[:, None]
-        return budget.grow(context, _Heads(self, context.fresh.gather(last).at("final").to(next(self.parameters()).dtype)))
+        final = context.fresh.gather(last).at("final").to(next(self.parameters()).dtype)
+        return budget.grow(context, _Heads(self, context.root, final))
 
 
-class _Heads(Rollout):
+class _Heads(DepthRollout):
     """One round: what head k says does not depend on the path, only on its depth."""
 
-    def __init__(self, drafter: Medusa, final: Tensor) -> None:
+    def __init__(self, drafter: Medusa, root: Tensor, final: Tensor) -> None:
+        super().__init__(root, len(drafter.heads))
         self.drafter, self.final = drafter, final  # [B, 1, D]
         self.draft_ids = drafter.draft_ids
-        self.depth_limit: int = len(drafter.heads)
         self.said: list[Tensor] = []  # log q [B, 1, V] of the heads that were asked
-        self.depth = torch.zeros(len(final), 1, dtype=torch.int64, device=final.device)  # of every node
 
-    def start(self) -> Tensor:
-        return self._after(self.depth)
-
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        depth = self.depth.gather(1, parents) + 1
-        self.depth = torch.cat([self.depth, depth], dim=1)
-        return self._after(depth)
-
-    def _after(self, depth: Tensor) -> Tensor:
-        """[B, F, V] after nodes of depth [B, F]; below the last head there is nothing to ask, and nothing will be used."""
-        depth = depth.clamp(max=self.depth_limit - 1)
+    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
         while len(self.said) <= int(depth.max()):
             self.said.append(self.drafter.heads[len(self.said)](self.final).float().log_softmax(-1))
         every = torch.cat(self.said, dim=1)

@@ -5,7 +5,6 @@ Shapes: B batch, T tokens, N packed tokens, K drafts, V vocabulary, R supervised
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +15,8 @@ from ..cache import TreeCache
 from ..errors import UserError
 from ..features import Batch, Layer
 from ..losses import Loss, row_losses
-from ..randomness import MASKED_PREFIXES, generator
-from ..shapes.base import Rollout, TreeBuilder
+from ..randomness import MASKED_PREFIXES, sequence_generator
+from ..shapes.base import DepthRollout, TreeBuilder
 from ..tree import TokenTree
 from .base import Drafter, Losses
 from .masks import add_blocks, mask_embeddings, start_masks
@@ -110,8 +109,7 @@ class Pard(Drafter):
         rows = []
         for tokens, mask in zip(batch.tokens.cpu(), batch.loss_mask.cpu()):
             ends = mask[2:].nonzero()[:, 0]  # prefixes whose first mask has an answer of the assistant
-            length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0  # without padding
-            source = generator(MASKED_PREFIXES, self.seed, zlib.crc32(tokens[:length].numpy().tobytes()), self.step)
+            source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, self.step)
             rank = torch.randperm(len(ends), generator=source)
             kept = [max(self.keep**depth, self.keep_least) * len(ends) for depth in range(1, self.num_drafts)]
             sizes = sum(((rank < count).long() for count in kept), start=torch.zeros_like(rank))
@@ -142,26 +140,15 @@ class Pard(Drafter):
         asked = behind[:, None] + torch.arange(self.num_drafts, device=device)
         final = seen.at("final").gather(1, asked[..., None].expand(-1, -1, self.model.width))
         log_q = self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
-        return budget.grow(context, _Places(log_q))
+        return budget.grow(context, _Places(context.root, log_q))
 
 
-class _Places(Rollout):
+class _Places(DepthRollout):
     """One round: what a place says does not depend on the path, only on its depth."""
 
-    def __init__(self, log_q: Tensor) -> None:
+    def __init__(self, root: Tensor, log_q: Tensor) -> None:
+        super().__init__(root, log_q.shape[1])
         self.log_q = log_q  # [B, K, V]
-        self.depth_limit: int = log_q.shape[1]
-        self.depth = torch.zeros(len(log_q), 1, dtype=torch.int64, device=log_q.device)
 
-    def start(self) -> Tensor:
-        return self._after(self.depth)
-
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        depth = self.depth.gather(1, parents) + 1
-        self.depth = torch.cat([self.depth, depth], dim=1)
-        return self._after(depth)
-
-    def _after(self, depth: Tensor) -> Tensor:
-        """[B, F, V] after nodes of depth [B, F]; below the last place there is nothing to ask, and nothing will be used."""
-        depth = depth.clamp(max=self.depth_limit - 1)
+    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
         return self.log_q.gather(1, depth[..., None].expand(-1, -1, self.log_q.shape[-1]))

@@ -43,6 +43,30 @@ class Rollout(ABC):
         return ids if self.draft_ids is None else self.draft_ids[ids]
 
 
+class DepthRollout(Rollout):
+    """One round of a drafter for which a node's depth and own token say all: what came before them makes no difference."""
+
+    def __init__(self, root: Tensor, depth_limit: int) -> None:
+        self.root, self.depth_limit = root, depth_limit  # [B]
+        self.depth = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)  # of every node given so far
+
+    @abstractmethod
+    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        """Log-probabilities [B, F, V] after nodes of a depth [B, F], which is below the limit, and with these tokens [B, F]."""
+
+    def start(self) -> Tensor:
+        return self._clamped(self.depth, self.root[:, None])
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        depth = self.depth.gather(1, parents) + 1
+        self.depth = torch.cat([self.depth, depth], dim=1)
+        return self._clamped(depth, tokens)
+
+    def _clamped(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        assert self.depth_limit is not None
+        return self.after(depth.clamp(max=self.depth_limit - 1), tokens)  # below it nothing is asked, and nothing will be used
+
+
 @dataclass(frozen=True)
 class Round:
     """What a round cost and gave, for builders that learn from it."""
