@@ -305,12 +305,12 @@ def _(product: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _runs_kernel(product: Tensor) -> bool:
-    """On a GPU, unless SPECTRAIN_KERNELS=torch; on a CPU where SPECTRAIN_KERNELS=triton and triton interprets."""
+    """On a GPU, unless SPECTRAIN_KERNELS=reference; on a CPU where SPECTRAIN_KERNELS=triton and triton interprets."""
     asked = os.environ.get("SPECTRAIN_KERNELS")
     if triton is None or product.dtype == torch.float64:
         return False
     if product.is_cuda:
-        return asked != "torch"
+        return asked != "reference"
     return asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
