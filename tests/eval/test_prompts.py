@@ -181,7 +181,7 @@ def test_a_bad_row_is_named(tmp_path: Path, name: str) -> None:
     "name, data, words",
     [
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}\n', ", line 2: it is not UTF-8"),
-        ("p.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n\n{"prompt": "\xff"}\n'), ", line 3: it is not UTF-8"),
+        ("p.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n\n{"prompt": "\xff"}\n', mtime=0), ", line 3: it is not UTF-8"),
         ("p.json", b'\xef\xbb\xbf[\n\n{"prompt": "\xff"}]', ", line 3: it is not UTF-8"),
         ("p.json", b'[\n{"prompt": "a"},\n{]', ", line 3: it is not JSON"),
         (
@@ -191,7 +191,7 @@ def test_a_bad_row_is_named(tmp_path: Path, name: str) -> None:
         ),
         ("p.json", b'{"prompt": "a"}', ": it is not a list of rows; write"),
         ("p.jsonl.gz", b'{"prompt": "a"}\n', ": it cannot be read (Not a gzipped file"),
-        ("p.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:-9], ": it cannot be read ("),
+        ("p.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:-9], ": it cannot be read ("),
         ("p.parquet", b"PAR1, but no more", ": it cannot be read ("),
         ("p.txt", b"a", ": its format is unknown; give a file that ends in .jsonl, "),
     ],
