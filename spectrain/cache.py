@@ -10,24 +10,57 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from spectrain.kernels.tree_attention import Visibility, tree_attention
+
 from .errors import UserError
 
 
 class TreeCache(Cache):
-    """Keys and values of `num_layers` layers for `batch_size` rows of at most `max_length` tokens, tree nodes included."""
+    """Keys and values of `num_layers` layers for `batch_size` rows of at most `max_length` tokens, tree nodes included.
 
-    def __init__(self, num_layers: int, batch_size: int, max_length: int, device: torch.device | str) -> None:
-        self.max_length = max_length
+    The host knows `longest` exactly, for which a commit asks the device; or, with a `bound` that no row may pass, it knows
+    the bound only. Then nothing is ever asked, tensors stay where they are, and a CUDA graph may replay what was done.
+    """
+
+    def __init__(
+        self, num_layers: int, batch_size: int, max_length: int, device: torch.device | str, bound: int | None = None
+    ) -> None:
+        self.max_length, self.bound = max_length, bound
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # committed tokens a row
-        self.longest = 0  # the largest of them, known without asking the device
+        self.longest = bound or 0  # the largest of them, or its bound, known without asking the device
+        self.is_empty = True  # no forward has appended anything yet
         self.pending = 0  # nodes appended behind the committed tokens and not yet committed or forgotten
         self.positions: Tensor | None = None  # [B, pending] the position ids of these nodes, as the target gave them
         self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
         super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
 
+    def renewed(self, batch_size: int, max_length: int, bound: int | None) -> bool:
+        """Empty the cache, where it is of this size and bounded, so that what replays it finds it in its place."""
+        if bound is None or (len(self.lengths), self.max_length, self.bound) != (batch_size, max_length, bound):
+            return False
+        self.lengths.zero_()
+        self.forget()
+        self.is_empty = True
+        return True
+
     def slots(self, num_nodes: int) -> Tensor:
         """[B, N] where the next `num_nodes` nodes of every row will be written."""
         return (self.lengths + self.pending)[:, None] + torch.arange(num_nodes, device=self.lengths.device)
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        visibility: Visibility,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Append keys and values [B, H, N, D] of new nodes, and let their queries see what `visibility` says."""
+        held = self.append(layer, keys, values)
+        return tree_attention(queries, *held, visibility, scale, window, softcap)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write [B, H, N, D] behind what layer `layer` holds; return all its slots up to the newest, [B, H, T', D]."""
@@ -40,7 +73,7 @@ class TreeCache(Cache):
         end = self.longest + self.pending + num_nodes
         assert end <= self.max_length, f"cache of {self.max_length} slots cannot hold {end} tokens"
         store = self.storage[layer]
-        if batch == 1:
+        if batch == 1 and self.bound is None:
             store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
             store[1, :, end - num_nodes : end] = values.transpose(1, 2)
         else:
@@ -53,6 +86,7 @@ class TreeCache(Cache):
     def advance(self, num_nodes: int) -> None:
         """Say that a forward over every layer has appended `num_nodes` nodes."""
         self.pending += num_nodes
+        self.is_empty = False
 
     def arrange(self, order: Tensor, layers: slice = slice(None)) -> None:
         """Put the appended nodes in another order: the i-th behind the committed tokens becomes node `order[b, i]` [B, N]."""
@@ -61,15 +95,16 @@ class TreeCache(Cache):
         source = self.lengths[:, None] + order
         target = self.lengths[:, None] + torch.arange(order.shape[1], device=order.device)
         target = target.clamp(max=self.max_length - 1)
-        if not torch.equal(source, target):
+        if self.bound is not None or not torch.equal(source, target):
             rows = torch.arange(order.shape[0], device=order.device)[:, None]
             self.storage[layers, :, rows, target] = self.storage[layers, :, rows, source]
 
     def commit(self, path: Tensor, counts: Tensor) -> None:
         """Keep the first `counts[b]` of the appended nodes `path[b]` [B, P], in that order; forget the other ones."""
         self.arrange(path)
-        self.lengths = self.lengths + counts
-        self.longest = int(self.lengths.max())
+        self.lengths += counts
+        if self.bound is None:
+            self.longest = int(self.lengths.max())
         self.forget()
 
     def forget(self) -> None:
@@ -79,7 +114,7 @@ class TreeCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """One layer as `transformers` sees it: everything is kept by the cache that owns it."""
+    """One layer as `transformers` sees it: attention itself appends to the cache, so keys and values pass unchanged."""
 
     is_sliding = False
 
@@ -91,7 +126,7 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.owner.append(self.index, key_states, value_states)
+        return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface
 
-from spectrain.kernels.tree_attention import Visibility, attend_softcapped, tree_attention_reference
+from spectrain.kernels.tree_attention import Visibility, attend_softcapped, tree_attention
 
 from .cache import TreeCache
 from .errors import UserError
@@ -35,21 +35,27 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     visibility: Visibility | None = None,
+    tree_cache: TreeCache | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     calls: list[int] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What every layer of a target calls: tree attention, or without a `visibility` causal attention."""
+    """What every layer of a target calls: tree attention, or without a `visibility` causal attention of a whole text."""
     if s_aux is not None:
         raise UserError("target: it uses attention sinks, which tree attention does not support")
     if calls is not None:
         calls.append(getattr(module, "layer_idx", 0))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if visibility is not None:
-        output = tree_attention_reference(query, key, value, visibility, scale, sliding_window, softcap)
+        if tree_cache is not None:
+            output = tree_cache.attend(module.layer_idx, query, key, value, visibility, scale, sliding_window, softcap)
+        else:
+            output = tree_attention(query, key, value, visibility, scale, sliding_window, softcap)
         return output.transpose(1, 2).contiguous(), None
+    if tree_cache is not None:
+        tree_cache.append(module.layer_idx, key, value)
     length = query.shape[2]
     mask = None
     if softcap is not None or (sliding_window is not None and length > sliding_window):
@@ -227,8 +233,10 @@ class Target(nn.Module):
         last = self.num_layers if last is None else last
         assert dropped is None or (cache is None and mask is None), "layers are dropped in training only"
         batch, num_new = tokens.shape
-        kwargs: dict[str, Any] = {"visibility": None}
-        if cache is not None:
+        kwargs: dict[str, Any] = {"visibility": None, "tree_cache": cache}
+        if cache is not None and cache.is_empty and position_ids is None and mask is None:
+            position_ids = cache.positions = cache.slots(num_new)
+        elif cache is not None:
             if position_ids is None:
                 position_ids = cache.slots(num_new)
             kwargs["visibility"] = self._visibility(cache, num_new, position_ids, mask)
@@ -272,7 +280,7 @@ class Target(nn.Module):
             mask = ones.tril(cache.pending).expand(position_ids.shape[0], -1, -1)
         previous = cache.positions
         cache.positions = position_ids if previous is None else torch.cat([previous, position_ids], dim=1)
-        return Visibility(cache.lengths, cache.longest, mask, position_ids, cache.positions)
+        return Visibility(cache.lengths, cache.longest, mask, position_ids, cache.positions, cache.bound is None)
 
     @contextmanager
     def _capture(self, layers: tuple[Layer, ...]) -> Iterator[dict[Layer, Tensor]]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from spectrain.kernels.tree_attention import Visibility, tree_attention_reference
+from spectrain.kernels.tree_attention import Visibility
 
 if TYPE_CHECKING:
     from ..cache import TreeCache
@@ -68,10 +68,8 @@ class Attention(nn.Module):
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor, layer: int = 0) -> Tensor:
         """Attention in decoding: append to the cache, see its committed tokens and the nodes in `visible` [B, T, M]."""
-        lengths, longest = cache.lengths, cache.longest
-        keys, values = cache.append(layer, k, v)
-        seen = Visibility(lengths, longest, visible, lengths[:, None], None)
-        return self.output(tree_attention_reference(q, keys, values, seen, self.head_dim**-0.5))
+        seen = Visibility(cache.lengths, cache.longest, visible, cache.lengths[:, None], None, cache.bound is None)
+        return self.output(cache.attend(layer, q, k, v, seen, self.head_dim**-0.5))
 
 
 class Mlp(nn.Module):
