@@ -7,7 +7,7 @@ proof can enumerate all of them, with fractions in place of tensors, through thi
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -37,6 +37,10 @@ class Accepted:
         tokens = tree.tokens.gather(1, following)
         return tokens.scatter(1, (self.counts - 1)[:, None], self.bonus[:, None])
 
+    def trimmed(self) -> "Accepted":
+        """Without what is padding in every row, for which the device is asked."""
+        return replace(self, path=self.path[:, : int(self.counts.max())])
+
 
 def walk(tree: TokenTree, choice: Tensor) -> Accepted:
     """Follow `choice` [B, N], the token that the target wants after each node, from the root as deep as the tree goes.
@@ -52,7 +56,7 @@ def walk(tree: TokenTree, choice: Tensor) -> Accepted:
     last = kept.long().mul(tree.depths + 1).argmax(-1)
     on_path = tree.ancestors.gather(1, last[:, None, None].expand(-1, 1, tree.tokens.shape[1]))[:, 0]
     index = torch.arange(tree.tokens.shape[1], device=choice.device)
-    order = torch.where(on_path, index, index + len(index)).argsort(-1)[:, : int(counts.max())]
+    order = torch.where(on_path, index, index + len(index)).argsort(-1)[:, : tree.longest_path]
     path = torch.where(torch.arange(order.shape[1], device=choice.device) < counts[:, None], order, last[:, None])
     return Accepted(path, counts, choice.gather(1, last[:, None])[:, 0])
 
@@ -64,6 +68,7 @@ class AcceptanceRule(ABC):
     lossless: bool
     children: tuple[Children, ...] = ANY  # how the children of a node may have been chosen
     chains_only = False
+    on_device = False  # it judges without asking the device for anything
 
     @abstractmethod
     def choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
@@ -96,6 +101,7 @@ class Greedy(AcceptanceRule):
 
     name = "greedy"
     lossless = True
+    on_device = True
 
     def choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         return logits.argmax(-1)

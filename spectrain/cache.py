@@ -43,6 +43,12 @@ class TreeCache(Cache):
         self.is_empty = True
         return True
 
+    def reach(self, num_nodes: int) -> int:
+        """The most tokens that a row can hold when `num_nodes` more are appended behind the pending ones."""
+        room = self.max_length - self.pending - num_nodes
+        assert room >= (self.longest if self.bound is None else 0), f"cache of {self.max_length} slots is {-room} too small"
+        return min(self.longest, room)
+
     def slots(self, num_nodes: int) -> Tensor:
         """[B, N] where the next `num_nodes` nodes of every row will be written."""
         return (self.lengths + self.pending)[:, None] + torch.arange(num_nodes, device=self.lengths.device)
@@ -70,8 +76,7 @@ class TreeCache(Cache):
             self.storage = torch.zeros(shape, dtype=keys.dtype, device=keys.device)
         if (batch, heads, width) != (*self.storage.shape[2:3], *self.storage.shape[4:]) or values.shape != keys.shape:
             raise UserError("target: its layers differ in key-value shape, which the static cache does not support")
-        end = self.longest + self.pending + num_nodes
-        assert end <= self.max_length, f"cache of {self.max_length} slots cannot hold {end} tokens"
+        end = self.reach(num_nodes) + self.pending + num_nodes
         store = self.storage[layer]
         if batch == 1 and self.bound is None:
             store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
@@ -99,16 +104,20 @@ class TreeCache(Cache):
             rows = torch.arange(order.shape[0], device=order.device)[:, None]
             self.storage[layers, :, rows, target] = self.storage[layers, :, rows, source]
 
-    def commit(self, path: Tensor, counts: Tensor) -> None:
-        """Keep the first `counts[b]` of the appended nodes `path[b]` [B, P], in that order; forget the other ones."""
-        self.arrange(path)
+    def commit(self, path: Tensor | None, counts: Tensor) -> None:
+        """Keep the first `counts[b]` of the appended nodes, or of `path[b]` [B, P] in that order; forget the other ones."""
+        if path is not None:
+            self.arrange(path)
         self.lengths += counts
         if self.bound is None:
             self.longest = int(self.lengths.max())
         self.forget()
 
-    def forget(self) -> None:
-        """Drop every node that was appended and not committed."""
+    def forget(self, committed: int = 0) -> None:
+        """Drop every node that was appended and not committed, and the newest committed ones of every row."""
+        if committed:
+            self.lengths -= committed
+            self.longest -= 0 if self.bound is not None else committed
         self.pending = 0
         self.positions = None
 

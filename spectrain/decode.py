@@ -39,10 +39,34 @@ class Context:
     waiting: list[tuple[Features, Tensor]] = field(default_factory=list)  # the same, of later rounds without a proposal
     shallow: Shallow | None = None  # this round's nodes that a part of the target has run already
 
+    def new_cache(self, old: TreeCache | None, num_layers: int, extra: int) -> TreeCache:
+        """An empty cache for a drafter, `extra` slots longer than the target's; the old one where its place must not change."""
+        batch, length = len(self.counts), self.cache.max_length + extra
+        bound = None if self.cache.bound is None else self.cache.bound + 1
+        if old is not None and len(old.layers) == num_layers and old.renewed(batch, length, bound):
+            return old
+        return TreeCache(num_layers, batch, length, self.tokens.device, bound)
+
     @property
     def root(self) -> Tensor:
         """The newest token of each row [B], chosen and not yet run."""
         return self.tokens.gather(1, self.cache.lengths[:, None])[:, 0]
+
+    def commit(self, seen: Features, path: Tensor, counts: Tensor, emitted: Tensor, drafted: bool) -> None:
+        """Move the accepted path into the cache and its tokens behind the committed ones."""
+        steps = torch.arange(emitted.shape[1], device=emitted.device)
+        slots = (self.cache.lengths[:, None] + 1 + steps).clamp(max=self.tokens.shape[1] - 1)
+        self.tokens.scatter_(1, slots, torch.where(steps < counts[:, None], emitted, self.tokens.gather(1, slots)))
+        self.cache.commit(path, counts)
+        self.keep(seen.gather(path), counts, drafted)
+
+    def keep(self, fresh: Features, counts: Tensor, drafted: bool) -> None:
+        """Hold what was committed for the next proposal."""
+        if drafted:
+            self.fresh, self.counts = fresh, counts
+            self.round += 1
+        else:
+            self.waiting.append((fresh, counts))
 
     def catch_up(self) -> None:
         """Add what rounds without a proposal committed to what the drafter will read."""
@@ -143,20 +167,16 @@ def decode(
     if guard is not None:
         extra_nodes += max_new_tokens  # a drafter that catches up writes as many slots in every row as the furthest behind
     with clock("prefill"):
-        context = _prefill(target, prompts, rule, max_new_tokens, layers, builder, keys, extra_nodes)
-    prefill = clock.seconds["prefill"]
+        context = prefill(target, prompts, rule, max_new_tokens, layers, builder, keys, extra_nodes)
+    prefilled = clock.seconds["prefill"]
     stop_ids: frozenset[int] = frozenset() if ignore_eos else target.stop_ids
     for generation, token in zip(generations, context.root.tolist()):
-        _emit(generation, [token], stop_ids, max_new_tokens)
+        emit(generation, [token], stop_ids, max_new_tokens)
     clock.lap()
     while not all(generation.done for generation in generations):
         asked = drafter if guard is None or guard.drafts() else None
         with clock("draft"):
-            if asked is None or builder is None:
-                tree = TokenTree.chain(context.root[:, None])
-            else:
-                context.catch_up()
-                tree = asked.propose(context, builder)
+            tree = propose(context, asked, builder)
         pruned = judged = torch.zeros_like(keys)
         proposed = tree.depths * (tree.valid & tree.emitted)
         with clock("verify"):
@@ -166,16 +186,8 @@ def decode(
                 pruned, judged = before - tree.valid.sum(1), pruning.judged
             seen = target.verify(tree, context.cache, layers) if asked is None else asked.verify(context, tree)
         with clock("accept"):
-            assert seen.logits is not None
-            positions = context.cache.lengths[:, None] + tree.depths + 1
-            accepted = rule(tree, seen.logits, keys, positions)
-            emitted = accepted.emitted(tree)
-            context.shallow = None
             active = torch.tensor([not generation.done for generation in generations], device=target.device)
-            counts = accepted.counts * active
-            _commit(context, seen, accepted.path, counts, emitted, asked is not None)
-            if asked is not None:
-                asked.commit(context, accepted)
+            emitted, counts = accept(context, rule, asked, tree, seen, active)
         depths, nodes = proposed.amax(1).tolist(), tree.valid.sum(1).tolist()
         idle = (tree.valid & ~tree.emitted).sum(1)
         extra = zip(idle.tolist(), pruned.tolist(), judged.tolist())
@@ -190,8 +202,9 @@ def decode(
                 generation.pruned.append(left)
                 generation.judged.append(asked_of)
                 generation.times.append(seconds)
-                generation.cut = _emit(generation, tokens[:count], stop_ids, max_new_tokens)
+                generation.cut = emit(generation, tokens[:count], stop_ids, max_new_tokens)
         if asked is not None and builder is not None:
+            assert seen.logits is not None
             builder.observe(Round(tree, seen.logits, counts, seconds))
         if guard is not None:
             cost = sum(seconds.values()) if guard.cost is None else guard.cost(max(nodes))
@@ -199,11 +212,45 @@ def decode(
     longest = max((generation.times for generation in generations), key=len)
     total = {part: sum(times[part] for times in longest) for part in PARTS}
     for generation in generations:
-        generation.seconds = {"prefill": prefill, **total}
+        generation.seconds = {"prefill": prefilled, **total}
     return generations
 
 
-def _prefill(
+def propose(context: Context, drafter: Drafter | None, builder: TreeBuilder | None) -> TokenTree:
+    """A round's tree: what the drafter proposes, or without one the root alone."""
+    if drafter is None or builder is None:
+        return TokenTree.chain(context.root[:, None])
+    context.catch_up()
+    return drafter.propose(context, builder)
+
+
+def accept(
+    context: Context, rule: AcceptanceRule, drafter: Drafter | None, tree: TokenTree, seen: Features, active: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Judge a verified tree and commit what is kept: the tokens [B, P] and how many each row emits, none where not active."""
+    assert seen.logits is not None
+    positions = context.cache.lengths[:, None] + tree.depths + 1
+    accepted = rule(tree, seen.logits, context.rows, positions)
+    if context.cache.bound is None:
+        accepted = accepted.trimmed()
+    emitted, counts = accepted.emitted(tree), accepted.counts * active
+    context.shallow = None
+    context.commit(seen, accepted.path, counts, emitted, drafter is not None)
+    if drafter is not None:
+        drafter.commit(context, accepted)
+    return emitted, counts
+
+
+def check_room(target: Target, longest: int, max_new_tokens: int) -> None:
+    """Refuse a prompt that leaves no room for its answer."""
+    if longest + max_new_tokens > target.max_length:
+        raise UserError(
+            f"prompt of {longest} tokens: with {max_new_tokens} new ones it is longer than the context of {target.name} "
+            f"({target.max_length} tokens); shorten it or lower eval.max_new_tokens"
+        )
+
+
+def prefill(
     target: Target,
     prompts: list[list[int]],
     rule: AcceptanceRule,
@@ -213,45 +260,43 @@ def _prefill(
     rows: Tensor,
     extra_nodes: int,
 ) -> Context:
-    """Run the prompts; the first token is chosen from their last logits and belongs to no round."""
-    lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
-    longest = int(lengths.max())
-    if longest + max_new_tokens > target.max_length:
-        raise UserError(
-            f"prompt of {longest} tokens: with {max_new_tokens} new ones it is longer than the context of {target.name} "
-            f"({target.max_length} tokens); shorten it or lower eval.max_new_tokens"
-        )
-    depth, budget, drafted = (0, 1, 0) if builder is None else (builder.depth, builder.budget, builder.drafted)
-    # A drafter may draft in the target's cache, so what it gives to a rollout counts beside the tree.
-    capacity = longest + max_new_tokens + depth + budget + drafted + extra_nodes + 3
+    """A context for these prompts, run."""
+    longest = max(map(len, prompts))
+    check_room(target, longest, max_new_tokens)
+    capacity = longest + max_new_tokens + 3 + nodes_a_round(builder) + extra_nodes
     tokens = torch.zeros(len(prompts), capacity, dtype=torch.int64, device=target.device)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt, device=target.device)
     cache = target.new_cache(len(prompts), capacity)
-    seen = target.prefill(tokens[:, :longest], lengths, cache, layers)
+    return Context(target, cache, tokens, rows, *read(target, prompts, rule, layers, rows, cache, tokens))
+
+
+def nodes_a_round(builder: TreeBuilder | None) -> int:
+    """Slots that a round needs behind the committed tokens: a path of them, the tree, and beside it what a drafter that
+    drafts in the target's cache gives to a rollout."""
+    return 1 if builder is None else builder.depth + builder.budget + builder.drafted
+
+
+def read(
+    target: Target,
+    prompts: list[list[int]],
+    rule: AcceptanceRule,
+    layers: tuple[Layer, ...],
+    rows: Tensor,
+    cache: TreeCache,
+    tokens: Tensor,
+) -> tuple[Features, Tensor]:
+    """Run the prompts into an empty cache, and write them to `tokens` with the first new token, which is chosen from their last
+    logits and belongs to no round; their features, and their lengths [B]."""
+    longest = max(map(len, prompts))
+    padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts], device=target.device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=target.device)
+    seen = target.prefill(padded, lengths, cache, layers)
     assert seen.logits is not None
-    first = rule.choose(seen.logits, rows, lengths[:, None])
-    tokens.scatter_(1, lengths[:, None], first)
-    return Context(target, cache, tokens, rows, seen, lengths)
+    tokens[:, :longest] = padded
+    tokens.scatter_(1, lengths[:, None], rule.choose(seen.logits, rows, lengths[:, None]))
+    return seen, lengths
 
 
-def _commit(context: Context, seen: Features, path: Tensor, counts: Tensor, emitted: Tensor, drafted: bool) -> None:
-    """Move the accepted path into the cache and its tokens behind the committed ones."""
-    steps = torch.arange(emitted.shape[1], device=emitted.device)
-    slots = context.cache.lengths[:, None] + 1 + steps
-    keep = steps < counts[:, None]
-    slots = slots.clamp(max=context.tokens.shape[1] - 1)
-    context.tokens.scatter_(1, slots, torch.where(keep, emitted, context.tokens.gather(1, slots)))
-    context.cache.commit(path, counts)
-    fresh = seen.gather(path)
-    if drafted:
-        context.fresh, context.counts = fresh, counts
-        context.round += 1
-    else:
-        context.waiting.append((fresh, counts))
-
-
-def _emit(generation: Generation, tokens: list[int], stop_ids: frozenset[int], limit: int) -> bool:
+def emit(generation: Generation, tokens: list[int], stop_ids: frozenset[int], limit: int) -> bool:
     """Add a round's tokens, up to EOS or the limit; whether that cut the round short."""
     for position, token in enumerate(tokens, 1):
         generation.output.append(token)

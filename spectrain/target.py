@@ -28,7 +28,7 @@ ATTENTION = "spectrain"
 
 
 def _attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -46,7 +46,7 @@ def _attention(
     if s_aux is not None:
         raise UserError("target: it uses attention sinks, which tree attention does not support")
     if calls is not None:
-        calls.append(getattr(module, "layer_idx", 0))
+        calls.append(module.layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if visibility is not None:
         if tree_cache is not None:
@@ -196,8 +196,7 @@ class Target(nn.Module):
     def prefill(self, tokens: Tensor, lengths: Tensor, cache: TreeCache, layers: tuple[Layer, ...]) -> Features:
         """Run prompts [B, T], padded on the right, into an empty cache; logits [B, 1, V] follow each row's last token."""
         features = self.run(tokens, cache=cache, layers=(*layers, "final") if "final" not in layers else layers)
-        steps = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        cache.commit(steps, lengths)
+        cache.commit(None, lengths)
         last = features.at("final").gather(1, (lengths - 1)[:, None, None].expand(-1, 1, self.width))
         return Features(tokens, features.layers, features.hidden, self.head.logits(last))
 
@@ -230,6 +229,7 @@ class Target(nn.Module):
         behind the committed tokens that it sees [B, N, pending + N]. None is causal. "final" is the final norm of
         whatever layer ran last, so an early exit reads it the same way. Positions default to the order of the tokens.
         """
+        assert self.config._attn_implementation == ATTENTION, "another attention would neither see the tree nor fill the cache"
         last = self.num_layers if last is None else last
         assert dropped is None or (cache is None and mask is None), "layers are dropped in training only"
         batch, num_new = tokens.shape
@@ -280,7 +280,7 @@ class Target(nn.Module):
             mask = ones.tril(cache.pending).expand(position_ids.shape[0], -1, -1)
         previous = cache.positions
         cache.positions = position_ids if previous is None else torch.cat([previous, position_ids], dim=1)
-        return Visibility(cache.lengths, cache.longest, mask, position_ids, cache.positions, cache.bound is None)
+        return Visibility(cache.lengths, cache.reach(num_new), mask, position_ids, cache.positions, cache.bound is None)
 
     @contextmanager
     def _capture(self, layers: tuple[Layer, ...]) -> Iterator[dict[Layer, Tensor]]:

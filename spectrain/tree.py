@@ -3,7 +3,7 @@
 Node 0 is the root: the newest token of the sequence, chosen by the target and not yet run through it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -26,6 +26,7 @@ class TokenTree:
     children: Children = "deterministic"
     q: Tensor | None = None  # [B, N, V] the distribution each node's children were drawn from, over draft ids
     draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
+    height: int | None = None  # no node is deeper, where the host knows it
 
     @classmethod
     def of(cls, tokens: Tensor, parents: Tensor, valid: Tensor | None = None) -> "TokenTree":
@@ -37,7 +38,13 @@ class TokenTree:
     def chain(cls, tokens: Tensor, valid: Tensor | None = None) -> "TokenTree":
         """A tree of width one from `tokens` [B, N]; a single column is plain autoregressive decoding."""
         parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
-        return cls.of(tokens, parents.expand_as(tokens), valid)
+        return replace(cls.of(tokens, parents.expand_as(tokens), valid), height=tokens.shape[1] - 1)
+
+    @property
+    def longest_path(self) -> int:
+        """Nodes that a path has at most, known without asking the device."""
+        num_nodes = self.tokens.shape[1]
+        return num_nodes if self.height is None else min(num_nodes, self.height + 1)
 
     @cached_property
     def is_chain(self) -> bool:
@@ -55,7 +62,7 @@ class TokenTree:
         step = torch.zeros(*self.tokens.shape, num_nodes, device=self.tokens.device)
         step.scatter_(2, self.parents.clamp(min=0)[..., None], (self.parents >= 0).float()[..., None])
         reach = step + eye
-        for _ in range((num_nodes - 1).bit_length()):  # each squaring doubles the depth that is covered
+        for _ in range((self.longest_path - 1).bit_length()):  # each squaring doubles the depth that is covered
             reach = (reach @ reach).clamp(max=1)
         return reach.bool()
 
@@ -76,7 +83,8 @@ class TokenTree:
         parents = torch.where(real, parents, 0)  # padding hangs below the root
         q = None if self.q is None else self.q.gather(1, order[..., None].expand(-1, -1, self.q.shape[-1]))
         valid, emitted = self.valid.gather(1, order) & real, self.emitted.gather(1, order)
-        return TokenTree(self.tokens.gather(1, order), parents, valid, emitted, self.children, q, self.draft_ids)
+        tokens = self.tokens.gather(1, order)
+        return TokenTree(tokens, parents, valid, emitted, self.children, q, self.draft_ids, self.height)
 
     @cached_property
     def words(self) -> Tensor:

@@ -61,7 +61,7 @@ def test_walk_equals_a_loop(shape: str, num_nodes: int, seed: int) -> None:
     choices = [drawn_choice(tokens, parents, draw) for tokens, parents, _, _ in rows]
     tree = TokenTree(*(torch.tensor(column) for column in zip(*rows)))
     tree.check()
-    accepted = walk(tree, torch.tensor(choices))
+    accepted = walk(tree, torch.tensor(choices)).trimmed()
     emitted = accepted.emitted(tree)
     paths = [
         looped_walk(tokens, parents, [v and e for v, e in zip(valid, emits)], choice)
@@ -144,7 +144,7 @@ def test_sample_and_match_is_lossless(draws: Callable[[list[Path]], Outcomes], n
         masks[hidden][0, 1] = False
     batch = len(outcomes)
     tree = TokenTree(*(t.expand(batch, -1) for t in (one.tokens, one.parents, masks["valid"], masks["emitted"])))
-    accepted = walk(tree, torch.tensor([choice for _, choice in outcomes]))
+    accepted = walk(tree, torch.tensor([choice for _, choice in outcomes])).trimmed()
     emitted = accepted.emitted(tree)
     found: dict[Path, Fraction] = defaultdict(Fraction)
     for (weight, _), count, tokens in zip(outcomes, accepted.counts.tolist(), emitted.tolist()):

@@ -48,6 +48,7 @@ class Drafter(nn.Module, ABC):
     verified_from: int = 0  # the first layer that drafting leaves to verification, where it runs layers of the target
     has_exits: bool = False  # it can draft from any layer: `at_exit`
     learns_replays: bool = False  # its loss tells what a replayed draft got wrong (Batch.distance)
+    is_captured: bool = False  # it drafts without asking the device for anything, so that a CUDA graph can hold a round
     copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and drafts are not drawn
 
     @property

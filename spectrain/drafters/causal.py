@@ -36,6 +36,7 @@ class Causal(Drafter):
     """
 
     shape = ("architecture", "num_layers", "model")
+    is_captured = True
     learns_replays = True
 
     def __init__(
@@ -98,45 +99,45 @@ class Causal(Drafter):
     # Decoding
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        """Run the committed tokens that are new to it, then draft from the root on."""
+        """Run the tokens that are new to it, the root last, then draft from there on."""
         if context.round == 0 or self.cache is None:
-            room = context.cache.max_length + 1 + budget.drafted
-            self.cache = self.model.new_cache(len(context.counts), room)
-        behind = context.cache.lengths - self.cache.lengths
-        width = int(behind.max())
-        if width:
-            places = self.cache.lengths[:, None] + torch.arange(width, device=behind.device)
-            tokens = context.tokens.gather(1, places.clamp(max=context.tokens.shape[1] - 1))
-            self.model.run(tokens, cache=self.cache)
-            self.cache.commit(torch.arange(width, device=behind.device).expand(len(behind), -1), behind)
-        tree = budget.grow(context, _Nodes(self, self.cache, context.root))
-        self.cache.forget()
+            self.cache = context.new_cache(self.cache, self.model.num_layers, 1 + budget.drafted)
+        behind = context.cache.lengths - self.cache.lengths  # the root comes after so many
+        steps = torch.arange(context.fresh.tokens.shape[1] + 1, device=behind.device)
+        places = self.cache.lengths[:, None] + steps
+        tokens = context.tokens.gather(1, places.clamp(max=context.tokens.shape[1] - 1))
+        seen = self.model.run(tokens, cache=self.cache, layers=("final",)).at("final")
+        self.cache.commit(None, behind + 1)
+        root = seen.gather(1, behind[:, None, None].expand(-1, 1, seen.shape[-1]))
+        tree = budget.grow(context, _Nodes(self, self.cache, self.log_q(root)))
+        self.cache.forget(committed=1)  # the root: in a row that is done it is the next one as well
         return tree
+
+    def log_q(self, final: Tensor) -> Tensor:
+        """[B, F, D] -> [B, F, V]"""
+        return self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
 
 
 class _Nodes(Rollout):
-    """One round: the root, then levels of nodes, behind what the drafter's cache has committed."""
+    """One round: what follows the root, then levels of nodes behind what the drafter's cache has committed, the root too."""
 
-    def __init__(self, drafter: Causal, cache: TreeCache, root: Tensor) -> None:
-        self.drafter, self.cache, self.root = drafter, cache, root
-        self.visible = torch.zeros(len(root), 0, 0, dtype=torch.bool, device=root.device)
-        self.depth = torch.zeros(len(root), 0, dtype=torch.int64, device=root.device)
+    def __init__(self, drafter: Causal, cache: TreeCache, log_q: Tensor) -> None:
+        self.drafter, self.cache, self.log_q = drafter, cache, log_q  # [B, 1, V]
+        batch, device = len(log_q), log_q.device
+        self.visible = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
+        self.depth = torch.zeros(batch, 1, dtype=torch.int64, device=device)
 
     def start(self) -> Tensor:
-        nothing = self.visible.new_zeros(len(self.root), 1, 0)
-        return self._run(self.root[:, None], self.depth.new_zeros(len(self.root), 1), nothing)
+        return self.log_q
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
-        return self._run(tokens, self.depth.gather(1, parents) + 1, above)
-
-    def _run(self, tokens: Tensor, depth: Tensor, above: Tensor) -> Tensor:
         batch, num_new = tokens.shape
+        above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
         itself = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
         visible = torch.cat([above, itself], dim=2)
-        positions = self.cache.lengths[:, None] + depth
-        seen = self.drafter.model.run(tokens, positions, visible, self.cache, logits=True)
+        depth = self.depth.gather(1, parents) + 1
+        positions = self.cache.lengths[:, None] - 1 + depth
+        seen = self.drafter.model.run(tokens, positions, visible, self.cache, ("final",))
         self.visible = torch.cat([F.pad(self.visible, (0, num_new)), visible], dim=1)
         self.depth = torch.cat([self.depth, depth], dim=1)
-        assert seen.logits is not None
-        return seen.logits[..., : self.drafter.vocab_size].log_softmax(-1)
+        return self.drafter.log_q(seen.at("final"))

@@ -33,6 +33,7 @@ class Eagle3(VocabularyDrafter):
     """
 
     shape = ("vocab_size", "layers")
+    is_captured = True
 
     def __init__(
         self,
@@ -129,21 +130,18 @@ class Eagle3(VocabularyDrafter):
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
         """Read the features of what was just accepted, then roll on from the last of them."""
-        batch = len(context.counts)
         if context.round == 0 or self.cache is None:
-            self.cache = TreeCache(1, batch, context.cache.max_length + budget.drafted, context.tokens.device)
+            self.cache = context.new_cache(self.cache, 1, budget.drafted)
         num_new = context.fresh.tokens.shape[1]
-        visible = torch.ones(num_new, num_new, dtype=torch.bool, device=context.tokens.device).tril().expand(batch, -1, -1)
         hidden = self.fc(context.fresh.fused(self.fused).to(self.fc.weight.dtype))
-        output = self.decode(context.following, hidden, self.cache.slots(num_new), self.cache, visible)
-        steps = torch.arange(num_new, device=context.tokens.device).expand(batch, -1)
-        self.cache.commit(steps, context.counts)
+        output = self.decode(context.following, hidden, self.cache.slots(num_new), self.cache, None)
+        self.cache.commit(None, context.counts)
         last = output.gather(1, (context.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[-1]))
         tree = budget.grow(context, _Eagle3Rollout(self, self.cache, last))
         self.cache.forget()
         return tree
 
-    def decode(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor) -> Tensor:
+    def decode(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
         """The un-normed output [B, F, D] of new nodes, appended to the cache behind what it holds."""
         x = torch.cat([self.input_layernorm(self._embed(tokens)), self.hidden_norm(hidden)], dim=-1)
         q, k, v = self.self_attn.project(x, self.rotary(x, positions))

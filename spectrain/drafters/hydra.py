@@ -72,10 +72,8 @@ class PrefixAttention(nn.Module):
         if cache is None:
             attended = self.self_attn.masked(q, k, v, None)
         else:
-            length = final.shape[1]
-            visible = torch.ones(length, length, dtype=torch.bool, device=final.device).tril().expand(len(final), -1, -1)
-            attended = self.self_attn.cached(q, k, v, cache, visible)
-            cache.advance(length)
+            attended = self.self_attn.cached(q, k, v, cache, None)
+            cache.advance(final.shape[1])
         hidden = final + attended
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -85,6 +83,7 @@ class Hydra(HeadsDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     shape = ("num_heads", "num_layers", "vocab_size", "prefix_attention")
+    is_captured = True
 
     def __init__(
         self,
@@ -130,20 +129,23 @@ class Hydra(HeadsDrafter):
         states = context.fresh.at("final").to(next(self.parameters()).dtype)
         last = (context.counts - 1).clamp(min=0)[:, None, None]
         if self.prefix is not None:
-            batch, num_new, _ = states.shape
             if context.round == 0 or self.cache is None:
-                self.cache = TreeCache(1, batch, context.cache.max_length, states.device)
-            states = self.prefix(states, self.cache.slots(num_new), self.cache)
-            self.cache.commit(torch.arange(num_new, device=states.device).expand(batch, -1), context.counts)
+                self.cache = context.new_cache(self.cache, 1, 0)
+            states = self.prefix(states, self.cache.slots(states.shape[1]), self.cache)
+            self.cache.commit(None, context.counts)
         state = states.gather(1, last.expand(-1, 1, states.shape[-1]))
-        return budget.grow(context, _Path(self, state, context.root))
+        return budget.grow(context, _Path(self, state, context.root, budget.by_level))
 
 
 class _Path(Rollout):
-    """One round: a node's head is that of its depth, and reads the tokens from the root to the node."""
+    """One round: a node's head is that of its depth, and reads the tokens from the root to the node.
 
-    def __init__(self, drafter: Hydra, state: Tensor, root: Tensor) -> None:
-        self.drafter, self.state = drafter, state  # [B, 1, D]
+    What level by level is given needs one head at a time; otherwise a node may be of any depth so far.
+    """
+
+    def __init__(self, drafter: Hydra, state: Tensor, root: Tensor, by_level: bool) -> None:
+        self.drafter, self.state, self.by_level = drafter, state, by_level  # [B, 1, D]
+        self.deepest = 0
         self.draft_ids = drafter.draft_ids
         self.depth_limit: int = len(drafter.heads)
         self.read = drafter.embed(root)[:, None, None]  # [B, nodes, depth + 1, D], what is behind a node's depth is unused
@@ -154,8 +156,8 @@ class _Path(Rollout):
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         depth = self.depth.gather(1, parents) + 1
-        deepest = max(self.read.shape[2], int(depth.max()) + 1)
-        self.read = nn.functional.pad(self.read, (0, 0, 0, deepest - self.read.shape[2]))
+        self.deepest += 1
+        self.read = nn.functional.pad(self.read, (0, 0, 0, 1))
         read = self.read.gather(1, parents[:, :, None, None].expand(-1, -1, *self.read.shape[2:]))
         place = depth[:, :, None, None].expand(-1, -1, 1, read.shape[-1])
         read = read.scatter(2, place, self.drafter.embed(tokens)[:, :, None])
@@ -165,7 +167,8 @@ class _Path(Rollout):
     def _after(self, read: Tensor, depth: Tensor) -> Tensor:
         """[B, F, V]; below the last head there is nothing to ask, and nothing will be used."""
         found = None
-        for k in sorted(set(depth.clamp(max=self.depth_limit - 1).flatten().tolist())):
+        last = min(self.deepest, self.depth_limit - 1)
+        for k in range(last if self.by_level else 0, last + 1):
             inputs = torch.cat([self.state.expand(-1, read.shape[1], -1), read[:, :, : k + 1].flatten(2)], dim=-1)
             log_q = self.drafter.heads[k](inputs).float().log_softmax(-1)
             found = log_q if found is None else torch.where((depth >= k)[..., None], log_q, found)

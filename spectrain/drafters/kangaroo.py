@@ -90,14 +90,11 @@ class Kangaroo(SelfDrafter):
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
         """Read the exit states of what was just accepted, the last draft's too, then draft from the root on."""
-        batch, device = len(context.counts), context.tokens.device
         if context.round == 0 or self.cache is None:
-            room = context.cache.max_length + 1 + budget.drafted
-            self.cache = TreeCache(1, batch, room, device)
+            self.cache = context.new_cache(self.cache, 1, 1 + budget.drafted)
         num_new = context.fresh.tokens.shape[1]
-        visible = torch.ones(num_new, num_new, dtype=torch.bool, device=device).tril().expand(batch, -1, -1)
-        self._adapt(context.fresh.at(self.exit_layer), self.cache.slots(num_new), visible)
-        self.cache.commit(torch.arange(num_new, device=device).expand(batch, -1), context.counts)
+        self._adapt(context.fresh.at(self.exit_layer), self.cache.slots(num_new), None)
+        self.cache.commit(None, context.counts)
         tree = super().propose(context, budget)
         self.cache.forget()
         return tree
@@ -106,7 +103,7 @@ class Kangaroo(SelfDrafter):
         adapted = self._adapt(level.seen.at(self.exit_layer), level.positions, level.visible)
         return self.head.logits(self.norm(adapted).to(self.head.output.weight.dtype)).log_softmax(-1)
 
-    def _adapt(self, x: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
+    def _adapt(self, x: Tensor, positions: Tensor, visible: Tensor | None) -> Tensor:
         """[B, F, D] -> [B, F, D], appended to the adapter's cache behind what it holds."""
         assert self.cache is not None
         x = x.to(self.norm.weight.dtype)

@@ -66,9 +66,17 @@ class Attention(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
         return self.output(attended)
 
-    def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor, layer: int = 0) -> Tensor:
-        """Attention in decoding: append to the cache, see its committed tokens and the nodes in `visible` [B, T, M]."""
-        seen = Visibility(cache.lengths, cache.longest, visible, cache.lengths[:, None], None, cache.bound is None)
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor | None, layer: int = 0) -> Tensor:
+        """Attention in decoding: append to the cache, see its committed tokens and the nodes in `visible` [B, T, M], or
+        without it the new tokens up to the own one."""
+        batch, _, length, _ = q.shape
+        if visible is None and cache.is_empty:
+            cache.append(layer, k, v)
+            return self.masked(q, k, v, None)
+        if visible is None:
+            visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(batch, -1, -1)
+        lengths = cache.lengths
+        seen = Visibility(lengths, cache.reach(length), visible, lengths[:, None], None, cache.bound is None)
         return self.output(cache.attend(layer, q, k, v, seen, self.head_dim**-0.5))
 
 

@@ -53,6 +53,7 @@ class Medusa(HeadsDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     shape = ("num_heads", "num_layers", "vocab_size")
+    is_captured = True
 
     def __init__(
         self,
@@ -165,7 +166,7 @@ class _Heads(DepthRollout):
         self.said: list[Tensor] = []  # log q [B, 1, V] of the heads that were asked
 
     def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        while len(self.said) <= int(depth.max()):
+        while len(self.said) <= min(self.deepest, len(self.drafter.heads) - 1):
             self.said.append(self.drafter.heads[len(self.said)](self.final).float().log_softmax(-1))
         every = torch.cat(self.said, dim=1)
         return every.gather(1, depth[..., None].expand(-1, -1, every.shape[-1]))

@@ -37,6 +37,7 @@ class Pard(Drafter):
     """
 
     shape = ("architecture", "num_layers", "model")
+    is_captured = True
 
     def __init__(
         self,
@@ -125,10 +126,9 @@ class Pard(Drafter):
         """One forward over the committed tokens that are new to it, the root and the masks."""
         lengths, device = context.cache.lengths, context.tokens.device
         if context.round == 0 or self.cache is None:
-            room = context.cache.max_length + 1 + self.num_drafts
-            self.cache = self.model.new_cache(len(lengths), room)
+            self.cache = context.new_cache(self.cache, self.model.num_layers, 1 + self.num_drafts)
         behind = lengths - self.cache.lengths  # the root comes after so many
-        width = int(behind.max()) + self.num_drafts
+        width = context.fresh.tokens.shape[1] + self.num_drafts
         places = torch.arange(width, device=device)
         numbers = places - behind[:, None] - 1
         numbers = torch.where(numbers < self.num_drafts - 1, numbers.clamp(min=-1), -1)
@@ -136,7 +136,7 @@ class Pard(Drafter):
         tokens = torch.where(places <= behind[:, None], context.tokens.gather(1, index), 0)
         with mask_embeddings(self.model.head.embedding, self.mask, numbers):
             seen = self.model.run(tokens, cache=self.cache, layers=("final",))
-        self.cache.commit(places.expand(len(lengths), -1), behind)
+        self.cache.commit(None, behind)
         asked = behind[:, None] + torch.arange(self.num_drafts, device=device)
         final = seen.at("final").gather(1, asked[..., None].expand(-1, -1, self.model.width))
         log_q = self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)

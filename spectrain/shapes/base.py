@@ -49,6 +49,7 @@ class DepthRollout(Rollout):
     def __init__(self, root: Tensor, depth_limit: int) -> None:
         self.root, self.depth_limit = root, depth_limit  # [B]
         self.depth = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)  # of every node given so far
+        self.deepest = 0  # no node is deeper: as often something was given below the root
 
     @abstractmethod
     def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
@@ -60,6 +61,7 @@ class DepthRollout(Rollout):
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         depth = self.depth.gather(1, parents) + 1
         self.depth = torch.cat([self.depth, depth], dim=1)
+        self.deepest += 1
         return self._clamped(depth, tokens)
 
     def _clamped(self, depth: Tensor, tokens: Tensor) -> Tensor:
@@ -88,6 +90,8 @@ class TreeBuilder(ABC):
     temperature = 1.0  # of the distribution that drawn children are drawn from
     seed = 0
     is_chain = False
+    by_level = True  # nodes that are given to a rollout together are equally deep
+    is_fixed = False  # its trees have one size and depth, found without asking the device for anything
     needs: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency"
 
     @abstractmethod
@@ -134,6 +138,7 @@ class Draft:
         self.num_fed = 1
         self.newest = 0  # where the newest level begins
         self.log_q = rollout.start()
+        self.levels = 0
         self.drawn_from: list[tuple[Tensor, Tensor]] = []  # frontier nodes and the q that their children were drawn from
         self.draws = [
             generator(DRAFT, builder.seed, row, position)
@@ -150,6 +155,7 @@ class Draft:
         scores = self.scores.gather(1, self.frontier)[..., None] + log_q
         if allowed is not None:
             scores = scores.masked_fill(~allowed[..., :width], NEVER)
+        self.levels += 1
         self.newest = self.tokens.shape[1]
         self.tokens = torch.cat([self.tokens, self.rollout.to_target(ids.flatten(1))], dim=1)
         self.parents = torch.cat([self.parents, self.frontier.repeat_interleave(width, dim=1)], dim=1)
@@ -181,13 +187,15 @@ class Draft:
         tokens = self.tokens.gather(1, keep)
         q = None
         if self.builder.children != "deterministic":
-            q = self.log_q.new_zeros(*keep.shape, self.log_q.shape[-1])
+            batch, count = keep.shape
+            q = self.log_q.new_zeros(batch, count + 1, self.log_q.shape[-1])  # the last row takes what is not kept
+            rows = torch.arange(batch, device=keep.device)[:, None]
             for nodes, drawn_from in self.drawn_from:
                 slots = renumber.gather(1, nodes)
-                rows, columns = (slots >= 0).nonzero(as_tuple=True)
-                q[rows, slots[rows, columns]] = drawn_from[rows, columns]
+                q[rows, torch.where(slots < 0, count, slots)] = drawn_from
+            q = q[:, :count]
         every = torch.ones_like(valid)
-        return TokenTree(tokens, parents, valid, every, self.builder.children, q, self.rollout.draft_ids)
+        return TokenTree(tokens, parents, valid, every, self.builder.children, q, self.rollout.draft_ids, self.levels)
 
     def _pick(self, width: int) -> tuple[Tensor, Tensor]:
         """Draft ids [B, F, K] of children and their log q; drawn ones in the order of the draw."""

@@ -40,6 +40,7 @@ class Chain(TreeBuilder):
         if not 0 <= stop < 1:
             raise UserError(f"tree.stop={stop}: use 0 or more and less than 1")
         self.budget, self.drafted = depth + 1, depth - 1
+        self.is_fixed = not stop
 
     def grow(self, context: Context, rollout: Rollout) -> TokenTree:
         draft = Draft(self, context, rollout)

@@ -24,6 +24,7 @@ class Eagle2(TreeBuilder):
     """
 
     name = "eagle2"
+    is_fixed = True
 
     def __init__(self, depth: int = 5, budget: int = 16, top_k: int = 4) -> None:
         self.depth, self.budget, self.top_k = depth, budget, top_k
@@ -100,6 +101,7 @@ class DySpec(TreeBuilder):
     """
 
     name = "dyspec"
+    by_level = False
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class Static(TreeBuilder):
     """
 
     name = "static"
+    is_fixed = True
 
     def __init__(
         self,
@@ -92,13 +93,13 @@ class Static(TreeBuilder):
             )
         draft = Draft(self, context, rollout)
         batch, device = context.root.shape[0], context.root.device
-        keep = [torch.zeros(1, dtype=torch.int64)]
-        for width, nodes, inner in _levels(tuple(self.paths), draft.log_q.shape[-1], self.reach(rollout)):
+        keep = [torch.zeros(1, dtype=torch.int64, device=device)]
+        for width, nodes, inner in _levels(tuple(self.paths), draft.log_q.shape[-1], self.reach(rollout), device):
             draft.branch(width)
-            keep.append(draft.newest + torch.tensor(nodes))
-            if inner:
-                draft.extend(torch.tensor(inner, device=device).expand(batch, -1))
-        return draft.subset(torch.cat(keep).to(device).expand(batch, -1))
+            keep.append(draft.newest + nodes)
+            if len(inner):
+                draft.extend(inner.expand(batch, -1))
+        return draft.subset(torch.cat(keep).expand(batch, -1))
 
     def settings(self) -> dict[str, object]:
         return {**super().settings(), "paths": [list(path) for path in self.paths]}
@@ -197,10 +198,13 @@ def sequoia_paths(chances: list[float], nodes: int, levels: int) -> list[Path]:
 
 
 @cache
-def _levels(paths: tuple[Path, ...], vocab_size: int, depth: int) -> list[tuple[int, list[int], list[int]]]:
+def _levels(
+    paths: tuple[Path, ...], vocab_size: int, depth: int, device: torch.device
+) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
     """By level: children drawn a frontier node, which of them are in the tree, and which of these have children.
 
-    Choices beyond a small vocabulary or the drafter's reach are left out, with what is below them.
+    Choices beyond a small vocabulary or the drafter's reach are left out, with what is below them. Kept on the device, for a
+    CUDA graph copies nothing from the host.
     """
     possible = [path for path in paths if max(path) < vocab_size and len(path) <= depth]
     levels = []
@@ -213,5 +217,9 @@ def _levels(paths: tuple[Path, ...], vocab_size: int, depth: int) -> list[tuple[
         width = max(path[-1] for path in nodes) + 1
         index = {path: parents[path[:-1]] * width + path[-1] for path in nodes}
         frontier = [path for path in nodes if any(other[:-1] == path for other in possible)]
-        levels.append((width, sorted(index.values()), sorted(index[path] for path in frontier)))
+        kept, inner = (
+            torch.tensor(sorted(places), dtype=torch.int64, device=device)
+            for places in (index.values(), [index[path] for path in frontier])
+        )
+        levels.append((width, kept, inner))
     return levels

@@ -439,9 +439,8 @@ def test_transformers_drafts_with_it_the_same(tiny: Target, tmp_path: Path, monk
     monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", watched)
     monkeypatch.setattr(AssistedCandidateGenerator, "update_candidate_strategy", counted)
     with plain_model(tiny) as model:
-        for prompt in PROMPTS:
-            assisted = generate(model, prompt, limit, frozenset(), assistant_model=assistant)
-            assert assisted == decode(tiny, [prompt], Greedy(), limit, ignore_eos=True)[0].output
+        assisted = [generate(model, prompt, limit, frozenset(), assistant_model=assistant) for prompt in PROMPTS]
+    assert assisted == [decode(tiny, [prompt], Greedy(), limit, ignore_eos=True)[0].output for prompt in PROMPTS]
     assert len(rounds) == len(kept) and {0} < set(kept)
     theirs, ours, drafted = torch.zeros(depth), torch.zeros(depth), 0
     for (text, candidates), count in zip(rounds, kept):

@@ -10,7 +10,7 @@ from torch import Tensor
 from spectrain.acceptance import Greedy
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decode import Context, _commit, _prefill, decode
+from spectrain.decode import Context, decode, prefill
 from spectrain.drafters.hydra import Hydra, _Path
 from spectrain.drafters.vocabulary import Supervision
 from spectrain.errors import UserError
@@ -40,6 +40,7 @@ class Probe(TreeBuilder):
     """Asks for the distribution after given nodes, level by level, and drafts nothing."""
 
     name, depth, budget, drafted = "probe", HEADS, 16, 16
+    by_level = False
 
     def __init__(self, *levels: tuple[list[list[int]], list[list[int]]]) -> None:
         self.levels = levels  # tokens and parents of every call
@@ -53,7 +54,7 @@ class Probe(TreeBuilder):
 
 def context_of(tiny: Target, drafter: Hydra, prompts: list[list[int]]) -> Context:
     """The first round of these prompts."""
-    return _prefill(tiny, prompts, Greedy(), 40, drafter.layers, Probe(), torch.arange(len(prompts)), 0)
+    return prefill(tiny, prompts, Greedy(), 40, drafter.layers, Probe(), torch.arange(len(prompts)), 0)
 
 
 @torch.no_grad()
@@ -105,7 +106,7 @@ def test_training_equals_decoding_along_the_true_path(tiny: Target, prefix: bool
         seen = tiny.verify(tree, context.cache, drafter.layers)
         emitted = torch.stack([tokens[b, n + 1 : n + 5] for b, n in enumerate(lengths)])
         with torch.no_grad():
-            _commit(context, seen, torch.arange(4).expand(2, -1), torch.tensor(counts), emitted, drafted)
+            context.commit(seen, torch.arange(4).expand(2, -1), torch.tensor(counts), emitted, drafted)
         lengths = [n + count for n, count in zip(lengths, counts)]
     assert lengths == context.cache.lengths.tolist() and context.round == 4
 

@@ -18,7 +18,7 @@ from spectrain.calibration import Calibration, Latency
 from spectrain.cli import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decode import Context, _prefill, decode
+from spectrain.decode import Context, decode, prefill
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
 from spectrain.features import Batch, Features
@@ -141,7 +141,7 @@ def test_heads_share_no_parameter_and_grow_apart(tiny: Target, tmp_path: Path) -
 
 def context_of(tiny: Target, drafter: Medusa, prompts: list[list[int]], builder: TreeBuilder) -> Context:
     """The first round of these prompts."""
-    return _prefill(tiny, prompts, Greedy(), 20, drafter.layers, builder, torch.arange(len(prompts)), 0)
+    return prefill(tiny, prompts, Greedy(), 20, drafter.layers, builder, torch.arange(len(prompts)), 0)
 
 
 def paths(tree: TokenTree, row: int) -> set[tuple[int, ...]]:

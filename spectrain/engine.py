@@ -1,0 +1,308 @@
+"""Decoding that never asks the device: rounds of one fixed shape, replayed as CUDA graphs, looked at every few rounds.
+
+Shapes: B batch, P tokens that a round may emit, K rounds between two looks of the host.
+It runs what `decode.decode` runs, in the same order, and gives the same tokens. Three graphs hold a round (draft, verify,
+accept), with an event between them, so that a round's time splits without a synchronisation. Autoregressive decoding is the
+round whose tree is the root alone. On a CPU the same rounds run without graphs, which is how tests see them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .acceptance import AcceptanceRule
+from .cache import TreeCache
+from .decode import PARTS, Context, Generation, accept, check_room, emit, nodes_a_round, propose, read
+from .drafters.base import Drafter
+from .errors import UserError
+from .features import Features
+from .shapes.base import TreeBuilder
+from .target import Target
+from .tree import TokenTree
+
+NEVER = -1  # what no token equals
+WARM_UP = 2  # rounds of the final shapes before a capture, in which kernels are loaded
+
+
+def why_not(rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None) -> str | None:
+    """Why such rounds cannot be held in a graph; None where they can."""
+    if not rule.on_device:
+        return f"acceptance={rule.name} judges on the host"
+    if drafter is not None and not drafter.is_captured:
+        return f"drafter={type(drafter).__name__.lower()} asks the device while it drafts"
+    if builder is not None and not builder.is_fixed:
+        return f"tree={builder.name} decides on the host how far to draft"
+    return None
+
+
+@dataclass
+class HeldContext(Context):
+    """A context whose tensors stay in their place from round to round, and from prompt to prompt."""
+
+    held: tuple[Features, Tensor] | None = None  # where what was committed goes, [B, P], and how much of it is real
+
+    def keep(self, fresh: Features, counts: Tensor, drafted: bool) -> None:
+        if not drafted:
+            return  # nobody will read it
+        if self.held is None:
+            self.held = Features(fresh.tokens.clone(), fresh.layers, fresh.hidden.clone()), counts.clone()
+        else:
+            self.held[0].tokens.copy_(fresh.tokens)
+            self.held[0].hidden.copy_(fresh.hidden)
+            self.held[1].copy_(counts)
+        self.fresh, self.counts = self.held
+        self.round += 1
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one round gave one row."""
+
+    tokens: list[int]
+    depth: int  # of the proposal
+    nodes: int  # that the target ran, padding left out
+    idle: int  # of these only draft
+
+
+class Log:
+    """The lines of up to K rounds, kept on the device until the host looks: tokens, how many of them count, other numbers."""
+
+    def __init__(self, rounds: int, batch: int, width: int, device: torch.device) -> None:
+        self.slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self.lines = torch.zeros(rounds, batch, width + 4, dtype=torch.int64, device=device)
+
+    def write(self, tree: TokenTree, emitted: Tensor, counts: Tensor) -> None:
+        depths = (tree.depths * (tree.valid & tree.emitted)).amax(1)
+        numbers = torch.stack([counts, depths, tree.valid.sum(1), (tree.valid & ~tree.emitted).sum(1)], dim=1)
+        self.lines.index_copy_(0, self.slot, torch.cat([emitted, numbers], dim=1)[None])
+        self.slot.copy_((self.slot + 1) % len(self.lines))
+
+    def look(self, rounds: int) -> list[list[Line]]:
+        """The rounds since the last look, a line a row: the one place where the host waits for the device."""
+        found = self.lines[:rounds].tolist()
+        self.slot.zero_()
+        return [[Line(line[: line[-4]], *line[-3:]) for line in lines] for lines in found]
+
+
+class Marks:
+    """When the parts of rounds began and ended: events of a GPU, or the time on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.made: list[Any] = []
+
+    def __call__(self) -> None:
+        if self.on_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.made.append(event)
+        else:
+            self.made.append(time.perf_counter())
+
+    def laps(self) -> list[dict[str, float]]:
+        """Seconds of every round by part, once the device has done them."""
+        rounds = [self.made[first : first + len(PARTS)] for first in range(0, len(self.made), len(PARTS))]
+        return [dict(zip(PARTS, (self._between(a, b) for a, b in zip(marks, marks[1:])))) for marks in rounds]
+
+    def _between(self, first: Any, last: Any) -> float:
+        return first.elapsed_time(last) / 1e3 if self.on_gpu else last - first
+
+
+@dataclass
+class State:
+    """The tensors of a batch of one size, and the graphs that were captured over them."""
+
+    context: HeldContext
+    active: Tensor  # [B] not done yet
+    left: Tensor  # [B] tokens still to emit
+    stops: Tensor  # [S] stop tokens
+    log: Log | None = None  # made when the first round tells how many tokens a round may emit
+    drafter: dict[str, Any] = field(default_factory=dict)  # what the drafter keeps between rounds, such as its cache
+    tree: TokenTree | None = None  # of the round that runs
+    seen: Features | None = None
+    warm: int = 0  # rounds run in the shapes that will be captured
+    graphs: list[Any] = field(default_factory=list)  # a torch.cuda.CUDAGraph a part
+
+
+class Engine:
+    """Decodes batch after batch with one drafter, tree and rule; what is captured for a batch serves the next of its size.
+
+    The host looks every `rounds` rounds, or as soon as all rows may have reached their limit.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        rule: AcceptanceRule,
+        drafter: Drafter | None = None,
+        builder: TreeBuilder | None = None,
+        rounds: int = 4,
+    ) -> None:
+        reason = why_not(rule, drafter, builder)
+        if reason is not None:
+            raise UserError(f"eval.engine=captured: {reason}; use eval.engine=eager")
+        self.target, self.rule, self.drafter, self.builder, self.rounds = target, rule, drafter, builder, rounds
+        self.layers = () if drafter is None else drafter.layers
+        self.states: dict[tuple[int, int], State] = {}
+
+    @torch.inference_mode()
+    def decode(
+        self, prompts: list[list[int]], max_new_tokens: int, rows: list[int] | None = None, ignore_eos: bool = False
+    ) -> list[Generation]:
+        """Continue every prompt, as `decode.decode` does."""
+        generations = [Generation(prompt, batch=len(prompts)) for prompt in prompts]
+        began = time.perf_counter()
+        stop_ids: frozenset[int] = frozenset() if ignore_eos else self.target.stop_ids
+        state = self._begin(prompts, max_new_tokens, rows, stop_ids)
+        for generation, token in zip(generations, state.context.root.tolist()):
+            emit(generation, [token], stop_ids, max_new_tokens)
+        state.active.copy_(torch.tensor([not generation.done for generation in generations]))
+        prefilled = time.perf_counter() - began
+        while not all(generation.done for generation in generations):
+            began = time.perf_counter()
+            marks = Marks(self.target.device)
+            count = self._run(state, marks, max(max_new_tokens - len(one.output) for one in generations if not one.done))
+            assert state.log is not None
+            rounds = state.log.look(count)
+            self._note(generations, rounds, marks.laps(), time.perf_counter() - began, stop_ids, max_new_tokens)
+        longest = max((generation.times for generation in generations), key=len)
+        total = {part: sum(times[part] for times in longest) for part in PARTS}
+        for generation in generations:
+            generation.seconds = {"prefill": prefilled, **total}
+        if self.drafter is not None:
+            state.drafter = {name: value for name, value in vars(self.drafter).items() if not name.startswith("_")}
+        return generations
+
+    def _begin(self, prompts: list[list[int]], max_new_tokens: int, rows: list[int] | None, stop_ids: frozenset[int]) -> State:
+        """The state of this size, with the prompts read into it."""
+        longest = max(map(len, prompts))
+        check_room(self.target, longest, max_new_tokens)
+        state = self._state(len(prompts), bucket(longest + max_new_tokens + 1))
+        context, cache = state.context, state.context.cache
+        if self.drafter is not None:  # others may have decoded with it in between
+            vars(self.drafter).update(state.drafter)
+        context.rows.copy_(torch.tensor(list(range(len(prompts))) if rows is None else rows))
+        cache.renewed(len(prompts), cache.max_length, cache.bound)
+        context.fresh, context.counts = read(self.target, prompts, self.rule, self.layers, context.rows, cache, context.tokens)
+        context.round, context.shallow = 0, None
+        state.left.fill_(max_new_tokens - 1)
+        state.stops.copy_(torch.tensor(sorted(stop_ids) + [NEVER] * (len(state.stops) - len(stop_ids))))
+        return state
+
+    def _state(self, batch: int, bound: int) -> State:
+        """Made once for a batch of so many rows of at most `bound` tokens."""
+        if (batch, bound) not in self.states:
+            device, extra = self.target.device, nodes_a_round(self.builder) + 3
+            if self.drafter is not None and self.builder is not None:
+                extra += self.drafter.extra_nodes(self.builder)
+            cache = TreeCache(self.target.num_layers, batch, bound + extra, device, bound)
+            rows, counts, left = (torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(3))
+            tokens = rows.new_zeros(batch, bound + extra)
+            nothing = Features(tokens[:, :0], self.layers, torch.zeros(0, device=device))
+            stops = rows.new_full((len(self.target.stop_ids),), NEVER)
+            context = HeldContext(self.target, cache, tokens, rows, nothing, counts)
+            self.states[batch, bound] = State(context, rows.bool(), left, stops)
+        return self.states[batch, bound]
+
+    def _run(self, state: State, marks: Marks, left: int) -> int:
+        """Run rounds until the host must look: `left` tokens are the most that a row may still emit. How many rounds."""
+        first = state.log is None or (self.drafter is not None and state.context.round == 0)
+        if first:  # of other shapes: it drafts from the whole prompt
+            self._round(state, marks)
+            return 1
+        if self.target.device.type == "cuda" and not state.graphs and state.warm >= WARM_UP:
+            self._capture(state)
+        assert state.log is not None
+        width = state.log.lines.shape[2] - 4
+        count = max(1, min(self.rounds, -(-left // width)))
+        for _ in range(count):
+            self._replay(state, marks) if state.graphs else self._round(state, marks)
+        return count
+
+    def _round(self, state: State, marks: Marks) -> None:
+        marks()
+        for part in self._parts:
+            part(state)
+            marks()
+        state.warm += state.context.round != 1  # the first one of a drafter has other shapes
+
+    def _replay(self, state: State, marks: Marks) -> None:
+        marks()
+        for graph in state.graphs:
+            graph.replay()
+            marks()
+
+    def _capture(self, state: State) -> None:
+        """Record a round without running it, a graph a part; all of them share one pool of memory."""
+        pool = torch.cuda.graph_pool_handle()
+        for part in self._parts:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                part(state)
+            state.graphs.append(graph)
+
+    @property
+    def _parts(self) -> tuple[Callable[[State], None], ...]:
+        return self._draft, self._verify, self._accept
+
+    def _draft(self, state: State) -> None:
+        state.tree = propose(state.context, self.drafter, self.builder)
+
+    def _verify(self, state: State) -> None:
+        assert state.tree is not None
+        if self.drafter is None:
+            state.seen = self.target.verify(state.tree, state.context.cache)
+        else:
+            state.seen = self.drafter.verify(state.context, state.tree)
+
+    def _accept(self, state: State) -> None:
+        """Accept and commit; a row that has emitted a stop token or its last one goes on no further."""
+        tree, seen = state.tree, state.seen
+        assert tree is not None and seen is not None
+        emitted, counts = accept(state.context, self.rule, self.drafter, tree, seen, state.active)
+        if state.log is None:
+            state.log = Log(self.rounds, len(emitted), emitted.shape[1], emitted.device)
+        state.log.write(tree, emitted, counts)
+        real = torch.arange(emitted.shape[1], device=emitted.device) < counts[:, None]
+        stopped = ((emitted[..., None] == state.stops).any(-1) & real).any(-1)
+        state.left -= counts
+        state.active &= ~stopped & (state.left > 0)
+
+    def _note(
+        self,
+        generations: list[Generation],
+        rounds: list[list[Line]],
+        laps: list[dict[str, float]],
+        seconds: float,
+        stop_ids: frozenset[int],
+        max_new_tokens: int,
+    ) -> None:
+        """Add what rounds emitted to those who were not done; the rounds that served one share the time that no part took."""
+        used = []
+        for lines, parts in zip(rounds, laps):
+            going = [(one, line) for one, line in zip(generations, lines) if not one.done]
+            for one, line in going:
+                one.accepted.append(len(line.tokens))
+                one.depths.append(line.depth)
+                one.nodes.append(line.nodes)
+                one.idle.append(line.idle)
+                one.pruned.append(0)
+                one.judged.append(0)
+                one.times.append(parts)
+                one.cut = emit(one, line.tokens, stop_ids, max_new_tokens)
+            used += [parts] if going else []
+        outside = (seconds - sum(sum(parts.values()) for parts in used)) / len(used)
+        for parts in used:
+            parts[PARTS[-1]] = outside
+
+
+def bucket(length: int) -> int:
+    """The power of two, 256 at least, that a cache's bound is rounded up to: it decides how keys are split, so that one capture
+    serves many prompts."""
+    return max(256, 1 << (length - 1).bit_length())
