@@ -43,6 +43,10 @@ class TreeCache(Cache):
         self.is_empty = True
         return True
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """What a layer of `transformers` calls; attention itself appends, so keys and values pass unchanged."""
+        return key_states, value_states
+
     def reach(self, num_nodes: int) -> int:
         """The most tokens that a row can hold when `num_nodes` more are appended behind the pending ones."""
         room = self.max_length - self.pending - num_nodes
@@ -123,7 +127,7 @@ class TreeCache(Cache):
 
 
 class _Layer(CacheLayerMixin):
-    """One layer as `transformers` sees it: attention itself appends to the cache, so keys and values pass unchanged."""
+    """One layer as `transformers` sees it."""
 
     is_sliding = False
 
@@ -135,7 +139,7 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
+        return self.owner.update(key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

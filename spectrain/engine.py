@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from .acceptance import AcceptanceRule
 from .cache import TreeCache
+from .compiled import compiled_layers
 from .decode import PARTS, Context, Generation, accept, check_room, emit, nodes_a_round, propose, read
 from .drafters.base import Drafter
 from .errors import UserError
@@ -133,7 +135,7 @@ class State:
 class Engine:
     """Decodes batch after batch with one drafter, tree and rule; what is captured for a batch serves the next of its size.
 
-    The host looks every `rounds` rounds, or as soon as all rows may have reached their limit.
+    The host looks every `rounds` rounds, or as soon as all rows may have reached their limit. Layers are `compiled` on a GPU.
     """
 
     def __init__(
@@ -143,12 +145,14 @@ class Engine:
         drafter: Drafter | None = None,
         builder: TreeBuilder | None = None,
         rounds: int = 4,
+        compiled: bool | None = None,
     ) -> None:
         reason = why_not(rule, drafter, builder)
         if reason is not None:
             raise UserError(f"eval.engine=captured: {reason}; use eval.engine=eager")
         self.target, self.rule, self.drafter, self.builder, self.rounds = target, rule, drafter, builder, rounds
         self.layers = () if drafter is None else drafter.layers
+        self.compiled = target.device.type == "cuda" if compiled is None else compiled
         self.states: dict[tuple[int, int], State] = {}
 
     @torch.inference_mode()
@@ -227,9 +231,10 @@ class Engine:
 
     def _round(self, state: State, marks: Marks) -> None:
         marks()
-        for part in self._parts:
-            part(state)
-            marks()
+        with self._compiling(state):
+            for part in self._parts:
+                part(state)
+                marks()
         state.warm += state.context.round != 1  # the first one of a drafter has other shapes
 
     def _replay(self, state: State, marks: Marks) -> None:
@@ -241,11 +246,19 @@ class Engine:
     def _capture(self, state: State) -> None:
         """Record a round without running it, a graph a part; all of them share one pool of memory."""
         pool = torch.cuda.graph_pool_handle()
-        for part in self._parts:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                part(state)
-            state.graphs.append(graph)
+        with self._compiling(state):
+            for part in self._parts:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool):
+                    part(state)
+                state.graphs.append(graph)
+
+    def _compiling(self, state: State) -> AbstractContextManager[None]:
+        """Compiled layers, of the drafter's own model too; not where a drafter reads a prompt, whose length is its own."""
+        if not self.compiled or (self.drafter is not None and state.context.round == 0):
+            return nullcontext()
+        models = [] if self.drafter is None else [model for model in self.drafter.modules() if isinstance(model, Target)]
+        return compiled_layers([self.target, *models])
 
     @property
     def _parts(self) -> tuple[Callable[[State], None], ...]:

@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from spectrain.kernels.tree_attention import Visibility, attend_softcapped, tree_attention
 
 from .cache import TreeCache
+from .compiled import attend_layer, running
 from .errors import UserError
 from .features import Features, Layer
 from .packing import pack_linears
@@ -49,6 +50,8 @@ def _attention(
         calls.append(module.layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if visibility is not None:
+        if tree_cache is not None and torch.compiler.is_compiling():
+            return attend_layer(query, key, value, scale, sliding_window, softcap), None
         if tree_cache is not None:
             output = tree_cache.attend(module.layer_idx, query, key, value, visibility, scale, sliding_window, softcap)
         else:
@@ -248,6 +251,7 @@ class Target(nn.Module):
             captured = stack.enter_context(self._capture(layers))
             working = [layer for layer in range(first, last) if layer not in skipped]
             stack.enter_context(self._only(working, hidden, first, dropped))
+            stack.enter_context(running(cache, kwargs["visibility"], working))
             output = self.decoder(
                 input_ids=tokens,
                 position_ids=position_ids,

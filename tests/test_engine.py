@@ -11,12 +11,10 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.hydra import Hydra
 from spectrain.drafters.medusa import Medusa
-from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.pard import Pard
-from spectrain.engine import Engine, why_not
-from spectrain.errors import UserError
+from spectrain.engine import Engine
 from spectrain.shapes import Chain, Eagle2, TreeBuilder
-from spectrain.shapes.dynamic import Entropy, OptTree
+from spectrain.shapes.dynamic import Entropy
 from spectrain.shapes.fixed import Static
 from spectrain.target import Target
 

@@ -1,0 +1,86 @@
+"""Decoder layers compiled for decoding: one compilation of a shape serves all layers of a model, whose code stays as it is.
+
+Inductor fuses a layer's norms, rotary embedding and activation around its matrix products. Attention is one opaque operation:
+which cache, tree and layer it belongs to is looked up when it runs, so none of them is traced, and the number of a layer, which
+is all that tells one from the next, never enters the compiled code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.kernels.tree_attention import Visibility
+
+from .cache import TreeCache
+
+if TYPE_CHECKING:
+    from .target import Target
+
+SHAPES = 64  # batch sizes times numbers of nodes that one process may decode with before layers run uncompiled
+
+
+@dataclass
+class Forward:
+    """The forward that runs: what its attention sees, and the layers that are still to come."""
+
+    cache: TreeCache
+    visibility: Visibility
+    layers: Iterator[int]
+
+
+_running: list[Forward] = []
+
+
+@contextmanager
+def running(cache: TreeCache | None, visibility: Visibility | None, layers: Iterable[int]) -> Iterator[None]:
+    """Say what compiled layers belong to, while they run in this order."""
+    if cache is None or visibility is None:
+        yield
+        return
+    _running.append(Forward(cache, visibility, iter(layers)))
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+@torch.library.custom_op("spectrain::attend_layer", mutates_args=())
+def attend_layer(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """Append the next layer's keys and values and attend, [B, N, H, D]."""
+    now = _running[-1]
+    attended = now.cache.attend(next(now.layers), q, k, v, now.visibility, scale, window, softcap)
+    return attended.transpose(1, 2).contiguous()
+
+
+@attend_layer.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    batch, heads, nodes, width = q.shape
+    return q.new_empty(batch, nodes, heads, width)
+
+
+@cache
+def _compile(backend: str) -> Any:
+    def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return type(layer).forward(layer, *args, **kwargs)
+
+    return torch.compile(run, backend=backend, dynamic=False)
+
+
+@contextmanager
+def compiled_layers(targets: list[Target], backend: str = "inductor") -> Iterator[None]:
+    """Run the layers of these models compiled, over a tree or a single node behind a cache."""
+    with ExitStack() as stack:
+        stack.enter_context(torch._dynamo.config.patch(recompile_limit=SHAPES))
+        for target in targets:
+            for layer in target.layers:
+                assert "forward" not in vars(layer), "something else runs in this layer's place"
+                layer.forward = partial(_compile(backend), layer)
+                stack.callback(delattr, layer, "forward")
+        yield
