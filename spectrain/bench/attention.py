@@ -48,7 +48,7 @@ class Cell:
     nodes: int
 
     @property
-    def name(self) -> str:
+    def name(self) -> str:  # of its row in the results
         return f"table/B={self.batch} prefix={self.prefix} N={self.nodes}"
 
 
@@ -159,7 +159,7 @@ def flex(problem: Problem, notes: dict[str, Any]) -> Work:
 def flashinfer(problem: Problem, notes: dict[str, Any]) -> Work:
     """FlashInfer's prefill kernel for ragged batches with a custom mask, planned beforehand."""
     library = importlib.import_module("flashinfer")
-    notes["version"] = library.__version__
+    notes["version"] = getattr(library, "__version__", None)
     geometry, cell, mask = problem.geometry, problem.cell, problem.dense_mask
     workspace = torch.empty(256 << 20, dtype=torch.uint8, device=geometry.device)
     wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")

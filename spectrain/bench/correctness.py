@@ -5,7 +5,7 @@ to be allocated from holds NaN beforehand, and so do cache slots that nothing ma
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -202,3 +202,11 @@ CHECKS: dict[str, Check] = {
     ),
 }
 """What is checked; a new kernel is one entry more."""
+
+
+def named(toy: bool = False) -> Iterator[tuple[str, Check, Case, torch.dtype]]:
+    """Every case of every kernel in every dtype, with the name of its row in the results."""
+    for kernel, check in CHECKS.items():
+        for dtype in DTYPES:
+            for name, case in (check.toy_cases if toy else check.cases).items():
+                yield f"correctness/{kernel}/{str(dtype).removeprefix('torch.')}/{name}", check, case, dtype

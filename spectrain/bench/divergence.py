@@ -4,6 +4,7 @@ Shapes: R rows, D width, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,19 @@ from spectrain.kernels.linear_divergence import HeadTarget, Projection, linear_d
 from .measure import Replay, check_alive, interleaved, paired_ratio, reason, relative_error, spread
 
 Gradients = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The shape of one row."""
+
+    rows: int
+    width: int
+    vocab: int
+
+    @property
+    def name(self) -> str:  # of its row in the results
+        return f"divergence/R={self.rows} V={self.vocab}"
 
 
 def peak_memory(work: Callable[[], Any], device: torch.device) -> int | None:
@@ -55,8 +69,9 @@ def systems(hidden: Tensor, weight: Tensor, final: Tensor, theirs: Tensor) -> di
     return found
 
 
-def divergence_row(rows: int, width: int, vocab: int, dtype: torch.dtype, device: torch.device, repeats: int) -> dict[str, Any]:
+def divergence_row(loss: Loss, dtype: torch.dtype, device: torch.device, repeats: int) -> dict[str, Any]:
     """Times, interleaved, and peaks of both; what fusion takes of the time and memory of torch without it."""
+    rows, width, vocab = loss.rows, loss.width, loss.vocab
     scale = width**-0.5
     hidden, final = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
     weight, theirs = (torch.randn(vocab, width, dtype=dtype, device=device) * scale for _ in range(2))

@@ -21,8 +21,8 @@ from rich.console import Console
 from spectrain.kernels import linear_divergence, tree_attention
 
 from .attention import CONSTANTS, Cell, Geometry, table_row
-from .correctness import CHECKS, DTYPES, judge
-from .divergence import divergence_row
+from .correctness import judge, named
+from .divergence import Loss, divergence_row
 from .measure import Replay, Results, check_alive, reason, setting
 
 Part = Literal["all", "ceilings", "correctness", "table", "divergence"]
@@ -44,6 +44,13 @@ class Sizes:
     launches: int = 32
     repeats: int = 50
     loss_repeats: int = 20
+
+    def cells(self) -> list[Cell]:
+        """The rows of the table, those with a goal first."""
+        return [Cell(*shape) for nodes in self.nodes for shape in product(self.batches, self.prefixes, (nodes,))]
+
+    def losses(self) -> list[Loss]:
+        return [Loss(rows, self.loss_width, vocab) for rows, vocab in product(self.loss_rows, self.vocabularies)]
 
 
 TOY = Sizes(1 << 16, 32, (4, 2, 16), (1, 2), (33,), (9, 1), (6,), 16, (40,), 2, 3, 3)
@@ -130,16 +137,12 @@ class KernelBench:
         return [replay.seconds() for _ in range(self.sizes.repeats)]
 
     def correctness(self) -> Iterator[Step]:
-        for kernel, check in CHECKS.items():
-            cases = check.toy_cases if self.toy else check.cases
-            for dtype, (name, case) in product(DTYPES, cases.items()):
-                label = f"correctness/{kernel}/{str(dtype).removeprefix('torch.')}/{name}"
-                yield Step(label, digest(check.module), partial(judge, check, case, dtype, self.device))
+        for name, check, case, dtype in named(self.toy):
+            yield Step(name, digest(check.module), partial(judge, check, case, dtype, self.device))
 
     def table(self) -> Iterator[Step]:
         geometry = Geometry(*self.sizes.heads, self.dtype, self.device)
-        for shape in product(self.sizes.batches, self.sizes.prefixes, self.sizes.nodes):
-            cell = Cell(*shape)
+        for cell in self.sizes.cells():
             yield Step(cell.name, digest(tree_attention), partial(self.table_row, cell, geometry))
 
     def table_row(self, cell: Cell, geometry: Geometry) -> dict[str, Any]:
@@ -150,9 +153,8 @@ class KernelBench:
 
     def divergence(self) -> Iterator[Step]:
         rest = self.dtype, self.device, self.sizes.loss_repeats
-        for rows, vocab in product(self.sizes.loss_rows, self.sizes.vocabularies):
-            measure = partial(divergence_row, rows, self.sizes.loss_width, vocab, *rest)
-            yield Step(f"divergence/R={rows} V={vocab}", digest(linear_divergence), measure)
+        for loss in self.sizes.losses():
+            yield Step(loss.name, digest(linear_divergence), partial(divergence_row, loss, *rest))
 
 
 def summary(row: dict[str, Any]) -> str:

@@ -89,8 +89,9 @@ class Results:
         return before
 
     def end(self, name: str) -> None:
-        """It came back; the next row that is written says so."""
+        """Note that it came back, done or failed."""
         self.attempts.pop(name, None)
+        self.write()
 
     def write(self) -> None:
         """Replace the file as a whole, so that it is never half written."""
