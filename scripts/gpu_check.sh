@@ -24,12 +24,13 @@ mkdir -p "$OUT"
 target=(target=smollm2)
 [ -n "${TARGET:-}" ] && target=(target=smollm2 "target.path=$TARGET")
 
+# What `spectrain bench kernels` and `spectrain bench report` run, without the command line: torch, triton and rich are enough.
 kernels() {
-  local out="$OUT/kernels.json" toy=false
-  if [ "${2:-}" = toy ]; then out="$OUT/kernels-toy.json" toy=true; fi
-  timeout 530 "$PYTHON" -m spectrain bench kernels bench.part="${1:-all}" bench.out="$out" bench.toy="$toy" bench.seconds=420 ||
+  local out="$OUT/kernels.json" toy=False
+  if [ "${2:-}" = toy ]; then out="$OUT/kernels-toy.json" toy=True; fi
+  timeout 530 "$PYTHON" -c "from spectrain.bench.kernels import KernelBench as K; K('${1:-all}', '$out', $toy, 420).run()" ||
     [ $? -eq 124 ]
-  "$PYTHON" -m spectrain bench report bench.results="$OUT" > "$OUT/report.md"
+  "$PYTHON" -c "from spectrain.bench.report import Report; Report('$OUT').run()" > "$OUT/report.md"
 }
 
 train() {
