@@ -20,6 +20,7 @@ from rich.console import Console
 
 from spectrain.kernels import linear_divergence, tree_attention
 
+from ..errors import UserError
 from .attention import CONSTANTS, Cell, Geometry, table_row
 from .correctness import judge, named
 from .divergence import Loss, divergence_row
@@ -83,6 +84,8 @@ class KernelBench:
     def run(self) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        if self.device.type != "cuda" and not self.toy:
+            raise UserError("bench.toy=false: there is no GPU here; bench.toy=true runs every line at small size")
         self.sizes = TOY if self.toy else Sizes()
         self.results = Results(Path(self.out), setting(self.device, self.dtype, self.toy))
         console, began = Console(soft_wrap=True), time.monotonic()
@@ -90,7 +93,8 @@ class KernelBench:
         while left and time.monotonic() - began < self.seconds:
             step = left.pop(0)
             console.print(f"{step.name}: {self.measured(step)}", highlight=False, markup=False)
-        count = f"{len(self.results.rows)} rows are in {self.out}"
+        failed = sum("failed" in row for row in self.results.rows.values())
+        count = f"{len(self.results.rows)} rows are in {self.out}, {failed} of them failed"
         console.print(f"{count}; {len(left)} are left: run it again" if left else f"{count}; none is left")
 
     def measured(self, step: Step) -> str:

@@ -120,6 +120,14 @@ def test_command_takes_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert stopped.value.code == 2 and "bench.part=celings" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU measures at full size")
+def test_full_size_needs_a_gpu(tmp_path: Path) -> None:
+    """On a CPU it says how to run, and writes nothing."""
+    with pytest.raises(UserError, match=r"bench\.toy=true"):
+        KernelBench(out=str(tmp_path / "kernels.json")).run()
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_machine_needs_another_file(written: Path, tmp_path: Path) -> None:
     """Rows of two machines, or of a toy run and a real one, never meet in one file; nor is another file overwritten."""
     here = read(written)["setting"]
