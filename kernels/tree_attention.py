@@ -98,11 +98,12 @@ def tree_attention_reference(
 def attend_softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
     """Attention whose scores pass through softcap * tanh(score / softcap), as in Gemma 2."""
     group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.tanh(q.float() @ k.float().transpose(-1, -2) * scale / softcap) * softcap
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = k.repeat_interleave(group, 1).to(wide), v.repeat_interleave(group, 1).to(wide)
+    scores = torch.tanh(q.to(wide) @ k.transpose(-1, -2) * scale / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+    return (scores.softmax(-1) @ v).to(q.dtype)
 
 
 @dataclass(frozen=True)

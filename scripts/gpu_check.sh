@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
-# What only a GPU can tell: train and score EAGLE-3 on SmolLM2 in bf16 with T = 7 and the whole embedded set.
+# What only a GPU can tell: whether the kernels are right and how near their floors they come; and EAGLE-3 on SmolLM2,
+# trained and scored in bf16 with T = 7 and the whole embedded set.
 #
+#   OUT=eval/results bash scripts/gpu_check.sh kernels [ceilings|correctness|table|divergence] [toy]
 #   TARGET=DIR OUT=eval/results bash scripts/gpu_check.sh bench|train|score
 #
+# kernels, without a name all four, measures what $OUT/kernels.json has not yet, for 7 minutes at most, and says how much
+# is left; the same call again goes on. With toy it takes seconds, on any machine, to see that every line of it runs.
 # TARGET is the target's directory in transformers format (weights brought along by hand serve; without it the converted
-# package is used). Needs no network. Each part stays under 9 minutes, and train goes on where it was cut off, so
-# the parts can run one by one, or the same one again. JSON with its setting goes to OUT.
+# package is used). Needs no network. Each part stays under 9 minutes, and train and kernels go on where they were cut
+# off, so the parts can run one by one, or the same one again. JSON with its setting goes to OUT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PART=${1:-}
@@ -14,11 +18,20 @@ RUN=${RUN:-runs/gpu-eagle3-smollm2}
 EPOCHS=${EPOCHS:-30} # ten times the CPU budget and more: all conversations, T = 7
 PYTHON=${PYTHON:-python3}
 export TOKENIZERS_PARALLELISM=false PYTHONUNBUFFERED=1
-unset TRITON_INTERPRET
+unset TRITON_INTERPRET SPECTRAIN_KERNELS
 mkdir -p "$OUT"
 
 target=(target=smollm2)
 [ -n "${TARGET:-}" ] && target=(target=smollm2 "target.path=$TARGET")
+
+# What `spectrain bench kernels` and `spectrain bench report` run, without the command line: torch, triton and rich are enough.
+kernels() {
+  local out="$OUT/kernels.json" toy=False
+  if [ "${2:-}" = toy ]; then out="$OUT/kernels-toy.json" toy=True; fi
+  timeout 530 "$PYTHON" -c "from spectrain.bench.kernels import KernelBench as K; K('${1:-all}', '$out', $toy, 420).run()" ||
+    [ $? -eq 124 ]
+  "$PYTHON" -c "from spectrain.bench.report import Report; Report('$OUT').run()" > "$OUT/report.md"
+}
 
 train() {
   timeout 530 "$PYTHON" -m spectrain train recipe=eagle3 "${target[@]}" run="$RUN" eval=none \
@@ -39,8 +52,9 @@ bench() {
 }
 
 case "$PART" in
+  kernels) kernels "${@:2}" ;;
   train) train ;;
   score) score ;;
   bench) bench ;;
-  *) echo "gpu_check.sh: $PART is no part; use bench, train or score" >&2; exit 2 ;;
+  *) echo "gpu_check.sh: $PART is no part; use kernels, bench, train or score" >&2; exit 2 ;;
 esac

@@ -16,6 +16,7 @@ USAGE = """spectrain: train drafters for speculative decoding and prove what the
   spectrain eval run=runs/NAME                     score it again: other prompts, tree, acceptance rule
   spectrain data inspect data=jsonl data.path=F    a conversation, its supervised tokens in colour
   spectrain bench decode | train                   time against rows; training tokens per second
+  spectrain bench kernels | report                 kernels against their floors; what eval/results holds against its goals
   spectrain doctor                                 what this machine has, and what is missing
 
 Settings are key=value; spectrain train --help lists their groups."""
@@ -48,6 +49,8 @@ def dispatch(arguments: list[str]) -> None:
         "data inspect": ("inspect", inspect_data),
         "bench decode": ("train", bench_decode),
         "bench train": ("train", bench_train),
+        "bench kernels": ("bench_kernels", bench_machine),
+        "bench report": ("bench_report", bench_machine),
         "doctor": (None, doctor),
     }
     words = 2 if arguments[0] in ("data", "bench") else 1
@@ -147,15 +150,21 @@ def inspect_data(config: Any) -> None:
 
 
 def bench_decode(config: Any) -> None:
-    from .bench import decode_table
+    from .bench.throughput import decode_table
 
     decode_table(checked(config, TRAIN_KEYS))
 
 
 def bench_train(config: Any) -> None:
-    from .bench import training_throughput
+    from .bench.throughput import training_throughput
 
     training_throughput(checked(config, TRAIN_KEYS))
+
+
+def bench_machine(config: Any) -> None:
+    from .config import build
+
+    build(checked(config, ("bench",)).bench).run()
 
 
 def doctor(arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""`spectrain bench`: times measured side by side in one process, so that ratios mean something on a busy machine."""
+"""Decoding and training throughput, measured side by side in one process, so that ratios mean something on a busy machine."""
 
 import json
 import time
@@ -13,16 +13,16 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from .acceptance import Greedy
-from .config import build
-from .data.dataset import Dataset
-from .decode import decode
-from .errors import UserError
-from .packing import unpack_linears
-from .provenance import processor
-from .run import fresh_drafter
-from .target import Target
-from .tree import TokenTree
+from ..acceptance import Greedy
+from ..config import build
+from ..data.dataset import Dataset
+from ..decode import decode
+from ..errors import UserError
+from ..packing import unpack_linears
+from ..provenance import processor
+from ..run import fresh_drafter
+from ..target import Target
+from ..tree import TokenTree
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 

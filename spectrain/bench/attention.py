@@ -1,0 +1,247 @@
+"""Tree attention against its floor and against what else computes it, on the same tensors.
+
+Shapes: B batch, N tree nodes, P prefix, T = P + N slots, H query heads, K key-value heads, D head size.
+A system turns a problem into work. Those that need a mask get the tree's, as a dense one or in their own form.
+"""
+
+import importlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from spectrain.kernels.tree_attention import Visibility, tree_attention
+
+from ..machine import wait
+from ..tree import TokenTree
+from .measure import Replay, Results, Work, check_alive, interleaved, paired_ratio, reason, relative_error, spread
+
+BEYOND_CACHE = 120_000_000  # bytes of keys and values in rotation, twice the L2 of an H200
+CONSTANTS = {"bytes_per_second": 4.3e12, "flops_per_second": 790e12}  # of an H200: copying, and bf16 products of random data
+AGREES = 0.05  # relative difference to ours above which a system computes something else
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The attention of one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the table."""
+
+    batch: int
+    prefix: int
+    nodes: int
+
+    @property
+    def name(self) -> str:  # of its row in the results
+        return f"table/B={self.batch} prefix={self.prefix} N={self.nodes}"
+
+
+def random_tree(batch: int, num_nodes: int, device: torch.device, seed: int = 0) -> TokenTree:
+    """Trees whose nodes have any of the nodes before them for a parent."""
+    draw = torch.Generator().manual_seed(seed)
+    parents = (torch.rand(batch, num_nodes, generator=draw) * torch.arange(num_nodes)).long()
+    parents[:, 0] = -1
+    parents = parents.to(device)
+    return TokenTree.of(torch.zeros_like(parents), parents)
+
+
+class Problem:
+    """Queries, keys and values enough that each launch finds its own outside the cache, laid out as in a TreeCache."""
+
+    def __init__(self, cell: Cell, geometry: Geometry, num_buffers: int | None = None) -> None:
+        self.cell, self.geometry = cell, geometry
+        slots, heads, width = cell.prefix + cell.nodes, geometry.num_kv_heads, geometry.head_size
+        size = 2 * cell.batch * slots * heads * width * geometry.dtype.itemsize
+        self.num_buffers = num_buffers or min(32, max(4, -(-BEYOND_CACHE // size)))
+        like: dict[str, Any] = {"dtype": geometry.dtype, "device": geometry.device}
+        self.storage = torch.randn(self.num_buffers, 2, cell.batch, slots, heads, width, **like)
+        queries = torch.randn(self.num_buffers, cell.batch, cell.nodes, geometry.num_heads, width, **like)
+        self.queries = queries.transpose(2, 3)  # [buffers, B, H, N, D]
+        self.scale = width**-0.5
+        tree = random_tree(cell.batch, cell.nodes, geometry.device)
+        lengths = torch.full((cell.batch,), cell.prefix, device=geometry.device)
+        self.visibility = Visibility(lengths, cell.prefix, tree.ancestors, lengths[:, None] + tree.depths, None)
+        self.visibility.words()
+
+    def inputs(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, N, D], keys and values [B, K, T, D] of one launch."""
+        i %= self.num_buffers
+        keys, values = self.storage[i].transpose(2, 3)
+        return self.queries[i], keys, values
+
+    @cached_property
+    def answer(self) -> Tensor:
+        """Ours for the first launch."""
+        return tree_attention(*self.inputs(0), self.visibility, self.scale)
+
+    @cached_property
+    def dense_mask(self) -> Tensor | None:
+        """[B, 1, N, T] bool, or None for a single node, which sees every slot."""
+        tree = self.visibility.tree
+        if tree.shape[1] == 1:
+            return None
+        return torch.cat([tree.new_ones(*tree.shape[:2], self.cell.prefix), tree], 2)[:, None]
+
+    def cost(self) -> tuple[int, int]:
+        """Bytes that must move, keys and values once with queries and output; operations of both products."""
+        batch, nodes, slots = self.cell.batch, self.cell.nodes, self.cell.prefix + self.cell.nodes
+        heads, width = self.geometry.num_heads, self.geometry.head_size
+        elements = 2 * batch * (slots * self.geometry.num_kv_heads + nodes * heads) * width
+        return elements * self.geometry.dtype.itemsize, 4 * batch * nodes * slots * heads * width
+
+
+def floor(cost: tuple[int, int], ceilings: dict[str, float]) -> float:
+    """Seconds that nothing can beat: all bytes at the rate of a copy, or all products at that of a large one."""
+    return max(cost[0] / ceilings["bytes_per_second"], cost[1] / ceilings["flops_per_second"])
+
+
+def ours(problem: Problem, notes: dict[str, Any]) -> Work:
+    return lambda i: tree_attention(*problem.inputs(i), problem.visibility, problem.scale)
+
+
+def sdpa(problem: Problem, notes: dict[str, Any]) -> Work:
+    """torch's, with a dense mask and its own treatment of grouped heads."""
+    options: dict[str, Any] = {"attn_mask": problem.dense_mask, "scale": problem.scale, "enable_gqa": True}
+    return lambda i: F.scaled_dot_product_attention(*problem.inputs(i), **options)
+
+
+def sdpa_repeated(problem: Problem, notes: dict[str, Any]) -> Work:
+    """The same with keys and values repeated for every query head, as transformers does where there is a mask."""
+    group = problem.geometry.num_heads // problem.geometry.num_kv_heads
+
+    def attend(i: int) -> Tensor:
+        q, k, v = problem.inputs(i)
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=problem.dense_mask, scale=problem.scale)
+
+    return attend
+
+
+def flex(problem: Problem, notes: dict[str, Any]) -> Work:
+    """FlexAttention, compiled on a GPU, reading the tree from its words; its block mask is built beforehand."""
+    words, prefix, nodes = problem.visibility.words(), problem.cell.prefix, problem.cell.nodes
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, slot: Tensor) -> Tensor:
+        node = (slot - prefix).clamp(0, nodes - 1)
+        return (slot < prefix) | ((words[b, q, node // 64] >> (node % 64)) & 1 != 0)
+
+    def build() -> Any:
+        return create_block_mask(sees, problem.cell.batch, None, nodes, prefix + nodes, device=str(problem.geometry.device))
+
+    build()
+    began = time.perf_counter()
+    mask = build()
+    wait(problem.geometry.device)
+    notes["mask_build_us"] = (time.perf_counter() - began) * 1e6
+    attend: Any = flex_attention
+    if problem.geometry.device.type == "cuda":
+        torch.compiler.reset()  # else the ninth shape would run uncompiled
+        attend = torch.compile(flex_attention, dynamic=False)
+    return lambda i: attend(*problem.inputs(i), block_mask=mask, scale=problem.scale, enable_gqa=True)
+
+
+def flashinfer(problem: Problem, notes: dict[str, Any]) -> Work:
+    """FlashInfer's prefill kernel for ragged batches with a custom mask, planned beforehand."""
+    library = importlib.import_module("flashinfer")
+    notes["version"] = getattr(library, "__version__", None)
+    geometry, cell, mask = problem.geometry, problem.cell, problem.dense_mask
+    workspace = torch.empty(256 << 20, dtype=torch.uint8, device=geometry.device)
+    wrapper = library.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    rows = torch.arange(cell.batch + 1, dtype=torch.int32, device=geometry.device)
+    wrapper.plan(
+        rows * cell.nodes, rows * (cell.prefix + cell.nodes), geometry.num_heads, geometry.num_kv_heads, geometry.head_size,
+        custom_mask=None if mask is None else mask.flatten(), sm_scale=problem.scale, q_data_type=geometry.dtype,
+    )  # fmt: skip
+
+    def attend(i: int) -> Tensor:
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in problem.inputs(i))
+        out: Tensor = wrapper.run(q, k, v)
+        return out.unflatten(0, (cell.batch, cell.nodes)).transpose(1, 2)
+
+    return attend
+
+
+def unmasked(problem: Problem, notes: dict[str, Any]) -> Work:
+    """FlashAttention over every slot: a wrong answer from the right bytes, which a masked kernel can hardly beat."""
+
+    def attend(i: int) -> Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(*problem.inputs(i), scale=problem.scale, enable_gqa=True)
+
+    return attend
+
+
+System = Callable[[Problem, dict[str, Any]], Work]
+SYSTEMS: dict[str, System] = {
+    "ours": ours,
+    "sdpa": sdpa,
+    "sdpa_repeated": sdpa_repeated,
+    "flex": flex,
+    "flashinfer": flashinfer,
+    "unmasked": unmasked,
+}
+"""What is timed. Each is handed the problem and a dictionary for what else it wants noted."""
+
+
+def prepare(name: str, problem: Problem, results: Results, launches: int, notes: dict[str, Any]) -> Replay:
+    """A system ready to be timed; raises where it cannot run here, or where it computes something else."""
+    attempt = f"{problem.cell.name}/{name}"
+    if results.begin(attempt) > 1:
+        raise RuntimeError("the process ended twice while this ran")
+    work = SYSTEMS[name](problem, notes)
+    if name not in ("ours", "unmasked"):
+        error = relative_error(work(0), problem.answer)
+        if error > AGREES:
+            raise ValueError(f"its output differs from ours by {error:.2g} of its size")
+    return Replay(work, problem.geometry.device, launches)
+
+
+@torch.no_grad()
+def table_row(
+    cell: Cell, geometry: Geometry, results: Results, ceilings: dict[str, float], launches: int, repeats: int
+) -> dict[str, Any]:
+    """Times of every system, interleaved; our share of the floor; how many times as long the others take."""
+    problem = Problem(cell, geometry)
+    replays: dict[str, Replay] = {}
+    failed: dict[str, str] = {}
+    notes: dict[str, dict[str, Any]] = {name: {} for name in SYSTEMS}
+    for name in SYSTEMS:
+        try:
+            replays[name] = prepare(name, problem, results, launches, notes[name])
+        except Exception as error:
+            failed[name] = reason(error)
+            check_alive(geometry.device)  # where this raises, the process ends and the attempt stays noted
+        results.end(f"{cell.name}/{name}")
+    samples = interleaved(replays, repeats)
+    systems = {
+        name: {**spread(seconds), "launches": replays[name].launches, **notes[name]} for name, seconds in samples.items()
+    }
+    row: dict[str, Any] = {
+        "batch": cell.batch, "prefix": cell.prefix, "nodes": cell.nodes, "heads": geometry.num_heads,
+        "kv_heads": geometry.num_kv_heads, "head_size": geometry.head_size, "repeats": repeats, "buffers": problem.num_buffers,
+        "bytes": problem.cost()[0], "flops": problem.cost()[1], "us": systems, "not_run": failed,
+    }  # fmt: skip
+    row["floor_us"] = floor(problem.cost(), ceilings) * 1e6
+    row["constant_floor_us"] = floor(problem.cost(), CONSTANTS) * 1e6
+    if "ours" not in samples:
+        return {**row, "failed": failed["ours"]}
+    median = systems["ours"]["median"]
+    row |= {"share_of_floor": row["floor_us"] / median, "share_of_constant_floor": row["constant_floor_us"] / median}
+    row["times_ours"] = {name: paired_ratio(samples["ours"], theirs) for name, theirs in samples.items() if name != "ours"}
+    return row

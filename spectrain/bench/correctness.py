@@ -1,0 +1,212 @@
+"""Every kernel against its definition in float64, on the same inputs widened.
+
+A check gives cases; a case gives what came out, what should have, and whether the kernel ran. Memory that outputs are likely
+to be allocated from holds NaN beforehand, and so do cache slots that nothing may read.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectrain.kernels import kv_commit, linear_divergence, tree_attention
+
+from ..tree import TokenTree
+from .attention import random_tree
+from .measure import relative_error
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a kernel gave, by name, and what float64 gives."""
+
+    actual: dict[str, Tensor]
+    expected: dict[str, Tensor]
+    by_kernel: bool  # not by the reference
+
+
+Case = Callable[[torch.dtype, torch.device], Outcome]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The cases of one kernel, by name, and how far it may be off, relative to the size of an output."""
+
+    module: ModuleType
+    cases: dict[str, Case]
+    toy_cases: dict[str, Case]
+    tolerance: dict[torch.dtype, float] = field(default_factory=lambda: dict.fromkeys(DTYPES, 0.0))
+
+
+def judge(check: Check, case: Case, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The row of one case: the largest error of any output, absolute and relative, against the tolerance."""
+    torch.manual_seed(0)
+    outcome = case(dtype, device)
+    errors, largest = [], []
+    for name, expected in outcome.expected.items():
+        actual = outcome.actual[name]
+        assert actual.shape == expected.shape, name
+        errors.append(relative_error(actual, expected))
+        largest.append(float((actual.double() - expected.double()).abs().max()))
+    within = max(errors) <= check.tolerance[dtype]
+    return {
+        "dtype": str(dtype).removeprefix("torch."), "by_kernel": outcome.by_kernel, "tolerance": check.tolerance[dtype],
+        "max_error": finite(max(largest)), "relative_error": finite(max(errors)), "within": within,
+    }  # fmt: skip
+
+
+def finite(number: float) -> float | None:
+    """JSON knows no NaN; None is what is written for an output that is none."""
+    return number if math.isfinite(number) else None
+
+
+def poison(device: torch.device, *sizes: int) -> None:
+    """Leave NaN in the memory that the next outputs of these sizes in bytes will probably get."""
+    held = [torch.full((size // 4 + 1,), float("nan"), device=device) for size in sizes for _ in range(2)]
+    held.clear()
+
+
+def attend(
+    dtype: torch.dtype,
+    device: torch.device,
+    lengths: tuple[int, ...],
+    nodes: int,
+    heads: tuple[int, int] = (32, 8),
+    width: int = 128,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Outcome:
+    """Tree attention over ragged prefixes."""
+    batch, longest = len(lengths), max(lengths)
+    tree: TokenTree = random_tree(batch, nodes, device)
+    rows = torch.tensor(lengths, device=device)
+    positions = rows[:, None] + tree.depths
+    seen = tree_attention.Visibility(rows, longest, tree.ancestors, positions, positions)
+    query = torch.randn(batch, nodes, heads[0], width, device=device).to(dtype).transpose(1, 2)
+    storage = torch.randn(2, batch, longest + nodes, heads[1], width, device=device).to(dtype)
+    keys, values = storage.transpose(2, 3)
+    options: dict[str, Any] = {"scale": width**-0.5, "window": window, "softcap": softcap}
+    expected = tree_attention.tree_attention_reference(query.double(), keys.double(), values.double(), seen, **options)
+    ran = tree_attention._runs_kernel(query, keys, values)
+    if ran:  # a dense mask gives these slots a weight of 0, and 0 NaN is NaN
+        for row, length in enumerate(lengths):
+            storage[:, row, length + nodes :] = float("nan")
+    poison(device, query.numel() * dtype.itemsize, query.numel() * 4)
+    return Outcome({"out": tree_attention.tree_attention(query, keys, values, seen, **options)}, {"out": expected}, ran)
+
+
+def row_kl(dtype: torch.dtype, device: torch.device, rows: int, vocab: int, kept: int = 0) -> Outcome:
+    """Losses and gradients of rows of logits as the row kernel finds them."""
+    logits = torch.randn(rows, vocab, device=device).mul_(3).to(dtype)
+    ids = p = log_p = None
+    if kept:
+        ids = torch.rand(rows, vocab, device=device).topk(kept).indices
+        p = torch.rand(rows, kept, device=device).softmax(-1)
+    else:
+        log_p = torch.randn(rows, vocab, device=device).mul_(3).log_softmax(-1)
+    weight = torch.rand(rows, device=device)
+    wide, widened = logits.double(), [None if x is None else x.double() for x in (log_p, p)]
+    expected = linear_divergence.row_kl_reference(wide, widened[0], ids, widened[1], weight.double(), 0.8, 30.0, True)
+    ran = linear_divergence._runs_kernel(logits)
+    run = linear_divergence.row_kl if ran else linear_divergence.row_kl_reference
+    poison(device, rows * 4, rows * 8)
+    found = run(logits, log_p, ids, p, weight, 0.8, 30.0, True)
+    return Outcome({"loss": found[0], "gradient": logits}, {"loss": expected[0], "gradient": wide}, ran)
+
+
+def divergence(dtype: torch.dtype, device: torch.device, rows: int, width: int, vocab: int) -> Outcome:
+    """The fused output layer and KL: its loss and both gradients, against autograd over the whole matrix."""
+    hidden = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype).requires_grad_()
+    final = torch.randn(rows, width, device=device).to(dtype)
+    theirs = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype)
+    target = linear_divergence.HeadTarget(final, linear_divergence.Projection(theirs))
+    wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    log_q = (wide_hidden @ wide_weight.t()).log_softmax(-1)
+    log_p = (final.double() @ theirs.double().t()).log_softmax(-1)
+    wide_loss = (log_p.exp() * (log_p - log_q)).sum()
+    expected = wide_loss.detach(), *torch.autograd.grad(wide_loss, (wide_hidden, wide_weight))
+    poison(device, hidden.numel() * 4, weight.numel() * 4)
+    loss = linear_divergence.linear_divergence(hidden, linear_divergence.Projection(weight), target, chunk=rows // 2 + 1).loss
+    found = loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+    names = ("loss", "of hidden", "of weight")
+    return Outcome(dict(zip(names, found)), dict(zip(names, expected)), linear_divergence._runs_kernel(hidden))
+
+
+def commit(
+    dtype: torch.dtype, device: torch.device, nodes: int, counts: tuple[int, ...], layers: int, heads: int, width: int
+) -> Outcome:
+    """Moving the accepted path: cache, features and lengths, which are copies and must be equal."""
+    batch, steps = len(counts), max(1, *counts)
+    storage = torch.randn(layers, 2, batch, 300 + nodes, heads, width, device=device).to(dtype)
+    lengths = torch.randint(0, 300, (batch,), device=device)
+    moves = torch.stack([torch.randperm(nodes)[:steps].sort().values for _ in counts]).to(device)
+    hidden = torch.randn(batch, nodes, 3, heads * width, device=device).to(dtype)
+    fresh = hidden.new_full((batch, steps, *hidden.shape[2:]), float("nan"))
+    wide = storage.double(), lengths.clone(), moves, torch.tensor(counts, device=device), hidden.double(), fresh.double()
+    kv_commit.kv_commit_reference(*wide)
+    kv_commit.kv_commit(storage, lengths, moves, wide[3], hidden, fresh)
+    names = ("storage", "lengths", "fresh")
+    found = dict(zip(names, (storage, lengths, fresh)))
+    return Outcome(found, dict(zip(names, (wide[0], wide[1], wide[4 + 1]))), kv_commit._runs_kernel(storage))
+
+
+CHECKS: dict[str, Check] = {
+    "tree_attention": Check(
+        tree_attention,
+        {
+            "B=1 prefix=8192 N=1": partial(attend, lengths=(8192,), nodes=1),
+            "B=1 prefix=8192 N=64": partial(attend, lengths=(8192,), nodes=64),
+            "B=1 prefix=32768 N=16": partial(attend, lengths=(32768,), nodes=16),
+            "B=8 ragged to 1000 N=64": partial(attend, lengths=(1000, 0, 1, 63, 64, 65, 300, 999), nodes=64),
+            "B=3 ragged to 300 N=100 D=64": partial(attend, lengths=(300, 7, 128), nodes=100, heads=(8, 8), width=64),
+            "window 200": partial(attend, lengths=(1000, 150), nodes=64, window=200),
+            "softcap 2": partial(attend, lengths=(1000, 150), nodes=64, softcap=2.0),
+        },
+        {
+            "B=1 N=1": partial(attend, lengths=(70,), nodes=1, heads=(4, 2), width=16),
+            "B=2 ragged N=9": partial(attend, lengths=(65, 3), nodes=9, heads=(4, 2), width=16),
+        },
+        {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3},
+    ),
+    "row_kl": Check(
+        linear_divergence,
+        {
+            "2048 rows, V=32000": partial(row_kl, rows=2048, vocab=32000),
+            "512 rows, V=128256": partial(row_kl, rows=512, vocab=128256),
+            "512 rows, V=128256, 64 kept": partial(row_kl, rows=512, vocab=128256, kept=64),
+        },
+        {"5 rows, V=300": partial(row_kl, rows=5, vocab=300), "4 kept": partial(row_kl, rows=5, vocab=300, kept=4)},
+        {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3},
+    ),
+    "linear_divergence": Check(
+        linear_divergence,
+        {"1024 rows, D=1024, V=32000": partial(divergence, rows=1024, width=1024, vocab=32000)},
+        {"9 rows, D=16, V=50": partial(divergence, rows=9, width=16, vocab=50)},
+        {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2},
+    ),
+    "kv_commit": Check(
+        kv_commit,
+        {
+            "32 layers, N=64": partial(commit, nodes=64, counts=(1, 5, 9, 33), layers=32, heads=8, width=128),
+            "3 layers, N=100": partial(commit, nodes=100, counts=(0, 100), layers=3, heads=2, width=80),
+        },
+        {"2 layers, N=9": partial(commit, nodes=9, counts=(1, 4), layers=2, heads=2, width=16)},
+    ),
+}
+"""What is checked; a new kernel is one entry more."""
+
+
+def named(toy: bool = False) -> Iterator[tuple[str, Check, Case, torch.dtype]]:
+    """Every case of every kernel in every dtype, with the name of its row in the results."""
+    for kernel, check in CHECKS.items():
+        for dtype in DTYPES:
+            for name, case in (check.toy_cases if toy else check.cases).items():
+                yield f"correctness/{kernel}/{str(dtype).removeprefix('torch.')}/{name}", check, case, dtype

@@ -1,0 +1,102 @@
+"""The fused output layer and loss against torch without fusion: time and peak memory of loss and gradients.
+
+Shapes: R rows, D width, V vocabulary.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spectrain.kernels.linear_divergence import HeadTarget, Projection, linear_divergence
+
+from .measure import Replay, check_alive, interleaved, paired_ratio, reason, relative_error, spread
+
+Gradients = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The shape of one row."""
+
+    rows: int
+    width: int
+    vocab: int
+
+    @property
+    def name(self) -> str:  # of its row in the results
+        return f"divergence/R={self.rows} V={self.vocab}"
+
+
+def peak_memory(work: Callable[[], Any], device: torch.device) -> int | None:
+    """Bytes that a call allocates at its highest, beyond what was there; None where nobody counts."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    work()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def whole_loss(hidden: Tensor, weight: Tensor, final: Tensor, theirs: Tensor) -> Tensor:
+    """KL(p || q) summed over rows, from whole matrices of logits in float32."""
+    log_p = F.linear(final, theirs).float().log_softmax(-1)
+    log_q = F.linear(hidden, weight).float().log_softmax(-1)
+    return F.kl_div(log_q, log_p, reduction="sum", log_target=True)
+
+
+def systems(hidden: Tensor, weight: Tensor, final: Tensor, theirs: Tensor) -> dict[str, Callable[[int], Gradients]]:
+    """Loss and gradients of the drafter's states and output layer, fused and not."""
+
+    def fused(i: int) -> Gradients:
+        loss = linear_divergence(hidden, Projection(weight), HeadTarget(final, Projection(theirs))).loss
+        return torch.autograd.grad(loss, (hidden, weight))
+
+    def unfused(i: int) -> Gradients:
+        return torch.autograd.grad(whole_loss(hidden, weight, final, theirs), (hidden, weight))
+
+    found: dict[str, Callable[[int], Gradients]] = {"fused": fused, "unfused": unfused}
+    if hidden.device.type == "cuda":
+        torch.compiler.reset()
+        compiled = torch.compile(whole_loss, dynamic=False)
+        found["unfused_compiled"] = lambda i: torch.autograd.grad(compiled(hidden, weight, final, theirs), (hidden, weight))
+    return found
+
+
+def divergence_row(loss: Loss, dtype: torch.dtype, device: torch.device, repeats: int) -> dict[str, Any]:
+    """Times, interleaved, and peaks of both; what fusion takes of the time and memory of torch without it."""
+    rows, width, vocab = loss.rows, loss.width, loss.vocab
+    scale = width**-0.5
+    hidden, final = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
+    weight, theirs = (torch.randn(vocab, width, dtype=dtype, device=device) * scale for _ in range(2))
+    works = systems(hidden.requires_grad_(), weight.requires_grad_(), final, theirs)
+    replays: dict[str, Replay] = {}
+    peaks: dict[str, int | None] = {}
+    failed: dict[str, str] = {}
+    answer = works["fused"](0)
+    for name, work in works.items():
+        try:
+            errors = [relative_error(found, expected) for found, expected in zip(work(0), answer)]
+            if max(errors) > 0.05:
+                raise ValueError(f"its gradients differ from the fused ones by {max(errors):.2g} of their size")
+            peaks[name] = peak_memory(partial(work, 0), device)
+            replays[name] = Replay(work, device, launches=1, graph=False)
+        except Exception as error:
+            failed[name] = reason(error)
+            check_alive(device)
+    samples = interleaved(replays, repeats)
+    row: dict[str, Any] = {
+        "rows": rows, "width": width, "vocab": vocab, "repeats": repeats, "not_run": failed, "peak_bytes": peaks,
+        "us": {name: spread(seconds) for name, seconds in samples.items()},
+    }  # fmt: skip
+    if not {"fused", "unfused"} <= set(samples):
+        return {**row, "failed": "; ".join(failed.values())}
+    row["time_ratio"] = paired_ratio(samples["unfused"], samples["fused"])
+    row["memory_ratio"] = peaks["fused"] / peaks["unfused"] if peaks["fused"] and peaks["unfused"] else None
+    return row

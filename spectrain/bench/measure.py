@@ -1,0 +1,179 @@
+"""How things are timed, and the file that keeps what was measured."""
+
+import json
+import os
+import random
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..machine import wait
+from ..provenance import provenance
+
+Work = Callable[[int], Any]
+"""One call of what is timed; the number says which of several equal inputs to take, so that no cache holds them."""
+
+LONGEST_REPLAY = 0.05  # seconds; slow work is launched fewer times a replay
+SAME_MACHINE = ("gpu", "driver", "processor", "torch", "triton", "dtype", "toy")
+
+
+def setting(device: torch.device, dtype: torch.dtype, toy: bool) -> dict[str, Any]:
+    """What every row of a file has in common: the machine, its software, and when and how it was measured."""
+    facts = provenance()
+    machine = {"gpu": facts["hardware"]["gpu"] if device.type == "cuda" else None, "processor": facts["hardware"]["processor"]}
+    software = {"torch": torch.__version__, "cuda": torch.version.cuda, "triton": facts["versions"].get("triton")}
+    fixed = {**machine, **driver(device), **software, "dtype": str(dtype).removeprefix("torch."), "toy": toy}
+    return {**fixed, **{key: facts[key] for key in ("date", "commit", "command", "versions")}}
+
+
+def driver(device: torch.device) -> dict[str, str | None]:
+    """The GPU's driver, highest clocks and power limit, as nvidia-smi tells them."""
+    names = {"driver": "driver_version", "clock": "clocks.max.sm", "memory_clock": "clocks.max.mem", "power": "power.limit"}
+    if device.type != "cuda":
+        return dict.fromkeys(names)
+    query = ["nvidia-smi", f"--query-gpu={','.join(names.values())}", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return dict.fromkeys(names)
+    return dict(zip(names, (part.strip() for part in told.split(","))))
+
+
+class Results:
+    """Rows measured on one machine, kept in a JSON file that is written anew after each of them.
+
+    So what is cut off loses one row at most, and goes on where it was: a row that is there is measured again only where it
+    failed or where the code that it measures, of which it carries a hash, has changed.
+    """
+
+    def __init__(self, path: Path, here: dict[str, Any]) -> None:
+        self.path, self.setting = path, here
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.attempts: dict[str, int] = {}  # of what was begun and not yet seen to end
+        if path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        try:
+            found = json.loads(self.path.read_text())
+            rows, theirs = found["rows"], found["setting"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"bench.out={self.path}: this is no file of measured rows; give another name") from error
+        unlike = [key for key in SAME_MACHINE if theirs.get(key) != self.setting[key]]
+        if unlike:
+            what = ", ".join(f"{key} {theirs.get(key)}, here {self.setting[key]}" for key in unlike)
+            raise UserError(f"bench.out={self.path}: it was measured elsewhere ({what}); give another name")
+        self.rows, self.attempts, self.setting = rows, found.get("attempts", {}), theirs
+
+    def has(self, name: str, source: str | None) -> bool:
+        """Whether a row is measured, of the same source."""
+        row = self.rows.get(name, {"failed": "not measured"})
+        return "failed" not in row and row.get("source") == source
+
+    def add(self, name: str, row: dict[str, Any]) -> None:
+        self.rows[name] = row
+        self.write()
+
+    def begin(self, name: str) -> int:
+        """Note that something risky begins, before it can end the process; how often it had begun and never ended."""
+        before = self.attempts.get(name, 0)
+        self.attempts[name] = before + 1
+        self.write()
+        return before
+
+    def end(self, name: str) -> None:
+        """Note that it came back, done or failed."""
+        self.attempts.pop(name, None)
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file as a whole, so that it is never half written."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.path.with_name(f".{self.path.name}.tmp")
+        content = {"setting": self.setting, "rows": self.rows, "attempts": self.attempts}
+        unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
+        os.replace(unfinished, self.path)
+
+
+class Replay:
+    """Work that is ready to be timed: on a GPU as one graph of several launches, elsewhere or without a graph as it is."""
+
+    def __init__(self, work: Work, device: torch.device, launches: int, graph: bool = True) -> None:
+        self.device, self.launches = device, 1
+        self.replay: Callable[[], Any] = lambda: [work(i) for i in range(self.launches)]
+        self.seconds()  # compiles, and allocates workspaces
+        self.launches = max(1, min(launches, int(LONGEST_REPLAY / self.seconds())))
+        if device.type == "cuda" and graph:
+            self.replay = self._captured(work)
+        self.seconds()
+
+    def _captured(self, work: Work) -> Callable[[], Any]:
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for i in range(3):
+                work(i)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            for i in range(self.launches):
+                work(i)
+        return captured.replay
+
+    def seconds(self) -> float:
+        """What one launch takes, the mean over one replay."""
+        if self.device.type != "cuda":
+            began = time.perf_counter()
+            self.replay()
+            return (time.perf_counter() - began) / self.launches
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.replay()
+        stop.record()
+        stop.synchronize()
+        return start.elapsed_time(stop) / 1e3 / self.launches
+
+
+def interleaved(replays: dict[str, Replay], repeats: int) -> dict[str, list[float]]:
+    """Seconds a launch, `repeats` samples of each, in an order drawn anew every time."""
+    order, draw = list(replays), random.Random(0)
+    samples: dict[str, list[float]] = {name: [] for name in replays}
+    for _ in range(repeats):
+        draw.shuffle(order)
+        for name in order:
+            samples[name].append(replays[name].seconds())
+    return samples
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Median and the tenths at both ends, in microseconds."""
+    tenths = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
+    return {"median": median(seconds) * 1e6, "p10": tenths[0] * 1e6, "p90": tenths[8] * 1e6}
+
+
+def paired_ratio(ours: list[float], theirs: list[float]) -> float:
+    """The median of how many times as long theirs took in the same repeat."""
+    return median(b / a for a, b in zip(ours, theirs))
+
+
+def reason(error: Exception) -> str:
+    """What went wrong, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def check_alive(device: torch.device) -> None:
+    """Raise where an error has left the GPU's context unusable: what follows would fail for no fault of its own."""
+    wait(device)
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """|actual - expected| / |expected| over all entries, infinite where one is not a number."""
+    error = float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))
+    return error if error == error else float("inf")

@@ -1,0 +1,207 @@
+"""`spectrain bench report`: what the JSON files of a folder say, as markdown, against eval/results/goals.json.
+
+A file takes part whose "setting" names a GPU and is not "toy", and that has "rows", as `bench kernels` writes them, or "lines":
+numbers, by the name that a goal has. A line for which no file has the data is printed as not measured.
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spectrain.kernels import linear_divergence, tree_attention
+
+from ..errors import UserError
+from .correctness import CHECKS, named
+from .kernels import Sizes, digest
+
+GOALS = Path(__file__).parents[1] / "eval" / "results" / "goals.json"
+SIGNS = {"at least": ">=", "above": ">", "at most": "<="}
+NOT_MEASURED = "not measured"
+BASELINES = {"sdpa": "SDPA", "sdpa_repeated": "SDPA, heads repeated", "flex": "FlexAttention", "flashinfer": "FlashInfer",
+             "unmasked": "flash, no mask"}  # fmt: skip
+Rows = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Report:
+    """Print what `results`, a folder, holds."""
+
+    results: str = "eval/results"
+
+    def run(self) -> None:
+        if not Path(self.results).is_dir():
+            raise UserError(f"bench.results={self.results}: there is no such folder")
+        print(markdown(Path(self.results)))
+
+
+@dataclass
+class Evidence:
+    """What the files of one GPU hold together; of two rows with one name the later file's counts."""
+
+    gpu: str
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    rows: Rows = field(default_factory=dict)
+    lines: dict[str, float] = field(default_factory=dict)
+
+    def measured(self, name: str) -> dict[str, Any] | None:
+        row = self.rows.get(name)
+        return None if row is None or "failed" in row else row
+
+    def number(self, name: str, *keys: str) -> float | None:
+        """An entry of a row, or None where it is missing."""
+        found: Any = self.measured(name)
+        for key in keys:
+            found = None if found is None else found.get(key)
+        return found
+
+
+def gather(folder: Path) -> list[Evidence]:
+    """The files of a folder by GPU, in the order of their dates."""
+    found: dict[str, Evidence] = {}
+    contents = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(path.read_text())
+        except ValueError as error:
+            raise UserError(f"{path}: it is no JSON ({error})") from error
+        setting = content.get("setting", {}) if isinstance(content, dict) else {}
+        if isinstance(setting, dict) and setting.get("gpu") and not setting.get("toy") and {"rows", "lines"} & set(content):
+            contents.append(content)
+    for content in sorted(contents, key=lambda content: content["setting"].get("date", "")):
+        evidence = found.setdefault(content["setting"]["gpu"], Evidence(content["setting"]["gpu"]))
+        evidence.settings.append(content["setting"])
+        evidence.rows |= content.get("rows", {})
+        evidence.lines |= content.get("lines", {})
+    return list(found.values())
+
+
+def values(evidence: Evidence) -> dict[str, float | None]:
+    """The number of every line that has one."""
+    bandwidth, rate = (
+        evidence.number("ceilings/copy", "bytes_per_second"),
+        evidence.number("ceilings/product", "flops_per_second"),
+    )
+    found = {
+        "copy bandwidth": bandwidth and bandwidth / 1e12,
+        "bf16 product, 8192 wide": rate and rate / 1e12,
+        **{f"{kernel}: cases beyond tolerance in float64, or not run by the kernel": faults(evidence, kernel)
+           for kernel in CHECKS},
+        **attention_values(evidence),
+    }  # fmt: skip
+    for loss in Sizes().losses():
+        name = f"fused loss, {loss.rows} rows, vocabulary {loss.vocab}"
+        found[f"{name}: peak memory over unfused"] = evidence.number(loss.name, "memory_ratio")
+        found[f"{name}: time over unfused"] = evidence.number(loss.name, "time_ratio")
+    return found | evidence.lines
+
+
+def faults(evidence: Evidence, kernel: str) -> int | None:
+    """How many cases of a kernel failed, were wrong, or were not run by it; None while one is missing."""
+    rows = [evidence.rows.get(name) for name, check, _, _ in named() if check is CHECKS[kernel]]
+    if any(row is None for row in rows):
+        return None
+    return sum(row is not None and not (row.get("within") and row.get("by_kernel")) for row in rows)
+
+
+def attention_values(evidence: Evidence) -> dict[str, float | None]:
+    """Shares of the floor, and how many times as long torch takes: of its two ways with a dense mask, the faster."""
+    found: dict[str, float | None] = {}
+    for cell in Sizes().cells():
+        title = f"tree attention, {cell.name.removeprefix('table/')}"
+        found[f"{title}: share of its floor"] = evidence.number(cell.name, "share_of_floor")
+        times = [evidence.number(cell.name, "times_ours", name) for name in ("sdpa", "sdpa_repeated")]
+        found[f"{title}: time of SDPA with a dense mask over ours"] = min(filter(None, times), default=None)
+    flex = [evidence.number(cell.name, "times_ours", "flex") for cell in Sizes().cells()]
+    known = [ratio for ratio in flex if ratio is not None]
+    least = min(known) if len(known) == len(flex) else None
+    found["tree attention, the least of all rows: time of FlexAttention over ours"] = least
+    return found
+
+
+def meets(value: float, goal: dict[str, Any]) -> bool:
+    wanted = goal["goal"]
+    return {"at least": value >= wanted, "above": value > wanted, "at most": value <= wanted}[goal["sense"]]
+
+
+def markdown(folder: Path) -> str:
+    """A section for every GPU that was measured, or one in which nothing is."""
+    return "\n\n".join(section(evidence) for evidence in gather(folder) or [Evidence("no GPU yet")])
+
+
+def section(evidence: Evidence) -> str:
+    """What one GPU showed, under its name and the software it ran with."""
+    software = dict.fromkeys(
+        ", ".join(f"{name} {setting.get(name)}" for name in ("torch", "triton", "driver")) for setting in evidence.settings
+    )
+    title = f"## {evidence.gpu}" + (f" ({'; '.join(software)})" if software else "")
+    return "\n\n".join([title, goal_table(evidence), attention_table(evidence), divergence_table(evidence), *notes(evidence)])
+
+
+def table(titles: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    titles = list(titles)
+    rule = ["---", *["---:"] * (len(titles) - 1)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (titles, rule, *lines))
+
+
+def goal_table(evidence: Evidence) -> str:
+    """Every line that is to be shown, its goal, and what was measured."""
+    found = values(evidence)
+    lines = []
+    for goal in json.loads(GOALS.read_text()):
+        value, unit = found.get(goal["name"]), f" {goal['unit']}" if goal["unit"] else ""
+        wanted = "" if goal["goal"] is None else f"{SIGNS[goal['sense']]} {goal['goal']}{unit}"
+        shown = NOT_MEASURED if value is None else f"{value:.3g}{unit}"
+        verdict = "" if value is None or goal["goal"] is None else "met" if meets(value, goal) else "missed"
+        lines.append([goal["name"], wanted, shown, verdict])
+    return table(["line", "goal", "measured", ""], lines)
+
+
+def attention_table(evidence: Evidence) -> str:
+    """Tree attention in every row: its time, its floor, and how many times as long the others take."""
+    titles = ["tree attention, B / prefix / N", "us", "p10 to p90", "floor us", "of the floor", "of 4.3 TB/s, 790 TFLOP/s"]
+    lines = []
+    for cell in Sizes().cells():
+        row, name = evidence.measured(cell.name), f"{cell.batch} / {cell.prefix} / {cell.nodes}"
+        if row is None:
+            lines.append([name, NOT_MEASURED, *[""] * (4 + len(BASELINES))])
+            continue
+        us, ratios = row["us"]["ours"], row["times_ours"]
+        shares = f"{row['share_of_floor']:.0%}", f"{row['share_of_constant_floor']:.0%}"
+        others = [f"{ratios[other]:.2f}x" if other in ratios else "not run" for other in BASELINES]
+        spread = f"{us['p10']:.1f} to {us['p90']:.1f}"
+        lines.append([name, f"{us['median']:.1f}", spread, f"{row['floor_us']:.1f}", *shares, *others])
+    return table([*titles, *BASELINES.values()], lines)
+
+
+def divergence_table(evidence: Evidence) -> str:
+    """The fused loss and its gradients beside torch's, eager and compiled."""
+    lines = []
+    for loss in Sizes().losses():
+        row, name = evidence.measured(loss.name), f"{loss.rows} / {loss.vocab}"
+        cells = [NOT_MEASURED, "", ""] if row is None else [side(row, way) for way in ("fused", "unfused", "unfused_compiled")]
+        lines.append([name, *cells])
+    return table(["fused loss, rows / vocabulary", "fused", "unfused", "unfused, compiled"], lines)
+
+
+def side(row: dict[str, Any], way: str) -> str:
+    if way not in row["us"]:
+        return "not run"
+    peak = row["peak_bytes"].get(way)
+    return f"{row['us'][way]['median'] / 1e3:.1f} ms" + ("" if peak is None else f", {peak / 1e9:.1f} GB")
+
+
+def notes(evidence: Evidence) -> list[str]:
+    """Why something was not run, what failed, and what was measured of code that has changed since."""
+    reasons: dict[str, int] = {}
+    for row in evidence.rows.values():
+        for name, why in row.get("not_run", {}).items():
+            reasons[f"{name}: {why}"] = reasons.get(f"{name}: {why}", 0) + 1
+    found = [f"Not run in {count} rows: {text}." for text, count in reasons.items()]
+    found += [f"Failed: {name}: {row['failed']}." for name, row in evidence.rows.items() if "failed" in row]
+    now = {"table": digest(tree_attention), "divergence": digest(linear_divergence)}
+    now |= {f"correctness/{kernel}": digest(check.module) for kernel, check in CHECKS.items()}
+    old = [name for name, row in evidence.rows.items() for part, source in now.items()
+           if name.startswith(f"{part}/") and row.get("source") != source]  # fmt: skip
+    return [*found, *([f"{len(old)} rows were measured before their kernel's file changed last."] if old else [])]

@@ -1,0 +1,283 @@
+"""Measuring kernels: a toy run writes every row, a cut-off one goes on, and no failure takes the others with it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.bench import attention, correctness, kernels, measure
+from spectrain.bench.attention import Cell, Geometry, Problem, floor
+from spectrain.bench.kernels import TOY, KernelBench, Sizes
+from spectrain.bench.measure import Results, interleaved, paired_ratio, spread
+from spectrain.cli import main
+from spectrain.errors import UserError
+from spectrain.kernels.tree_attention import tree_attention_reference
+
+CPU = torch.device("cpu")
+TINY = Geometry(4, 2, 16, torch.float32, CPU)
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a whole toy run."""
+    path = tmp_path_factory.mktemp("bench") / "kernels.json"
+    KernelBench(out=str(path), toy=True).run()
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+def all_names() -> set[str]:
+    names = {"ceilings/copy", "ceilings/product", *(name for name, *_ in correctness.named(toy=True))}
+    return names | {cell.name for cell in TOY.cells()} | {loss.name for loss in TOY.losses()}
+
+
+def test_toy_run_writes_every_row(written: Path) -> None:
+    """Ceilings, every kernel in every dtype, every cell and loss; none failed, and all kernels are right."""
+    content = read(written)
+    assert set(content["rows"]) == all_names() and content["attempts"] == {}
+    assert not [row for row in content["rows"].values() if "failed" in row]
+    judged = [row for row in content["rows"].values() if "within" in row]
+    assert len(judged) == len(list(correctness.named(toy=True))) and all(row["within"] for row in judged)
+    assert {"gpu", "driver", "torch", "triton", "dtype", "toy", "date", "commit", "clock", "power"} <= set(content["setting"])
+    assert content["setting"]["toy"] is True
+
+
+def test_rows_hold_what_the_report_derives_from(written: Path) -> None:
+    """Shares and ratios follow from the times, floors and ceilings that stand beside them."""
+    rows = read(written)["rows"]
+    rates = {"bytes_per_second": rows["ceilings/copy"], "flops_per_second": rows["ceilings/product"]}
+    ceilings = {name: row[name] for name, row in rates.items()}
+    for cell in TOY.cells():
+        row = rows[cell.name]
+        assert (row["batch"], row["prefix"], row["nodes"]) == (cell.batch, cell.prefix, cell.nodes)
+        assert set(row["us"]) | set(row["not_run"]) == set(attention.SYSTEMS) and not set(row["us"]) & set(row["not_run"])
+        assert all(us["p10"] <= us["median"] <= us["p90"] for us in row["us"].values())
+        assert row["floor_us"] == pytest.approx(floor((row["bytes"], row["flops"]), ceilings) * 1e6)
+        assert row["share_of_floor"] == pytest.approx(row["floor_us"] / row["us"]["ours"]["median"])
+        assert set(row["times_ours"]) == set(row["us"]) - {"ours"}
+    (loss,) = TOY.losses()
+    assert rows[loss.name]["time_ratio"] > 0
+    assert (rows[loss.name]["memory_ratio"] is None) == (not torch.cuda.is_available())  # a CPU counts no peaks
+
+
+def test_another_run_measures_nothing_again(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row that is there is skipped, so the file stays as it is."""
+    before = read(written)
+    monkeypatch.setattr(KernelBench, "measured", lambda self, step: pytest.fail(f"{step.name} is there"))
+    KernelBench(out=str(written), toy=True).run()
+    assert read(written) == before
+
+
+def test_missing_failed_and_outdated_rows_are_measured(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is gone, one that failed, and one of another source; no others."""
+    content, ran = read(written), []
+    del content["rows"]["ceilings/copy"]
+    content["rows"][TOY.cells()[0].name]["failed"] = "out of memory"
+    content["rows"][TOY.losses()[0].name]["source"] = "older"
+    path = tmp_path / "kernels.json"
+    path.write_text(json.dumps(content))
+    monkeypatch.setattr(KernelBench, "measured", lambda self, step: ran.append(step.name) or "")
+    KernelBench(out=str(path), toy=True).run()
+    assert ran == ["ceilings/copy", TOY.cells()[0].name, TOY.losses()[0].name]
+
+
+def test_time_is_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After `seconds` nothing new is begun, and it says how much is left."""
+    path = tmp_path / "kernels.json"
+    KernelBench(out=str(path), toy=True, seconds=0).run()
+    assert f"{len(all_names())} are left" in capsys.readouterr().out and not path.exists()
+
+
+@pytest.mark.parametrize("part", ["ceilings", "correctness", "table", "divergence"])
+def test_a_part_brings_its_ceilings(part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is measured alone, after the ceilings."""
+    ran: list[str] = []
+    monkeypatch.setattr(KernelBench, "measured", lambda self, step: ran.append(step.name) or "")
+    KernelBench(part=part, out=str(tmp_path / "kernels.json"), toy=True).run()
+    assert set(ran) == {name for name in all_names() if name.startswith(("ceilings/", f"{part}/"))}
+    assert ran[:2] == ["ceilings/copy", "ceilings/product"]
+
+
+def test_command_takes_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """bench.part, bench.out and bench.toy reach it; another part is refused by name."""
+    path = tmp_path / "found.json"
+    words = ["spectrain", "bench", "kernels", "bench.part=ceilings", f"bench.out={path}", "bench.toy=true"]
+    monkeypatch.setattr(sys, "argv", words)
+    main()
+    assert set(read(path)["rows"]) == {"ceilings/copy", "ceilings/product"}
+    monkeypatch.setattr(sys, "argv", [*words[:3], "bench.part=celings"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2 and "bench.part=celings" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU measures at full size")
+def test_full_size_needs_a_gpu(tmp_path: Path) -> None:
+    """On a CPU it says how to run, and writes nothing."""
+    with pytest.raises(UserError, match=r"bench\.toy=true"):
+        KernelBench(out=str(tmp_path / "kernels.json")).run()
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_machine_needs_another_file(written: Path, tmp_path: Path) -> None:
+    """Rows of two machines, or of a toy run and a real one, never meet in one file; nor is another file overwritten."""
+    here = read(written)["setting"]
+    for key, value in {"gpu": "NVIDIA H200", "torch": "1.0", "toy": False}.items():
+        with pytest.raises(UserError, match=f"measured elsewhere.*{key}"):
+            Results(written, {**here, key: value})
+    (tmp_path / "other.json").write_text("[1]")
+    with pytest.raises(UserError, match="no file of measured rows"):
+        Results(tmp_path / "other.json", here)
+
+
+def table_row(path: Path, setting: dict[str, Any]) -> dict[str, Any]:
+    """One cell, measured into a file."""
+    ceilings = {"bytes_per_second": 1e9, "flops_per_second": 1e9}
+    return attention.table_row(Cell(1, 20, 5), TINY, Results(path, setting), ceilings, launches=1, repeats=2)
+
+
+def test_a_failing_system_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one cannot run and one computes something else, the reasons stand in the row beside the others' times."""
+    systems = dict(attention.SYSTEMS)
+
+    def broken(problem: Problem, notes: dict[str, Any]) -> Any:
+        raise RuntimeError("no kernel\nimage")
+
+    def wrong(problem: Problem, notes: dict[str, Any]) -> Any:
+        return lambda i: problem.answer + 1
+
+    monkeypatch.setattr(attention, "SYSTEMS", systems | {"flex": broken, "sdpa": wrong})
+    row = table_row(tmp_path / "kernels.json", measure.setting(CPU, torch.float32, True))
+    assert row["not_run"]["flex"] == "RuntimeError: no kernel image" and "differs from ours" in row["not_run"]["sdpa"]
+    assert {"ours", "sdpa_repeated"} <= set(row["us"]) and "failed" not in row
+    monkeypatch.setattr(attention, "SYSTEMS", systems | {"ours": broken})
+    assert table_row(tmp_path / "kernels.json", measure.setting(CPU, torch.float32, True))["failed"].startswith("RuntimeError")
+
+
+def test_what_ends_the_process_is_left_out_the_third_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that never returned is tried once more, and then skipped with the reason."""
+    path, here = tmp_path / "kernels.json", measure.setting(CPU, torch.float32, True)
+    monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.ours, "sdpa": attention.sdpa})
+
+    def killed(problem: Problem, notes: dict[str, Any]) -> Any:
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setitem(attention.SYSTEMS, "sdpa", killed)
+            table_row(path, here)
+    assert read(path)["attempts"] == {"table/B=1 prefix=20 N=5/sdpa": 2}
+    row = table_row(path, here)
+    assert row["not_run"] == {"sdpa": "RuntimeError: the process ended twice while this ran"} and "ours" in row["us"]
+    assert "sdpa" in table_row(path, here)["us"]
+
+
+@pytest.mark.parametrize("cell", [Cell(1, 20, 5), Cell(2, 3, 70), Cell(2, 9, 1)])
+def test_every_system_computes_tree_attention(cell: Cell) -> None:
+    """All that mask give, launch by launch, what the reference gives; the one that does not sees every slot."""
+    problem = Problem(cell, TINY, num_buffers=2)
+    for name in ("ours", "sdpa", "sdpa_repeated", "flex"):
+        work = attention.SYSTEMS[name](problem, {})
+        for i in range(3):
+            expected = tree_attention_reference(*problem.inputs(i), problem.visibility, problem.scale)
+            torch.testing.assert_close(work(i), expected, atol=1e-5, rtol=1e-5)
+    everything = torch.nn.functional.scaled_dot_product_attention(*problem.inputs(1), scale=problem.scale, enable_gqa=True)
+    torch.testing.assert_close(attention.unmasked(problem, {})(1), everything, atol=1e-5, rtol=1e-5)
+
+
+def test_cost_counts_every_tensor_once() -> None:
+    """Bytes of keys, values, queries and output; operations of the two products, as a profiler counts them."""
+    problem = Problem(Cell(2, 30, 5), TINY, num_buffers=1)
+    q, k, v = problem.inputs(0)
+    size, operations = problem.cost()
+    assert size == 2 * q.nbytes + k.nbytes + v.nbytes
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        grouped = q.unflatten(1, (2, 2)).flatten(2, 3)  # [B, K, G N, D]
+        (grouped @ k.mT) @ v
+    assert operations == counter.get_total_flops()
+
+
+def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An output a little off, or not a number, is beyond tolerance."""
+    check = correctness.CHECKS["tree_attention"]
+    case = check.toy_cases["B=2 ragged N=9"]
+
+    def spoilt(factor: float) -> correctness.Case:
+        def run(dtype: torch.dtype, device: torch.device) -> correctness.Outcome:
+            outcome = case(dtype, device)
+            found: dict[str, Tensor] = {name: x * factor for name, x in outcome.actual.items()}
+            return correctness.Outcome(found, outcome.expected, outcome.by_kernel)
+
+        return run
+
+    for dtype in correctness.DTYPES:
+        assert correctness.judge(check, spoilt(1.0), dtype, CPU)["within"]
+        assert not correctness.judge(check, spoilt(1.0 + 3 * check.tolerance[dtype]), dtype, CPU)["within"]
+    row = correctness.judge(check, spoilt(float("nan")), torch.float32, CPU)
+    assert not row["within"] and row["relative_error"] is row["max_error"] is None
+    json.dumps(row, allow_nan=False)
+
+
+def test_a_failing_row_is_kept_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in one row is written down, and the next is measured."""
+    monkeypatch.setattr(kernels, "judge", lambda *arguments: 1 / 0)
+    path = tmp_path / "kernels.json"
+    KernelBench(part="correctness", out=str(path), toy=True).run()
+    rows = read(path)["rows"]
+    assert all(row["failed"].startswith("ZeroDivisionError") for name, row in rows.items() if name.startswith("correctness/"))
+    assert "bytes_per_second" in rows["ceilings/copy"] and len(rows) == 2 + len(list(correctness.named(toy=True)))
+
+
+def test_samples_are_paired_and_spread() -> None:
+    """Every repeat times each once; the ratio is the median of paired ones, the spread lies around the median."""
+    calls: list[str] = []
+    replays = {name: measure.Replay(lambda i, name=name: calls.append(name), CPU, 1) for name in "ab"}
+    calls.clear()
+    samples = interleaved(replays, 4)
+    assert all(sorted(calls[i : i + 2]) == ["a", "b"] for i in range(0, 8, 2)) and len(samples["a"]) == 4
+    assert paired_ratio([1.0, 2.0, 4.0], [2.0, 6.0, 4.0]) == 2.0
+    assert spread([float(i) for i in range(11)]) == {"median": 5e6, "p10": 1e6, "p90": 9e6}
+    assert spread([2.0]) == {"median": 2e6, "p10": 2e6, "p90": 2e6}
+
+
+def test_the_table_is_the_one_asked_for() -> None:
+    """Llama-3.1-8B's heads, both batches, three prefixes, five trees; those of 64 nodes, which have goals, come first."""
+    cells = Sizes().cells()
+    assert Sizes().heads == (32, 8, 128) and len(set(cells)) == 30
+    assert {(cell.batch, cell.prefix) for cell in cells[:6]} == {(b, p) for b in (1, 8) for p in (1024, 8192, 32768)}
+    assert all(cell.nodes == 64 for cell in cells[:6])
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment in which most of what spectrain needs cannot be imported, as on a machine that has torch alone."""
+    missing = ("hydra", "omegaconf", "pydantic", "transformers", "datasets", "peft", "accelerate", "gguf", "matplotlib")
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({missing}))\n")
+    root = Path(kernels.__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{hidden}:{root}")
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    return root / "scripts" / "gpu_check.sh"
+
+
+def test_gpu_check_runs_with_torch_alone(bare: Path, tmp_path: Path) -> None:
+    """The script that a GPU machine runs works here at toy size, and interprets nothing even where it was told to."""
+    ran = subprocess.run(["bash", str(bare), "kernels", "correctness", "toy"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    rows = read(tmp_path / "out" / "kernels-toy.json")["rows"]
+    assert set(rows) == {name for name in all_names() if name.startswith(("ceilings/", "correctness/"))}
+    assert any(row.get("by_kernel") for row in rows.values()) == torch.cuda.is_available()
+    assert "not measured" in (tmp_path / "out" / "report.md").read_text()

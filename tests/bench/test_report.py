@@ -1,0 +1,161 @@
+"""The report: ratios follow from the rows, goals are judged, and what no file holds is not measured."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spectrain.bench.correctness import CHECKS, named
+from spectrain.bench.kernels import Sizes
+from spectrain.bench.report import GOALS, Evidence, gather, markdown, meets, values
+from spectrain.cli import main
+
+SETTING = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "570", "toy": False, "date": "2026-01-01"}
+SHARES = {64: 0.5, 32: 0.4, 16: 0.3, 8: 0.2, 1: 0.1}
+
+
+def whole_rows() -> dict[str, Any]:
+    """Every row of a full run, written by hand."""
+    rows: dict[str, Any] = {
+        "ceilings/copy": {"bytes_per_second": 4.2e12},
+        "ceilings/product": {"flops_per_second": 7.5e14},
+    }
+    for name, *_ in named():
+        rows[name] = {"within": True, "by_kernel": True}
+    for cell in Sizes().cells():
+        share = SHARES[cell.nodes]
+        rows[cell.name] = {
+            "floor_us": 10.0, "share_of_floor": share, "share_of_constant_floor": share / 2, "not_run": {},
+            "us": {"ours": {"median": 10 / share, "p10": 9 / share, "p90": 11 / share}},
+            "times_ours": {"sdpa": 9.0, "sdpa_repeated": 4.0, "flex": 1 + share, "unmasked": 0.5},
+        }  # fmt: skip
+    for loss in Sizes().losses():
+        us = {"fused": {"median": 9000.0}, "unfused": {"median": 12000.0}}
+        peaks = {"fused": 3_000_000_000, "unfused": 12_000_000_000}
+        rows[loss.name] = {"time_ratio": 0.75, "memory_ratio": 0.25, "us": us, "peak_bytes": peaks, "not_run": {}}
+    return rows
+
+
+def write(folder: Path, name: str, **content: Any) -> None:
+    (folder / name).write_text(json.dumps({"setting": SETTING, **content}))
+
+
+def goals() -> dict[str, dict[str, Any]]:
+    return {goal["name"]: goal for goal in json.loads(GOALS.read_text())}
+
+
+def lines(text: str) -> dict[str, list[str]]:
+    """The cells of every table line by its first."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_nothing_is_measured_yet(tmp_path: Path) -> None:
+    """Without a file every goal, every cell and every loss is there, and not measured."""
+    found = lines(markdown(tmp_path))
+    assert all(found[name][1] == "not measured" for name in goals())
+    assert all(found[f"{cell.batch} / {cell.prefix} / {cell.nodes}"][0] == "not measured" for cell in Sizes().cells())
+    assert all(found[f"{loss.rows} / {loss.vocab}"][0] == "not measured" for loss in Sizes().losses())
+
+
+def test_every_line_follows_from_the_rows(tmp_path: Path) -> None:
+    """Ceilings, shares, the faster of torch's two ways, the least of FlexAttention's ratios, and the fused loss's."""
+    write(tmp_path, "kernels.json", rows=whole_rows())
+    (evidence,) = gather(tmp_path)
+    found = values(evidence)
+    assert found["copy bandwidth"] == 4.2 and found["bf16 product, 8192 wide"] == 750
+    assert found["tree attention, B=8 prefix=8192 N=64: share of its floor"] == 0.5
+    assert found["tree attention, B=1 prefix=1024 N=64: time of SDPA with a dense mask over ours"] == 4
+    assert found["tree attention, the least of all rows: time of FlexAttention over ours"] == 1.1
+    assert found["fused loss, 8192 rows, vocabulary 128256: peak memory over unfused"] == 0.25
+    assert found["fused loss, 2048 rows, vocabulary 32000: time over unfused"] == 0.75
+    unmeasured = {name for name in goals() if found.get(name) is None}
+    assert unmeasured == {name for name in goals() if name.startswith("engine")}
+
+
+def test_goals_are_judged(tmp_path: Path) -> None:
+    """A line that reaches its goal is met, another is missed, one without a goal is only shown."""
+    write(tmp_path, "kernels.json", rows=whole_rows())
+    found = lines(markdown(tmp_path))
+    assert found["tree attention, B=1 prefix=8192 N=64: share of its floor"] == [">= 0.45", "0.5", "met"]
+    assert found["tree attention, B=1 prefix=32768 N=64: share of its floor"] == [">= 0.55", "0.5", "missed"]
+    assert found["fused loss, 8192 rows, vocabulary 32000: peak memory over unfused"] == ["<= 0.2 x", "0.25 x", "missed"]
+    assert found["copy bandwidth"] == ["", "4.2 TB/s", ""]
+    assert found["1 / 1024 / 64"][:5] == ["20.0", "18.0 to 22.0", "10.0", "50%", "25%"]
+    assert found["1 / 1024 / 64"][5:] == ["9.00x", "4.00x", "1.50x", "not run", "0.50x"]
+    assert found["8192 / 128256"] == ["9.0 ms, 3.0 GB", "12.0 ms, 12.0 GB", "not run"]
+    for sense, (below, equal, above) in {
+        "at least": (False, True, True), "above": (False, False, True), "at most": (True, True, False)
+    }.items():  # fmt: skip
+        assert [meets(value, {"goal": 1, "sense": sense}) for value in (0.5, 1, 2)] == [below, equal, above]
+
+
+def test_an_incomplete_run_proves_nothing_about_all_rows(tmp_path: Path) -> None:
+    """One row without FlexAttention, one kernel's case missing: the lines over all of them are not measured."""
+    rows = whole_rows()
+    del rows[Sizes().cells()[-1].name]["times_ours"]["flex"]
+    del rows[next(name for name, *_ in named())]
+    rows[Sizes().cells()[0].name] = {"failed": "RuntimeError: out of memory"}
+    write(tmp_path, "kernels.json", rows=rows)
+    found = lines(markdown(tmp_path))
+    assert found["tree attention, the least of all rows: time of FlexAttention over ours"][1] == "not measured"
+    assert found[f"{next(iter(CHECKS))}: cases beyond tolerance in float64, or not run by the kernel"][1] == "not measured"
+    assert found["1 / 1024 / 64"][0] == "not measured" and "out of memory" in markdown(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"within": False}, {"by_kernel": False}])
+def test_a_wrong_case_is_counted(change: dict[str, bool]) -> None:
+    """A case beyond tolerance, or one that the reference answered, is a fault of its kernel and of no other."""
+    rows = whole_rows()
+    rows[next(name for name, check, *_ in named() if check is CHECKS["kv_commit"])] |= change
+    found = values(Evidence("GPU", rows=rows))
+    faults = {kernel: found[f"{kernel}: cases beyond tolerance in float64, or not run by the kernel"] for kernel in CHECKS}
+    assert faults == {kernel: int(kernel == "kv_commit") for kernel in CHECKS}
+
+
+def test_other_files_bring_their_lines(tmp_path: Path) -> None:
+    """The engine's numbers come by name from a file of their own; the later of two files counts."""
+    name = "engine: host synchronisations a round"
+    write(tmp_path, "a.json", lines={name: 0})
+    later = {**SETTING, "date": "2026-02-01"}
+    (tmp_path / "0.json").write_text(json.dumps({"setting": later, "lines": {name: 3}}))
+    assert lines(markdown(tmp_path))[name] == ["<= 0", "3", "missed"]
+
+
+def test_only_gpus_at_full_size_count(tmp_path: Path) -> None:
+    """Toy runs, runs without a GPU and files of other kinds are no evidence; each GPU has a section of its own."""
+    for number, change in enumerate([{"toy": True}, {"gpu": None}]):
+        (tmp_path / f"{number}.json").write_text(json.dumps({"setting": {**SETTING, **change}, "rows": whole_rows()}))
+    (tmp_path / "summary.json").write_text(json.dumps({"setting": {"target": "tiny"}, "speedup": 1}))
+    (tmp_path / "goals.json").write_text("[]")
+    assert gather(tmp_path) == []
+    write(tmp_path, "a.json", rows=whole_rows())
+    (tmp_path / "b.json").write_text(json.dumps({"setting": {**SETTING, "gpu": "NVIDIA H100"}, "rows": {}}))
+    sections = markdown(tmp_path).split("## ")[1:]
+    assert [section.split(" (")[0] for section in sections] == ["NVIDIA H200", "NVIDIA H100"]
+    assert "4.2 TB/s" in sections[0] and "4.2 TB/s" not in sections[1]
+
+
+def test_goals_name_what_the_report_knows() -> None:
+    """Every goal that is not the engine's is a line that rows can fill, and every kernel that is checked has a goal."""
+    known = values(Evidence("GPU", rows=whole_rows()))
+    named_goals = {name for name in goals() if not name.startswith("engine")}
+    assert named_goals <= set(known)
+    assert {name for name in known if not name.startswith("tree attention, B=")} <= named_goals
+    assert all(goal["sense"] in ("at least", "above", "at most") for goal in goals().values())
+
+
+def test_command_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """bench.results names the folder; one that is not there, or that holds a broken file, is the user's mistake."""
+    words = ["spectrain", "bench", "report"]
+    monkeypatch.setattr(sys, "argv", [*words, f"bench.results={tmp_path}"])
+    main()
+    assert "not measured" in capsys.readouterr().out
+    (tmp_path / "broken.json").write_text("{")
+    for folder in (tmp_path, tmp_path / "none"):
+        monkeypatch.setattr(sys, "argv", [*words, f"bench.results={folder}"])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert stopped.value.code == 2 and str(folder) in capsys.readouterr().err

@@ -1,0 +1,209 @@
+"""Moving the accepted path: kernel = reference = a loop over layers, rows and steps, bit for bit."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.kernels import kv_commit as module
+from spectrain.kernels.kv_commit import kv_commit, kv_commit_reference
+
+triton = pytest.importorskip("triton", reason="triton is not installed, so there is no kernel to interpret")
+VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
+OLD = VERSION < (3, 7) and tuple(int(part) for part in numpy.__version__.split(".")[:2]) >= (2, 4)
+loops = pytest.mark.skipif(OLD, reason="the interpreter of triton before 3.7 cannot loop to a loaded bound with numpy 2.4")
+
+Commit = Callable[..., None]
+
+
+class Round(NamedTuple):
+    """A verified batch: cache, lengths, path, counts, captured features, and where those of the path go."""
+
+    storage: Tensor
+    lengths: Tensor
+    path: Tensor
+    counts: Tensor
+    hidden: Tensor | None
+    fresh: Tensor | None
+
+    def clone(self) -> "Round":
+        return Round(*(x if x is None else x.clone() for x in self))
+
+
+def ascending(num_nodes: int, num_steps: int, count: int) -> list[int]:
+    """A path that begins at the root, padded with its last node."""
+    others = (torch.randperm(num_nodes - 1)[: count - 1] + 1).sort().values.tolist()
+    path = [0, *others][:count] or [0]
+    return path + path[-1:] * (num_steps - len(path))
+
+
+def verified(
+    num_nodes: int = 20,
+    counts: tuple[int, ...] = (5, 1, 0),
+    lengths: tuple[int, ...] = (3, 17, 40),
+    shape: tuple[int, int] = (2, 8),
+    dtype: torch.dtype = torch.float32,
+    spare: int = 3,
+    features: tuple[int, int] | None = (3, 8),
+) -> Round:
+    """Random trees behind ragged prefixes; every slot behind a row's tree holds NaN."""
+    batch, num_steps, num_slots = len(lengths), max(1, *counts), max(lengths) + num_nodes + spare
+    storage = torch.randn(2, 2, batch, num_slots, *shape).to(dtype)
+    for row, length in enumerate(lengths):
+        storage[:, :, row, length + num_nodes :] = float("nan")
+    path = torch.tensor([ascending(num_nodes, num_steps, count) for count in counts])
+    hidden = None if features is None else torch.randn(batch, num_nodes, *features).to(dtype)
+    fresh = None if features is None else torch.full((batch, num_steps, *features), float("nan"), dtype=dtype)
+    return Round(storage, torch.tensor(lengths), path, torch.tensor(counts), hidden, fresh)
+
+
+def expected(case: Round) -> Round:
+    """What a loop makes of it, all else untouched."""
+    after = case.clone()
+    for row, (length, count) in enumerate(zip(case.lengths.tolist(), case.counts.tolist())):
+        for step, node in enumerate(case.path[row].tolist()):
+            if step < count:
+                after.storage[:, :, row, length + step] = case.storage[:, :, row, length + node]
+            if case.hidden is not None and after.fresh is not None:
+                after.fresh[row, step] = case.hidden[row, node]
+        after.lengths[row] = length + count
+    return after
+
+
+def agree(case: Round, commit: Commit = kv_commit) -> None:
+    """Everything is as the loop leaves it, poison included."""
+    after = expected(case)
+    assert not torch.equal(after.lengths, case.lengths)
+    commit(*case)
+    for found, wanted in zip(case, after):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=loops)])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The reference, and the kernel through triton's interpreter."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", request.param)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("num_nodes, counts", [(2, (2, 1, 1)), (20, (5, 1, 0)), (64, (8, 9, 3)), (100, (17, 64, 1))])
+def test_commit_equals_the_loop(num_nodes: int, counts: tuple[int, ...], dtype: torch.dtype, either: str) -> None:
+    """Cache, features and lengths for ragged rows, of few nodes and of more than are moved at once."""
+    agree(verified(num_nodes, counts, dtype=dtype))
+
+
+@pytest.mark.parametrize("counts", [(100, 100), (1, 100), (40, 0)])
+def test_any_share_of_a_chain_equals_the_loop(counts: tuple[int, ...], either: str) -> None:
+    """A whole tree of 100 nodes accepted, where nothing moves but the lengths, or a long part of it."""
+    agree(verified(100, counts, lengths=(0, 31), features=None))
+
+
+@pytest.mark.parametrize("shape, features", [((1, 1), (1, 1)), ((3, 80), (1, 600)), ((1, 513), (4, 128))])
+def test_any_width_equals_the_loop(shape: tuple[int, int], features: tuple[int, int], either: str) -> None:
+    """Rows of any width, narrower than a block of columns or a little wider."""
+    agree(verified(12, (3, 4), lengths=(5, 2), shape=shape, features=features))
+
+
+def test_full_cache_equals_the_loop(either: str) -> None:
+    """Where the path is padded past the last slot, nothing is read or written there."""
+    case = verified(6, (1, 6, 2), lengths=(9, 3, 9), spare=0)
+    path = torch.nn.functional.pad(case.path, (0, 4), value=5)
+    fresh = torch.full((3, 10, 3, 8), float("nan"))
+    agree(case._replace(path=path, fresh=fresh))
+
+
+def test_any_strides_equal_the_loop(either: str) -> None:
+    """Every second row and all but the first layer of a larger cache; features with gaps between nodes, and transposed."""
+    case = verified()
+    whole = torch.randn(3, 2, 6, *case.storage.shape[3:])
+    storage = whole[1:, :, ::2]
+    storage.copy_(case.storage)
+    rest = whole[0].clone(), whole[1:, :, 1::2].clone()
+    assert case.hidden is not None and case.fresh is not None
+    spaced = torch.stack([case.hidden, case.hidden], 2)[:, :, 0]
+    fresh = torch.stack([case.fresh, case.fresh], 2)[:, :, 0]
+    agree(case._replace(storage=storage, hidden=spaced, fresh=fresh, lengths=torch.stack([case.lengths] * 2, 1)[:, 0]))
+    assert torch.equal(whole[0], rest[0]) and torch.equal(whole[1:, :, 1::2], rest[1])
+    case = verified()
+    assert case.hidden is not None
+    agree(case._replace(hidden=case.hidden.transpose(2, 3).contiguous().transpose(2, 3)))
+
+
+def test_features_may_have_another_dtype(either: str) -> None:
+    """A cache in half precision beside features in full."""
+    case = verified(dtype=torch.float16)
+    assert case.hidden is not None and case.fresh is not None
+    agree(case._replace(hidden=case.hidden.float() / 3, fresh=case.fresh.float()))
+
+
+def test_commits_follow_each_other(either: str) -> None:
+    """The lengths that one commit leaves are those of the next, whose nodes lie behind them."""
+    first = verified(features=None, spare=30)
+    agree(first)
+    again = verified(features=None)
+    first.storage.nan_to_num_()
+    agree(first._replace(path=again.path, counts=torch.tensor([3, 2, 1])))
+
+
+@loops
+def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator's schema says what it changes, and its fake stands in for it."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    for features in ((3, 8), None):
+        torch.library.opcheck(module._commit, tuple(verified(6, (2, 1), (0, 3), features=features)))
+
+
+@loops
+def test_compiled_call_equals_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile takes it into one whole graph, and still it changes its arguments in place."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    agree(verified(), torch.compile(kv_commit, fullgraph=True, backend="aot_eager"))
+
+
+def test_only_the_path_asked_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it is the reference unless SPECTRAIN_KERNELS=triton asks for the kernel."""
+    ran: list[str] = []
+    monkeypatch.setattr(module, "_commit", lambda *arguments: ran.append("kernel"))
+    monkeypatch.setattr(module, "kv_commit_reference", lambda *arguments: ran.append("reference"))
+    for asked in (None, "reference", "triton"):
+        monkeypatch.setenv("SPECTRAIN_KERNELS", asked) if asked else monkeypatch.delenv("SPECTRAIN_KERNELS", raising=False)
+        kv_commit(*verified())
+    assert ran == ["reference", "reference", "kernel"]
+
+
+def test_reference_never_asks_the_device() -> None:
+    """It runs on tensors without data, on which no value can be read back."""
+    kv_commit_reference(*(x if x is None else x.to("meta") for x in verified()))
+
+
+def load(name: str) -> Any:
+    """A helper beside this file, which is in no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    helper = importlib.util.module_from_spec(spec)
+    sys.modules[name] = helper  # dataclasses look their module up there
+    spec.loader.exec_module(helper)
+    return helper
+
+
+def test_kernel_fits_sm90() -> None:
+    """Compiled for an H100 or H200, at any dtype, with features or without, nothing spills and no shared memory is taken."""
+    aot = load("aot")
+    requests = []
+    for dtype in ("*bf16", "*fp32"):
+        for features in (12288, 0):
+            types = {"storage_ptr": dtype, "hidden_ptr": dtype, "fresh_ptr": dtype}
+            types |= dict.fromkeys(["lengths_ptr", "path_ptr", "counts_ptr"], "*i64")
+            constants = {"WIDTH": 1024, "FEATURES": features, "COLUMNS": module.COLUMNS, "NODES": module.NODES}
+            constants |= {} if features else dict.fromkeys(["hidden_ptr", "fresh_ptr"])
+            requests.append(aot.Request("spectrain.kernels.kv_commit", "_commit_kernel", types, constants, 4, 3))
+    for usage in aot.compile_all(requests):
+        print(usage)  # with pytest -s
+        assert usage.stack == 0 and usage.shared <= 1024 and usage.registers <= 128, usage
