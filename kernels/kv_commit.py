@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .tree_attention import _has_kernel
+
 try:
     import triton
     import triton.language as tl
@@ -129,7 +131,7 @@ def _runs_kernel(storage: Tensor) -> bool:
     asked = os.environ.get("SPECTRAIN_KERNELS")
     if triton is None or asked == "reference":
         return False
-    return storage.is_cuda or (asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
+    return _has_kernel(storage.device) or (asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def kv_commit(

@@ -341,7 +341,9 @@ def _unfilled(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 @cache
 def _has_kernel(device: torch.device) -> bool:
-    """Whether this is a GPU that the configurations were made for."""
+    """Whether this is a GPU that the configurations were made for; "meta" stands for one where launches are counted."""
+    if device.type == "meta":
+        return True
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -355,8 +357,6 @@ def _runs_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if q.device.type == "cpu":  # interpreted, where bfloat16 comes out wrong without a word (Triton 3.9)
         interpreted = choice == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
         return interpreted and q.dtype in (torch.float32, torch.float16)
-    if q.device.type == "meta":  # nothing is computed: what a GPU would launch
-        return True
     return _has_kernel(q.device) and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 

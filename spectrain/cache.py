@@ -4,15 +4,22 @@ One allocation [layers, 2, B, T, H, D]. A row holds `lengths[b]` committed token
 (a prompt, a tree, or one more level of a tree); `commit` keeps one path of what was appended and forgets the rest.
 """
 
+from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from spectrain.kernels.kv_append import kv_append
+from spectrain.kernels.kv_commit import kv_commit
 from spectrain.kernels.tree_attention import Visibility, tree_attention
 
 from .errors import UserError
+
+_numbers = count()
+known_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
 
 
 class TreeCache(Cache):
@@ -25,6 +32,8 @@ class TreeCache(Cache):
     def __init__(
         self, num_layers: int, batch_size: int, max_length: int, device: torch.device | str, bound: int | None = None
     ) -> None:
+        self.number = next(_numbers)  # what compiled code knows it by
+        known_caches[self.number] = self
         self.max_length, self.bound = max_length, bound
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # committed tokens a row
         self.longest = bound or 0  # the largest of them, or its bound, known without asking the device
@@ -86,10 +95,7 @@ class TreeCache(Cache):
             store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
             store[1, :, end - num_nodes : end] = values.transpose(1, 2)
         else:
-            rows = torch.arange(batch, device=keys.device)[:, None]
-            slots = self.slots(num_nodes)
-            store[0, rows, slots] = keys.transpose(1, 2)
-            store[1, rows, slots] = values.transpose(1, 2)
+            kv_append(store, keys, values, self.lengths, self.pending)
         return store[0, :, :end].transpose(1, 2), store[1, :, :end].transpose(1, 2)
 
     def advance(self, num_nodes: int) -> None:
@@ -108,11 +114,17 @@ class TreeCache(Cache):
             rows = torch.arange(order.shape[0], device=order.device)[:, None]
             self.storage[layers, :, rows, target] = self.storage[layers, :, rows, source]
 
-    def commit(self, path: Tensor | None, counts: Tensor) -> None:
-        """Keep the first `counts[b]` of the appended nodes, or of `path[b]` [B, P] in that order; forget the other ones."""
-        if path is not None:
-            self.arrange(path)
-        self.lengths += counts
+    def commit(self, path: Tensor | None, counts: Tensor, hidden: Tensor | None = None, fresh: Tensor | None = None) -> None:
+        """Keep the first `counts[b]` of the appended nodes, or of `path[b]` [B, P], which ascends; forget the other ones.
+
+        `fresh` [B, P, ...] gets what `hidden` [B, N, ...] holds along the path.
+        """
+        if path is not None and self.bound is not None and self.storage is not None:
+            kv_commit(self.storage, self.lengths, path, counts, hidden, fresh)
+        else:
+            if path is not None:
+                self.arrange(path)
+            self.lengths += counts
         if self.bound is None:
             self.longest = int(self.lengths.max())
         self.forget()

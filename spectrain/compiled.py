@@ -2,12 +2,13 @@
 
 Inductor fuses a layer's norms, rotary embedding and activation around its matrix products. Attention is one opaque operation:
 which cache, tree and layer it belongs to is looked up when it runs, so none of them is traced, and the number of a layer, which
-is all that tells one from the next, never enters the compiled code.
+is all that tells one from the next, never enters the compiled code. Nor does a cache's storage: of a tensor that is written to,
+Inductor made a copy for every call (Torch 2.13).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from spectrain.kernels.tree_attention import Visibility
 
-from .cache import TreeCache
+from .cache import TreeCache, known_caches
 
 if TYPE_CHECKING:
     from .target import Target
@@ -65,6 +66,31 @@ def _(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap
     return q.new_empty(batch, nodes, heads, width)
 
 
+def attend_behind(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, cache: TreeCache, layer: int, scale: float) -> Tensor:
+    """Append a layer's keys and values to a drafter's cache and attend, [B, N, H, D], from code that is being compiled."""
+    return _attend_behind(q, k, v, visible, cache.lengths, cache.number, layer, cache.pending, scale)
+
+
+@torch.library.custom_op("spectrain::attend_behind", mutates_args=())
+def _attend_behind(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, lengths: Tensor, number: int, layer: int, pending: int, scale: float
+) -> Tensor:
+    """What the code writes to, lengths and pending nodes, comes as it is at this point: the cache itself is told at the end."""
+    held = known_caches[number]
+    before = held.lengths, held.pending
+    held.lengths, held.pending = lengths, pending
+    seen = Visibility(lengths, held.reach(q.shape[2]), visible, lengths[:, None], None, held.bound is None)
+    attended = held.attend(layer, q, k, v, seen, scale)
+    held.lengths, held.pending = before
+    return attended.transpose(1, 2).contiguous()
+
+
+@_attend_behind.register_fake
+def _(q: Tensor, *args: Any) -> Tensor:
+    batch, heads, nodes, width = q.shape
+    return q.new_empty(batch, nodes, heads, width)
+
+
 @cache
 def _compile(backend: str) -> Any:
     def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -73,8 +99,14 @@ def _compile(backend: str) -> Any:
     return torch.compile(run, backend=backend, dynamic=False)
 
 
+@cache
+def compiled_call(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """The same function compiled, for calls of fixed shapes."""
+    return torch.compile(function, backend=backend, dynamic=False)
+
+
 @contextmanager
-def compiled_layers(targets: list[Target], backend: str = "inductor") -> Iterator[None]:
+def compiled_layers(targets: list[Target], backend: str) -> Iterator[None]:
     """Run the layers of these models compiled, over a tree or a single node behind a cache."""
     with ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=SHAPES))

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .engine import PARTS, Engine, Marks
+from .decode import PARTS
+from .engine import Engine, Marks
 
 LAUNCHES = {"spectrain::tree_attention": 2}  # of our own operations, one where nothing is said: keys are split, then combined
 SILENT = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}

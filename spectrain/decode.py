@@ -57,11 +57,12 @@ class Context:
         steps = torch.arange(emitted.shape[1], device=emitted.device)
         slots = (self.cache.lengths[:, None] + 1 + steps).clamp(max=self.tokens.shape[1] - 1)
         self.tokens.scatter_(1, slots, torch.where(steps < counts[:, None], emitted, self.tokens.gather(1, slots)))
-        self.cache.commit(path, counts)
-        self.keep(seen.gather(path), counts, drafted)
+        self.keep(seen, path, counts, drafted)
 
-    def keep(self, fresh: Features, counts: Tensor, drafted: bool) -> None:
-        """Hold what was committed for the next proposal."""
+    def keep(self, seen: Features, path: Tensor, counts: Tensor, drafted: bool) -> None:
+        """Commit to the cache, and hold the features of what was committed for the next proposal."""
+        self.cache.commit(path, counts)
+        fresh = seen.gather(path)
         if drafted:
             self.fresh, self.counts = fresh, counts
             self.round += 1

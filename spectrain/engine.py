@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .acceptance import AcceptanceRule
 from .cache import TreeCache
-from .compiled import compiled_layers
+from .compiled import compiled_call, compiled_layers
 from .decode import PARTS, Context, Generation, accept, check_room, emit, nodes_a_round, propose, read
 from .drafters.base import Drafter
 from .errors import UserError
@@ -49,15 +49,18 @@ class HeldContext(Context):
 
     held: tuple[Features, Tensor] | None = None  # where what was committed goes, [B, P], and how much of it is real
 
-    def keep(self, fresh: Features, counts: Tensor, drafted: bool) -> None:
-        if not drafted:
-            return  # nobody will read it
+    def keep(self, seen: Features, path: Tensor, counts: Tensor, drafted: bool) -> None:
+        if not drafted:  # nobody will read the features
+            self.cache.commit(path, counts)
+            return
         if self.held is None:
-            self.held = Features(fresh.tokens.clone(), fresh.layers, fresh.hidden.clone()), counts.clone()
-        else:
-            self.held[0].tokens.copy_(fresh.tokens)
-            self.held[0].hidden.copy_(fresh.hidden)
-            self.held[1].copy_(counts)
+            hidden = seen.hidden.new_zeros(*path.shape, *seen.hidden.shape[2:])
+            self.held = Features(torch.zeros_like(path), seen.layers, hidden), torch.zeros_like(counts)
+        fresh, held_counts = self.held
+        reads = fresh.hidden.numel() > 0
+        self.cache.commit(path, counts, seen.hidden if reads else None, fresh.hidden if reads else None)
+        fresh.tokens.copy_(seen.tokens.gather(1, path))
+        held_counts.copy_(counts)
         self.fresh, self.counts = self.held
         self.round = 1  # all that is asked of it is whether it is 0, and compiled code would be made anew for every number
 
@@ -135,7 +138,8 @@ class State:
 class Engine:
     """Decodes batch after batch with one drafter, tree and rule; what is captured for a batch serves the next of its size.
 
-    The host looks every `rounds` rounds, or as soon as all rows may have reached their limit. Layers are `compiled` on a GPU.
+    The host looks every `rounds` rounds, or as soon as all rows may have reached their limit. On a GPU, layers and a drafter
+    that runs no model are compiled, by a `backend` of torch.compile; None is for none.
     """
 
     def __init__(
@@ -145,14 +149,15 @@ class Engine:
         drafter: Drafter | None = None,
         builder: TreeBuilder | None = None,
         rounds: int = 4,
-        compiled: bool | None = None,
+        backend: str | None = "auto",
     ) -> None:
         reason = why_not(rule, drafter, builder)
         if reason is not None:
             raise UserError(f"eval.engine=captured: {reason}; use eval.engine=eager")
         self.target, self.rule, self.drafter, self.builder, self.rounds = target, rule, drafter, builder, rounds
         self.layers = () if drafter is None else drafter.layers
-        self.compiled = target.device.type == "cuda" if compiled is None else compiled
+        self.backend = backend if backend != "auto" else "inductor" if target.device.type == "cuda" else None
+        self._models = [] if drafter is None else [model for model in drafter.modules() if isinstance(model, Target)]
         self.states: dict[tuple[int, int], State] = {}
 
     @torch.inference_mode()
@@ -253,19 +258,24 @@ class Engine:
                     part(state)
                 state.graphs.append(graph)
 
+    def _backend(self, state: State) -> str | None:
+        """What compiles: nothing where a drafter reads a prompt, whose length is its own."""
+        return self.backend if self.drafter is None or state.context.round > 0 else None
+
     def _compiling(self, state: State) -> AbstractContextManager[None]:
-        """Compiled layers, of the drafter's own model too; not where a drafter reads a prompt, whose length is its own."""
-        if not self.compiled or (self.drafter is not None and state.context.round == 0):
-            return nullcontext()
-        models = [] if self.drafter is None else [model for model in self.drafter.modules() if isinstance(model, Target)]
-        return compiled_layers([self.target, *models])
+        """Compiled layers, of the drafter's own model too."""
+        backend = self._backend(state)
+        return nullcontext() if backend is None else compiled_layers([self.target, *self._models], backend)
 
     @property
     def _parts(self) -> tuple[Callable[[State], None], ...]:
         return self._draft, self._verify, self._accept
 
     def _draft(self, state: State) -> None:
-        state.tree = propose(state.context, self.drafter, self.builder)
+        asks_model = self.drafter is None or self._models
+        backend = None if asks_model else self._backend(state)
+        draft = propose if backend is None else compiled_call(propose, backend)
+        state.tree = draft(state.context, self.drafter, self.builder)
 
     def _verify(self, state: State) -> None:
         assert state.tree is not None

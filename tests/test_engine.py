@@ -3,18 +3,23 @@
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
-from spectrain.acceptance import AcceptanceRule, Greedy
+from spectrain.acceptance import AcceptanceRule, Block, Greedy
 from spectrain.decode import Generation, decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.hydra import Hydra
 from spectrain.drafters.medusa import Medusa
+from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.pard import Pard
 from spectrain.engine import Engine
+from spectrain.errors import UserError
+from spectrain.loading import load_tiny
 from spectrain.shapes import Chain, Eagle2, TreeBuilder
-from spectrain.shapes.dynamic import Entropy
+from spectrain.shapes.dynamic import Entropy, OptTree
 from spectrain.shapes.fixed import Static
 from spectrain.target import Target
 
@@ -64,3 +69,63 @@ def test_every_family_and_tree_equals_the_loop(tiny: Target, drafter: str, build
 def test_autoregressive_decoding_equals_the_loop(tiny: Target, rounds: int) -> None:
     """However seldom the host looks."""
     same(tiny, Greedy(), None, None, rounds)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("drafter", "builder", "models"),
+    [(None, None, 1), ("eagle3", "eagle2", 1), ("hydra++", "chain", 1), ("causal", "chain", 3)],
+)
+def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None, models: int, backend: str) -> None:
+    """All layers of a model that run the same shape share one compilation, and nothing that is compiled is cut in two."""
+    torch._dynamo.reset()
+    counters.clear()
+    target = load_tiny()
+    made = None if drafter is None else DRAFTERS[drafter](target).eval()
+    shape = None if builder is None else BUILDERS[builder]()
+    expected = decode(target, PROMPTS[:2], Greedy(), 16, made, shape)
+    engine = Engine(target, Greedy(), made, shape, backend=backend)
+    for _ in range(2):
+        assert facts(engine.decode(PROMPTS[:2], 16)) == facts(expected)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == models + (made is not None and not engine._models)
+
+
+def test_a_drafter_that_others_use_in_between_finds_its_caches_again(tiny: Target) -> None:
+    """Two engines and the loop share a drafter, in turn: each gives what it gives alone."""
+    drafter, builders = Eagle3(tiny, vocab_size=512).eval(), (Chain(2), Eagle2(3, 10, 3))
+    engines = [Engine(tiny, Greedy(), drafter, builder) for builder in builders]
+    held: list[object] = []
+    for _ in range(3):
+        for engine, builder in zip(engines, builders):
+            expected = decode(tiny, PROMPTS, Greedy(), 12, drafter, builder)
+            assert facts(engine.decode(PROMPTS, 12)) == facts(expected)
+            (state,) = engine.states.values()
+            held.append(state.drafter["cache"].storage.data_ptr())
+    assert held == held[:2] * 3 and held[0] != held[1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafter", "builder", "words"),
+    [
+        (Block(), None, None, "acceptance=block judges on the host"),
+        (Greedy(), Ngram, Chain(2), "drafter=ngram asks the device"),
+        (Greedy(), Eagle3, OptTree(3, 8), "tree=opt decides on the host"),
+        (Greedy(), Eagle3, Chain(3, stop=0.5), "tree=chain decides on the host"),
+    ],
+)
+def test_what_cannot_be_held_in_a_graph_is_refused(
+    tiny: Target, rule: AcceptanceRule, drafter: Callable[[Target], Drafter] | None, builder: TreeBuilder | None, words: str
+) -> None:
+    """With the reason, and what to do."""
+    with pytest.raises(UserError, match=f"eval.engine=captured: {words}.*use eval.engine=eager"):
+        Engine(tiny, rule, None if drafter is None else drafter(tiny), builder)
+
+
+def test_time_is_shared_out_without_a_rest(tiny: Target) -> None:
+    """Parts are those of the loop, none is negative, and a row that is done earlier has fewer of them."""
+    one, other = Engine(tiny, Greedy()).decode([[5, 6, 7], [8, 9]], 9, ignore_eos=True)
+    assert one.seconds.keys() == {"prefill", "draft", "verify", "accept", "other"}
+    assert all(value >= 0 for value in one.seconds.values())
+    assert len(one.times) == len(other.times) == 8
+    assert one.decode_seconds == pytest.approx(one.finish_seconds)

@@ -13,6 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from spectrain.kernels.tree_attention import Visibility
 
+from ..compiled import attend_behind
+
 if TYPE_CHECKING:
     from ..cache import TreeCache
     from ..target import Target
@@ -75,6 +77,8 @@ class Attention(nn.Module):
             return self.masked(q, k, v, None)
         if visible is None:
             visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(batch, -1, -1)
+        if torch.compiler.is_compiling():
+            return self.o_proj(attend_behind(q, k, v, visible, cache, layer, self.head_dim**-0.5).flatten(2))
         lengths = cache.lengths
         seen = Visibility(lengths, cache.reach(length), visible, lengths[:, None], None, cache.bound is None)
         return self.output(cache.attend(layer, q, k, v, seen, self.head_dim**-0.5))

@@ -1,0 +1,93 @@
+"""New keys and values of one layer, written behind a row's committed and pending tokens in one launch.
+
+Shapes: B batch, T slots, H key-value heads, D head size, N new nodes. The reference in torch comes first; it is also the path
+on a CPU. It takes two indexed writes and the arithmetic of their slots, in every layer of every forward; the kernel one launch.
+"""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .tree_attention import _has_kernel
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # no triton for this platform
+    triton = None
+
+COLUMNS = 1024  # 8 heads of 128: one program writes the keys of a node, or its values, with 8 numbers a thread. Not yet timed.
+
+
+def kv_append_reference(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
+    """Node i of keys and values [B, H, N, D] goes to slot lengths[b] + pending + i of `store` [2, B, T, H, D]."""
+    batch, _, num_nodes, _ = keys.shape
+    rows = torch.arange(batch, device=keys.device)[:, None]
+    slots = lengths[:, None] + (pending + torch.arange(num_nodes, device=keys.device))
+    store[0, rows, slots] = keys.transpose(1, 2)
+    store[1, rows, slots] = values.transpose(1, 2)
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["pending"])  # type: ignore[untyped-decorator]
+    def _append_kernel(  # type: ignore[no-untyped-def]
+        store_ptr, keys_ptr, values_ptr, lengths_ptr, pending,
+        store_stride_h, store_stride_b, store_stride_t,
+        keys_stride_b, keys_stride_h, keys_stride_n, values_stride_b, values_stride_h, values_stride_n,
+        HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    ):  # fmt: skip
+        """One node's keys or values; grid [N, B, 2 * blocks of WIDTH columns]."""
+        node, batch, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+        columns = part // 2 * COLUMNS + tl.arange(0, COLUMNS)
+        head, dim = columns // HEAD_SIZE, columns % HEAD_SIZE
+        inside = columns < WIDTH
+        slot = tl.load(lengths_ptr + batch) + pending + node
+        store_ptr += batch.to(tl.int64) * store_stride_b + slot * store_stride_t
+        if part % 2 == 0:
+            x = tl.load(keys_ptr + batch * keys_stride_b + node * keys_stride_n + head * keys_stride_h + dim, mask=inside)
+            tl.store(store_ptr + columns, x, mask=inside)
+        else:
+            x = tl.load(
+                values_ptr + batch * values_stride_b + node * values_stride_n + head * values_stride_h + dim, mask=inside
+            )
+            tl.store(store_ptr + store_stride_h + columns, x, mask=inside)
+
+
+@torch.library.custom_op("spectrain::kv_append", mutates_args={"store"})
+def _append(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
+    """Launch the kernel."""
+    batch, heads, num_nodes, head_size = keys.shape
+    keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
+    width = heads * head_size
+    assert store[0, 0, 0].is_contiguous()
+    columns = min(COLUMNS, triton.next_power_of_2(width))
+    with torch.cuda.device_of(store):
+        _append_kernel[(num_nodes, batch, 2 * triton.cdiv(width, columns))](
+            store, keys, values, lengths, pending,
+            *store.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+            HEAD_SIZE=head_size, WIDTH=width, COLUMNS=columns, num_warps=4,
+        )  # fmt: skip
+
+
+@_append.register_fake
+def _(*args: Any) -> None:
+    return None
+
+
+def _runs_kernel(store: Tensor) -> bool:
+    """On a GPU, unless SPECTRAIN_KERNELS=reference; on a CPU where SPECTRAIN_KERNELS=triton and triton interprets."""
+    asked = os.environ.get("SPECTRAIN_KERNELS")
+    if triton is None or asked == "reference":
+        return False
+    return _has_kernel(store.device) or (asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def kv_append(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
+    """What `kv_append_reference` does, in one launch where the kernel runs."""
+    if _runs_kernel(store):
+        _append(store, keys, values, lengths, pending)
+    else:
+        kv_append_reference(store, keys, values, lengths, pending)
