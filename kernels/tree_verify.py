@@ -1,0 +1,449 @@
+"""Which path of a verified tree is kept, and which token follows it, decided on the device.
+
+Shapes: B batch, N nodes, V vocabulary, U draft vocabulary, S parts of a row. First the references in torch, which are also
+the path on a CPU; then the Triton kernels:
+- greedy and match: every node's argmax is found at once, a part of a row a program, because one program that walked from row
+  to row would read at a 132nd of an H200's bandwidth; Gumbel noise is made once for nodes in a row at the same position;
+- one program for each tree then visits the kept nodes. Only there are top-k and top-p cut: without sorting, by bisection;
+- recursive: one program for each tree visits, normalises and rejects; the residual is written where a child was rejected. The
+  token that follows is drawn by Gumbel-max, a part of a row a program.
+Nothing waits for the host and every shape is fixed beforehand. SPECTRAIN_KERNELS=reference or =triton overrules the path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .counter import _jit, fold, fold_in_kernel, gumbel, gumbel_in_kernel, uniform, uniform_in_kernel
+from .tree_attention import _has_kernel
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not on Linux: the references are all there is
+    triton = None
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The trees: parents before children, siblings in the order they were drawn."""
+
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int64, -1 at the root
+    allowed: Tensor  # [B, N] bool, False where a node is padding or never emitted
+    height: int  # no path is deeper
+    most_children: int  # no node has more
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How tokens are drawn: from which keys and from which distribution."""
+
+    key: int  # of purpose and seed: counter.host_key
+    rows: Tensor  # [B] int64, the sequences' own keys
+    positions: Tensor  # [B, N] int64
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def keys(self, nodes: Tensor) -> Tensor:
+        """[B] the keys at one node of each tree."""
+        return fold(fold(self.key, self.rows), self.positions.gather(1, nodes[:, None])[:, 0])
+
+    def shape(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] after temperature, top-k and top-p, -inf where a token is cut. Tokens that tie are cut together."""
+        scores = logits.float() / self.temperature
+        if self.top_k > 0:
+            kth = scores.topk(min(self.top_k, scores.shape[-1]), dim=-1).values[..., -1:]
+            scores = scores.masked_fill(scores < kth, float("-inf"))
+        if self.top_p < 1:
+            ordered = scores.sort(dim=-1, descending=True).values
+            chances = ordered.softmax(-1)
+            least = ordered.masked_fill(chances.cumsum(-1) - chances >= self.top_p, float("inf")).amin(-1, keepdim=True)
+            scores = scores.masked_fill(scores < least, float("-inf"))
+        return scores
+
+
+class Verdict(NamedTuple):
+    """What is kept of each tree."""
+
+    path: Tensor  # [B, height + 1] int64 nodes, ascending, the root first, padded with the last one
+    counts: Tensor  # [B] int64 nodes kept, the root included
+    bonus: Tensor  # [B] int64, the token that follows
+
+
+def tree_greedy_reference(nodes: Nodes, logits: Tensor) -> Verdict:
+    """Keep the nodes that carry the most likely token of logits [B, N, V] after their parent, the first of equal ones."""
+    return _walk(nodes, lambda visited: _row(logits, visited).argmax(-1))
+
+
+def tree_match_reference(nodes: Nodes, logits: Tensor, draws: Draws) -> Verdict:
+    """Keep the nodes that carry the token drawn by Gumbel-max from logits [B, N, V], shaped, at their parent."""
+
+    def choose(visited: Tensor) -> Tensor:
+        scores = draws.shape(_row(logits, visited))
+        return (scores + gumbel(draws.keys(visited), scores.shape[-1])).argmax(-1)
+
+    return _walk(nodes, choose)
+
+
+def tree_recursive_reference(
+    nodes: Nodes, logits: Tensor, q: Tensor, draft_ids: Tensor | None, without_replacement: bool, draws: Draws
+) -> Verdict:
+    """Recursive rejection sampling (SpecInfer, Miao et al., 2023; RSD, Jeon et al., 2024): keep child x, in the order drawn,
+    with probability min(1, P(x) / Q(x)), else P becomes the normalised max(P - Q, 0) and, drawn without replacement, Q loses x.
+
+    logits [B, N, V]; q [B, N, U] is what children were drawn from, over the target tokens `draft_ids` [U]. Coin i of a node is
+    number i of its key, the token after the last one Gumbel-max under that key folded with 1. Where rounding leaves nothing of
+    the residual, P is Q and the child is kept.
+    """
+    batch, num_nodes = nodes.tokens.shape
+    here = torch.zeros(batch, dtype=torch.int64, device=logits.device)
+    walking = torch.ones_like(here, dtype=torch.bool)
+    last_scores = logits.new_zeros(batch, logits.shape[-1], dtype=torch.float32)
+    path = [here]
+    for _ in range(nodes.height + 1):
+        scores, q_here = draws.shape(_row(logits, here)), _row(q, here).float()
+        if draft_ids is not None:
+            q_here = torch.zeros_like(scores).scatter(1, draft_ids.expand(batch, -1), q_here)
+        kept, scores = _judge(nodes, here, scores, q_here, without_replacement, draws.keys(here))
+        last_scores = torch.where(walking[:, None], scores, last_scores)
+        walking = walking & (kept < num_nodes)
+        here = torch.where(walking, kept, here)
+        path.append(here)
+        if here.device.type == "cpu" and not walking.any():
+            break
+    path = (path + [here] * nodes.height)[: nodes.height + 1]
+    counts = torch.stack(path, 1).diff(dim=1).sign().sum(1) + 1
+    noise = gumbel(fold(draws.keys(here), 1), logits.shape[-1])
+    return Verdict(torch.stack(path, 1), counts, (last_scores + noise).argmax(-1))
+
+
+def _judge(
+    nodes: Nodes, here: Tensor, scores: Tensor, q: Tensor, without_replacement: bool, key: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The child [B] of nodes `here` [B] that is kept, N where none is, and the logarithm [B, V] of what is left of P."""
+    num_nodes = nodes.tokens.shape[1]
+    index = torch.arange(num_nodes, device=here.device)
+    children = (nodes.parents == here[:, None]) & nodes.allowed
+    kept, p = torch.full_like(here, num_nodes), scores.softmax(-1)
+    for order in range(nodes.most_children):
+        child = torch.where(children, index, num_nodes).amin(1)
+        token = nodes.tokens.gather(1, child.clamp(max=num_nodes - 1)[:, None])
+        p_x, q_x = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
+        residual = (p - q).clamp(min=0)
+        total = residual.sum(-1)
+        asked = (child < num_nodes) & (kept == num_nodes)
+        passed = (p_x >= q_x) | (uniform(key, torch.full_like(key, order)) * q_x < p_x) | (total <= 0)
+        kept = torch.where(asked & passed, child, kept)
+        rejected = (asked & ~passed)[:, None]
+        p = torch.where(rejected, residual / total[:, None], p)
+        scores = torch.where(rejected, residual.log(), scores)
+        if without_replacement:
+            left = q.scatter(1, token, 0)
+            q = torch.where(rejected, left / left.sum(-1, keepdim=True).clamp(min=1e-38), q)
+        children = children & (index != child[:, None])
+    return kept, scores
+
+
+def _row(x: Tensor, nodes: Tensor) -> Tensor:
+    """x [B, N, V] at one node [B] of each tree, [B, V]."""
+    return x[torch.arange(len(x), device=x.device), nodes]
+
+
+def _walk(nodes: Nodes, choose: Callable[[Tensor], Tensor]) -> Verdict:
+    """Visit kept nodes from the root on, parents first; `choose` names the token [B] that the target wants after nodes [B].
+
+    Twins, drawn with replacement, are both kept: the deepest path counts, and of equal ones the first.
+    """
+    batch, num_nodes = nodes.tokens.shape
+    index = torch.arange(num_nodes, device=nodes.tokens.device)
+    pending = (index == 0).expand(batch, -1)
+    depth = pending.long() - 1  # -1 where a node isn't kept
+    wanted = torch.zeros_like(nodes.tokens)
+    for _ in range(num_nodes):
+        here = torch.where(pending, index, num_nodes - 1).amin(1, keepdim=True)
+        active = pending.any(1, keepdim=True)
+        choice = choose(here[:, 0])[:, None]
+        wanted = torch.where((index == here) & active, choice, wanted)
+        kept = (nodes.parents == here) & (nodes.tokens == choice) & nodes.allowed & active
+        depth = torch.where(kept, depth.gather(1, here) + 1, depth)
+        pending = (pending & (index != here)) | kept
+        if pending.device.type == "cpu" and not pending.any():
+            break
+    counts = depth.amax(1) + 1
+    node = last = (depth * num_nodes - index).argmax(1)
+    path = []
+    for level in range(nodes.height, -1, -1):
+        path.append(node)
+        up = nodes.parents.gather(1, node[:, None])[:, 0]
+        node = torch.where(level < counts, up, node).clamp(min=0)
+    return Verdict(torch.stack(path[::-1], 1), counts, wanted.gather(1, last[:, None])[:, 0])
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a pass over a row is cut: tokens a block and warps a program."""
+
+    block: int
+    warps: int
+
+
+# None of these spills for sm_90 with Triton 3.6 and 3.9; tests/kernels/test_verify_compiled.py holds them to it. Not yet timed.
+ARGMAX = Config(4096, 4)  # 2048 programs for 64 nodes and 128k tokens, 64 bytes in flight a thread
+DRAWN = Config(1024, 4)  # 8 numbers a thread
+SHARED = 16  # nodes a program of DRAWN: trees lie level by level, so its noise is made two or three times, not sixteen
+WALK = Config(16, 1)  # reads no row; a tree's nodes lie in one warp, whose reductions need no barrier
+CUT = Config(4096, 16)  # a row on one multiprocessor: 8 tokens a thread, and 4 counts of each
+
+
+@_jit
+def _read(row_ptr, start, num_tokens, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block of logits, -inf past the end, and which tokens they are of."""
+    columns = start + tl.arange(0, BLOCK)
+    return tl.load(row_ptr + columns, mask=columns < num_tokens, other=float("-inf")).to(tl.float32), columns
+
+
+@_jit
+def _order(x, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Integers in the order of the numbers, without the low bits that half precision leaves empty."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@_jit
+def _chances(x, top, cut, temperature, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """exp((x - top) / temperature), 0 below the cut."""
+    return tl.where(_order(x, SHIFT) >= cut, tl.exp((x - top) / temperature), 0.0)
+
+
+@_jit
+def _mass(row_ptr, num_tokens, top, cut, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of a row's chances."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_tokens, BLOCK):
+        x, _ = _read(row_ptr, start, num_tokens, BLOCK)
+        total += _chances(x, top, cut, temperature, SHIFT)
+    return tl.sum(total, 0)
+
+
+@_jit
+def _bisect(  # type: ignore[no-untyped-def]
+    row_ptr, num_tokens, low, high, limit, top, temperature, WEIGHTED: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The least order from `low` to `high` that less than `limit` lies above: of tokens, or of their chances from `low` on.
+
+    Four pivots a pass, so 7 passes over half precision and 14 over float32: fewer would leave the adders idle while they wait
+    for memory, more would keep memory waiting.
+    """
+    base = low
+    while low < high:
+        gap = (high - low.to(tl.int64)) * (tl.arange(0, 4) + 1) // 5
+        pivots = low + gap.to(tl.int32)
+        above = tl.zeros([BLOCK, 4], tl.float32)
+        for start in range(0, num_tokens, BLOCK):
+            x, _ = _read(row_ptr, start, num_tokens, BLOCK)
+            weight = _chances(x, top, base, temperature, SHIFT) if WEIGHTED else tl.full([BLOCK], 1.0, tl.float32)
+            above += tl.where(_order(x, SHIFT)[:, None] > pivots[None, :], weight[:, None], 0.0)
+        enough = tl.sum(above, 0) < limit
+        high = tl.min(tl.where(enough, pivots, high), 0)
+        low = tl.max(tl.where(enough, low, pivots + 1), 0)
+    return low
+
+
+@_jit
+def _shape_row(row_ptr, num_tokens, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row's largest logit and the order of the least one that top-k and top-p keep."""
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, num_tokens, BLOCK):
+        x, _ = _read(row_ptr, start, num_tokens, BLOCK)
+        best = tl.maximum(best, x)
+    top = tl.max(best, 0)
+    high = _order(top, SHIFT)
+    cut = high * 0 + (-2139095041 >> SHIFT)  # the order of -inf
+    if top_k is not None:
+        cut = _bisect(row_ptr, num_tokens, cut, high, top_k, top, temperature, False, SHIFT, BLOCK)
+    if top_p is not None:
+        limit = top_p * _mass(row_ptr, num_tokens, top, cut, temperature, SHIFT, BLOCK)
+        cut = _bisect(row_ptr, num_tokens, cut, high, limit, top, temperature, True, SHIFT, BLOCK)
+    return top, cut
+
+
+@_jit
+def _choose_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, best_ptr, place_ptr, rows_ptr, positions_ptr, logits_stride_b, logits_stride_n,
+    num_nodes, num_tokens, num_shared, key, temperature,
+    NOISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best score, with noise or without, of one part of the rows of some nodes; grid [S, groups of nodes, B]."""
+    part, batch = tl.program_id(0), tl.program_id(2)
+    first = tl.program_id(1) * num_shared
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    logits_ptr += tl.cast(batch, tl.int64) * logits_stride_b
+    if NOISE:
+        row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
+        positions_ptr += batch * num_nodes
+        known = tl.load(positions_ptr + first) - 1  # not the position of the first node
+        noise = tl.zeros([BLOCK], tl.float32)
+    for node in range(first, tl.minimum(first + num_shared, num_nodes)):
+        x, _ = _read(logits_ptr + tl.cast(node, tl.int64) * logits_stride_n, part * BLOCK, num_tokens, BLOCK)
+        if NOISE:
+            position = tl.load(positions_ptr + node)
+            if position != known:
+                noise = gumbel_in_kernel(fold_in_kernel(row_key, position), columns)
+            known = position
+            x = x / temperature + noise
+        best, place = tl.max(x, 0, return_indices=True)
+        slot = (batch * num_nodes + node) * tl.num_programs(0) + part
+        tl.store(best_ptr + slot, best)
+        tl.store(place_ptr + slot, part * BLOCK + place)
+
+
+@_jit
+def _draw_kept(  # type: ignore[no-untyped-def]
+    row_ptr, num_tokens, choice, key, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The token drawn from a row, given the one that would be drawn were nothing cut."""
+    _, cut = _shape_row(row_ptr, num_tokens, temperature, top_k, top_p, SHIFT, BLOCK)
+    if _order(tl.load(row_ptr + choice).to(tl.float32), SHIFT) < cut:
+        best = tl.cast(float("-inf"), tl.float32)
+        for start in range(0, num_tokens, BLOCK):
+            x, columns = _read(row_ptr, start, num_tokens, BLOCK)
+            kept = (_order(x, SHIFT) >= cut) & (columns < num_tokens)
+            if tl.max(kept.to(tl.int32), 0) > 0:  # few blocks hold one, and noise costs more than all else
+                scores = tl.where(kept, x / temperature + gumbel_in_kernel(key, columns), float("-inf"))
+                score, place = tl.max(scores, 0, return_indices=True)
+                choice = tl.where(score > best, start + place, choice)
+                best = tl.maximum(best, score)
+    return choice
+
+
+@_jit
+def _walk_kernel(  # type: ignore[no-untyped-def]
+    tokens_ptr, parents_ptr, allowed_ptr, best_ptr, place_ptr, path_ptr, counts_ptr, bonus_ptr,
+    logits_ptr, rows_ptr, positions_ptr, logits_stride_b, logits_stride_n,
+    num_nodes, num_parts, num_levels, num_tokens, key, temperature, top_k, top_p,
+    CUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Visit the kept nodes of one tree; grid [B]."""
+    batch = tl.program_id(0)
+    index, parts = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_S)
+    inside = index < num_nodes
+    tokens = tl.load(tokens_ptr + batch * num_nodes + index, mask=inside, other=-1)
+    parents = tl.load(parents_ptr + batch * num_nodes + index, mask=inside, other=-1)
+    allowed = tl.load(allowed_ptr + batch * num_nodes + index, mask=inside, other=0) != 0
+    depth = tl.where(index == 0, 0, -1)
+    wanted = tl.zeros([BLOCK_N], tl.int32)
+    pending = index == 0
+    node = 0
+    while node < num_nodes:
+        slot = tl.cast(batch * num_nodes + node, tl.int64) * num_parts
+        best = tl.load(best_ptr + slot + parts, mask=parts < num_parts, other=float("-inf"))
+        _, part = tl.max(best, 0, return_indices=True)
+        choice = tl.load(place_ptr + slot + part)
+        if CUT:
+            row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + tl.cast(node, tl.int64) * logits_stride_n
+            row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
+            node_key = fold_in_kernel(row_key, tl.load(positions_ptr + batch * num_nodes + node))
+            choice = _draw_kept(row_ptr, num_tokens, choice, node_key, temperature, top_k, top_p, SHIFT, BLOCK)
+        wanted = tl.where(index == node, choice, wanted)
+        kept = (parents == node) & (tokens == choice) & allowed
+        depth = tl.where(kept, tl.sum(tl.where(index == node, depth, 0), 0) + 1, depth)
+        pending = (pending & (index != node)) | kept
+        node = tl.min(tl.where(pending, index, num_nodes), 0)
+    deepest, last = tl.max(depth, 0, return_indices=True)
+    tl.store(counts_ptr + batch, tl.cast(deepest + 1, tl.int64))
+    tl.store(bonus_ptr + batch, tl.sum(tl.where(index == last, wanted, 0), 0).to(tl.int64))
+    node = tl.cast(last, tl.int64)
+    for back in range(num_levels):
+        level = num_levels - 1 - back
+        tl.store(path_ptr + batch * num_levels + level, node)
+        if (level <= deepest) & (node > 0):
+            node = tl.load(parents_ptr + batch * num_nodes + node)
+
+
+@torch.library.custom_op("spectrain::tree_match", mutates_args=())
+def _match(
+    tokens: Tensor,
+    parents: Tensor,
+    allowed: Tensor,
+    logits: Tensor,
+    height: int,
+    rows: Tensor | None,
+    positions: Tensor | None,
+    key: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernels; greedy without `rows`."""
+    (batch, num_nodes), num_tokens = tokens.shape, logits.shape[-1]
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    config, shared = (ARGMAX, 1) if rows is None else (DRAWN, SHARED)
+    num_parts = triton.cdiv(num_tokens, config.block)
+    best = logits.new_empty(batch, num_nodes, num_parts, dtype=torch.float32)
+    place = torch.empty_like(best, dtype=torch.int32)
+    path, counts, bonus = _unfilled(tokens, parents, allowed, logits, height)
+    cut = top_k is not None or top_p is not None
+    walk = CUT if cut else WALK
+    with torch.cuda.device_of(logits):
+        _choose_kernel[(num_parts, triton.cdiv(num_nodes, shared), batch)](
+            logits, best, place, rows, positions, logits.stride(0), logits.stride(1),
+            num_nodes, num_tokens, shared, key, temperature,
+            NOISE=rows is not None, BLOCK=config.block, num_warps=config.warps,
+        )  # fmt: skip
+        _walk_kernel[(batch,)](
+            tokens, parents, allowed, best, place, path, counts, bonus,
+            logits, rows, positions, logits.stride(0), logits.stride(1),
+            num_nodes, num_parts, height + 1, num_tokens, key, temperature, top_k, top_p,
+            CUT=cut, SHIFT=EMPTY_BITS[logits.dtype], BLOCK_N=triton.next_power_of_2(num_nodes),
+            BLOCK_S=triton.next_power_of_2(num_parts), BLOCK=walk.block, num_warps=walk.warps,
+        )  # fmt: skip
+    return path, counts, bonus
+
+
+@_match.register_fake
+def _unfilled(tokens: Tensor, parents: Tensor, allowed: Tensor, logits: Tensor, height: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The answer before it is written."""
+    batch = len(tokens)
+    return tokens.new_empty(batch, height + 1), tokens.new_empty(batch), tokens.new_empty(batch)
+
+
+EMPTY_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of a number once it is float32
+
+
+def _runs_kernel(logits: Tensor) -> bool:
+    """Whether the kernels can run here and are wanted."""
+    choice = os.environ.get("SPECTRAIN_KERNELS")
+    if triton is None or choice == "reference" or logits.dtype not in EMPTY_BITS:
+        return False
+    if logits.device.type == "cpu":  # interpreted, where bfloat16 comes out wrong without a word (Triton 3.9)
+        return choice == "triton" and os.environ.get("TRITON_INTERPRET") == "1" and logits.dtype != torch.bfloat16
+    return _has_kernel(logits.device)
+
+
+def tree_greedy(nodes: Nodes, logits: Tensor) -> Verdict:
+    """What `tree_greedy_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
+    if not _runs_kernel(logits):
+        return tree_greedy_reference(nodes, logits)
+    trees = (x.contiguous() for x in (nodes.tokens, nodes.parents, nodes.allowed))
+    return Verdict(*_match(*trees, logits.detach(), nodes.height, None, None, 0, 1.0, None, None))
+
+
+def tree_match(nodes: Nodes, logits: Tensor, draws: Draws) -> Verdict:
+    """What `tree_match_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
+    if not _runs_kernel(logits):
+        return tree_match_reference(nodes, logits, draws)
+    trees = (x.contiguous() for x in (nodes.tokens, nodes.parents, nodes.allowed))
+    rows, positions = draws.rows.contiguous(), draws.positions.contiguous()
+    top_k = draws.top_k if 0 < draws.top_k < logits.shape[-1] else None
+    top_p = draws.top_p if draws.top_p < 1 else None
+    return Verdict(
+        *_match(*trees, logits.detach(), nodes.height, rows, positions, draws.key, draws.temperature, top_k, top_p)
+    )
