@@ -423,6 +423,182 @@ def _unfilled(tokens: Tensor, parents: Tensor, allowed: Tensor, logits: Tensor, 
     return tokens.new_empty(batch, height + 1), tokens.new_empty(batch), tokens.new_empty(batch)
 
 
+@_jit
+def _subtract(  # type: ignore[no-untyped-def]
+    row_ptr, q_ptr, places_ptr, residual_ptr, num_tokens, token, following, reduced, top, cut, temperature, scale, odds,
+    WITHOUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write max(P - Q, 0) of a row; return its sum, its value at the token `following`, and the sum of q without `token`.
+
+    P is what was written before, where that was `reduced` already, or else the row's chances, each times `scale`; Q is q times
+    `odds`. A token that q has lost reads -1: its residual is 0, for it was rejected.
+    """
+    total, left, ahead = (tl.zeros([BLOCK], tl.float32),) * 3
+    for start in range(0, num_tokens, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < num_tokens
+        if reduced != 0:
+            p = tl.load(residual_ptr + columns, mask=inside, other=0.0)
+        else:
+            x, _ = _read(row_ptr, start, num_tokens, BLOCK)
+            p = _chances(x, top, cut, temperature, SHIFT)
+        q = _drawn_from(q_ptr, places_ptr, columns, inside)
+        residual = tl.maximum(p * scale - q * odds, 0.0)
+        if WITHOUT:
+            gone = (p < 0) | (columns == token)
+            residual, q = tl.where(gone, 0.0, residual), tl.where(gone, 0.0, q)
+            tl.store(residual_ptr + columns, tl.where(gone, -1.0, residual), mask=inside)
+            left += q
+        else:
+            tl.store(residual_ptr + columns, residual, mask=inside)
+        total += residual
+        ahead += tl.where(columns == following, residual, 0.0)
+    tl.debug_barrier()  # the next pass may read what another thread has written
+    return tl.sum(total, 0), tl.sum(ahead, 0), tl.sum(left, 0)
+
+
+@_jit
+def _drawn_from(q_ptr, places_ptr, tokens, inside):  # type: ignore[no-untyped-def]
+    """q of target tokens, 0 where the draft vocabulary lacks them."""
+    if places_ptr is not None:
+        tokens = tl.load(places_ptr + tokens, mask=inside, other=-1)
+        inside = inside & (tokens >= 0)
+    return tl.load(q_ptr + tokens, mask=inside, other=0.0).to(tl.float32)
+
+
+@_jit
+def _reject_kernel(  # type: ignore[no-untyped-def]
+    tokens_ptr, parents_ptr, allowed_ptr, logits_ptr, q_ptr, places_ptr, rows_ptr, positions_ptr, residual_ptr,
+    path_ptr, counts_ptr, state_ptr, logits_stride_b, logits_stride_n, q_stride_b, q_stride_n,
+    num_nodes, num_tokens, num_levels, key, temperature, top_k, top_p,
+    WITHOUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Walk one tree; grid [B]. Leaves, for the last node, whether P is in `residual` and otherwise where it is cut."""
+    batch = tl.program_id(0)
+    index = tl.arange(0, BLOCK_N)
+    tree = batch * num_nodes
+    parents = tl.load(parents_ptr + tree + index, mask=index < num_nodes, other=-1)
+    allowed = tl.load(allowed_ptr + tree + index, mask=index < num_nodes, other=0) != 0
+    logits_ptr += tl.cast(batch, tl.int64) * logits_stride_b
+    q_ptr += tl.cast(batch, tl.int64) * q_stride_b
+    residual_ptr += tl.cast(batch, tl.int64) * num_tokens
+    row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
+    path_ptr += batch * num_levels
+    node, last, depth, reduced, cut = 0, 0, 0, 0, 0
+    while node < num_nodes:
+        tl.store(path_ptr + depth, tl.cast(node, tl.int64))
+        row_ptr = logits_ptr + tl.cast(node, tl.int64) * logits_stride_n
+        q_row_ptr = q_ptr + tl.cast(node, tl.int64) * q_stride_n
+        top, cut = _shape_row(row_ptr, num_tokens, temperature, top_k, top_p, SHIFT, BLOCK)
+        node_key = fold_in_kernel(row_key, tl.load(positions_ptr + tree + node))
+        children = (parents == node) & allowed
+        child = tl.min(tl.where(children, index, num_nodes), 0)
+        token = tl.load(tokens_ptr + tree + child, mask=child < num_nodes, other=0)
+        last, node, order, reduced, odds = node, num_nodes, 0, 0, 1.0
+        scale, ahead = 1.0, 0.0
+        if child < num_nodes:
+            scale = 1 / _mass(row_ptr, num_tokens, top, cut, temperature, SHIFT, BLOCK)
+            ahead = _chances(tl.load(row_ptr + token).to(tl.float32), top, cut, temperature, SHIFT)
+        while child < num_nodes:
+            p, q = ahead * scale, _drawn_from(q_row_ptr, places_ptr, token, True) * odds
+            following = tl.min(tl.where(children & (index > child), index, num_nodes), 0)
+            follower = tl.load(tokens_ptr + tree + following, mask=following < num_nodes, other=-1)
+            total = 0.0
+            if (p < q) & (uniform_in_kernel(node_key, order) * q >= p):
+                total, ahead, left = _subtract(
+                    row_ptr, q_row_ptr, places_ptr, residual_ptr, num_tokens, token, follower, reduced, top, cut, temperature,
+                    scale, odds, WITHOUT, SHIFT, BLOCK,
+                )  # fmt: skip
+                if WITHOUT:
+                    odds = 1 / tl.maximum(left, 1e-38)
+            if total > 0:
+                scale, reduced = 1 / total, 1
+                child, token, order = following, follower, order + 1
+            else:  # kept, or rounding has left nothing
+                node, child = child, num_nodes
+        depth += 1
+    tl.store(state_ptr + 2 * batch, reduced)
+    tl.store(state_ptr + 2 * batch + 1, cut)
+    tl.store(counts_ptr + batch, tl.cast(depth, tl.int64))
+    for level in range(depth, num_levels):
+        tl.store(path_ptr + level, tl.cast(last, tl.int64))
+
+
+@_jit
+def _bonus_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, residual_ptr, path_ptr, state_ptr, rows_ptr, positions_ptr, best_ptr, place_ptr,
+    logits_stride_b, logits_stride_n, num_nodes, num_tokens, num_levels, key, temperature,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best score, with noise, of one part of what is left of P after a tree's last node; grid [S, B]."""
+    part, batch = tl.program_id(0), tl.program_id(1)
+    node = tl.load(path_ptr + batch * num_levels + num_levels - 1)
+    if tl.load(state_ptr + 2 * batch) != 0:
+        columns = part * BLOCK + tl.arange(0, BLOCK)
+        residual_ptr += tl.cast(batch, tl.int64) * num_tokens
+        left = tl.load(residual_ptr + columns, mask=columns < num_tokens, other=0.0)
+        scores = tl.where(left > 0, tl.log(tl.where(left > 0, left, 1.0)), float("-inf"))
+    else:
+        row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + node * logits_stride_n
+        x, columns = _read(row_ptr, part * BLOCK, num_tokens, BLOCK)
+        scores = tl.where(_order(x, SHIFT) >= tl.load(state_ptr + 2 * batch + 1), x / temperature, float("-inf"))
+    row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
+    node_key = fold_in_kernel(row_key, tl.load(positions_ptr + batch * num_nodes + node))
+    best, place = tl.max(scores + gumbel_in_kernel(fold_in_kernel(node_key, 1), columns), 0, return_indices=True)
+    slot = batch * tl.num_programs(0) + part
+    tl.store(best_ptr + slot, best)
+    tl.store(place_ptr + slot, tl.cast(part * BLOCK + place, tl.int64))
+
+
+@torch.library.custom_op("spectrain::tree_recursive", mutates_args=())
+def _recursive(
+    tokens: Tensor,
+    parents: Tensor,
+    allowed: Tensor,
+    logits: Tensor,
+    height: int,
+    q: Tensor,
+    draft_ids: Tensor | None,
+    without_replacement: bool,
+    rows: Tensor,
+    positions: Tensor,
+    key: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernels."""
+    (batch, num_nodes), num_tokens = tokens.shape, logits.shape[-1]
+    logits, q = (x if x.stride(-1) == 1 else x.contiguous() for x in (logits, q))
+    places = None
+    if draft_ids is not None:
+        places = torch.full([num_tokens], -1, dtype=torch.int32, device=logits.device)
+        places[draft_ids] = torch.arange(len(draft_ids), dtype=torch.int32, device=logits.device)
+    num_parts = triton.cdiv(num_tokens, DRAWN.block)
+    residual = logits.new_empty(batch, num_tokens, dtype=torch.float32)
+    state = tokens.new_empty(batch, 2, dtype=torch.int32)
+    best, place = residual.new_empty(batch, num_parts), tokens.new_empty(batch, num_parts)
+    path, counts, _ = _unfilled(tokens, parents, allowed, logits, height)
+    shift = EMPTY_BITS[logits.dtype]
+    with torch.cuda.device_of(logits):
+        _reject_kernel[(batch,)](
+            tokens, parents, allowed, logits, q, places, rows, positions, residual,
+            path, counts, state, logits.stride(0), logits.stride(1), q.stride(0), q.stride(1),
+            num_nodes, num_tokens, height + 1, key, temperature, top_k, top_p,
+            WITHOUT=without_replacement, SHIFT=shift, BLOCK_N=triton.next_power_of_2(num_nodes),
+            BLOCK=CUT.block, num_warps=CUT.warps,
+        )  # fmt: skip
+        _bonus_kernel[(num_parts, batch)](
+            logits, residual, path, state, rows, positions, best, place,
+            logits.stride(0), logits.stride(1), num_nodes, num_tokens, height + 1, key, temperature,
+            SHIFT=shift, BLOCK=DRAWN.block, num_warps=DRAWN.warps,
+        )  # fmt: skip
+    return path, counts, place.gather(1, best.argmax(1, keepdim=True))[:, 0]
+
+
+_recursive.register_fake(_unfilled)
+
+
 EMPTY_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of a number once it is float32
 
 
@@ -436,22 +612,37 @@ def _runs_kernel(logits: Tensor) -> bool:
     return _has_kernel(logits.device)
 
 
+def _tensors(nodes: Nodes, logits: Tensor) -> tuple[Any, ...]:
+    """The arguments that every launch begins with; a verdict has no gradient."""
+    trees = (x.contiguous() for x in (nodes.tokens, nodes.parents, nodes.allowed))
+    return *trees, logits.detach(), nodes.height
+
+
+def _settings(draws: Draws, logits: Tensor) -> tuple[Any, ...]:
+    """The arguments that a launch that draws ends with; None for cuts that cut nothing."""
+    top_k = draws.top_k if 0 < draws.top_k < logits.shape[-1] else None
+    top_p = draws.top_p if draws.top_p < 1 else None
+    return draws.rows.contiguous(), draws.positions.contiguous(), draws.key, draws.temperature, top_k, top_p
+
+
 def tree_greedy(nodes: Nodes, logits: Tensor) -> Verdict:
     """What `tree_greedy_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
     if not _runs_kernel(logits):
         return tree_greedy_reference(nodes, logits)
-    trees = (x.contiguous() for x in (nodes.tokens, nodes.parents, nodes.allowed))
-    return Verdict(*_match(*trees, logits.detach(), nodes.height, None, None, 0, 1.0, None, None))
+    return Verdict(*_match(*_tensors(nodes, logits), None, None, 0, 1.0, None, None))
 
 
 def tree_match(nodes: Nodes, logits: Tensor, draws: Draws) -> Verdict:
     """What `tree_match_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
     if not _runs_kernel(logits):
         return tree_match_reference(nodes, logits, draws)
-    trees = (x.contiguous() for x in (nodes.tokens, nodes.parents, nodes.allowed))
-    rows, positions = draws.rows.contiguous(), draws.positions.contiguous()
-    top_k = draws.top_k if 0 < draws.top_k < logits.shape[-1] else None
-    top_p = draws.top_p if draws.top_p < 1 else None
-    return Verdict(
-        *_match(*trees, logits.detach(), nodes.height, rows, positions, draws.key, draws.temperature, top_k, top_p)
-    )
+    return Verdict(*_match(*_tensors(nodes, logits), *_settings(draws, logits)))
+
+
+def tree_recursive(
+    nodes: Nodes, logits: Tensor, q: Tensor, draft_ids: Tensor | None, without_replacement: bool, draws: Draws
+) -> Verdict:
+    """What `tree_recursive_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
+    if not _runs_kernel(logits):
+        return tree_recursive_reference(nodes, logits, q, draft_ids, without_replacement, draws)
+    return Verdict(*_recursive(*_tensors(nodes, logits), q, draft_ids, without_replacement, *_settings(draws, logits)))

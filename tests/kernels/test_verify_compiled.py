@@ -36,7 +36,7 @@ def request(kernel: str, dtype: torch.dtype, config: Config, constants: dict[str
     """The request for what a launch would compile; a constant of None is an argument that is left out."""
     types = dict.fromkeys(LONG, "*i64") | {"logits_ptr": TYPES[dtype], "allowed_ptr": "*i1", "key": "i64"}
     types |= {"best_ptr": "*fp32", "place_ptr": "*i32", "temperature": "fp32", "top_p": "fp32"}
-    types |= {"q_ptr": "*fp32", "ids_ptr": "*i32", "residual_ptr": "*fp32", "state_ptr": "*i32"}
+    types |= {"q_ptr": "*fp32", "places_ptr": "*i32", "residual_ptr": "*fp32", "state_ptr": "*i32"}
     return aot.Request("spectrain.kernels.tree_verify", kernel, types, constants | {"BLOCK": config.block}, config.warps, 3)
 
 
@@ -69,3 +69,17 @@ def test_walking_fits_sm90() -> None:
     """Neither does a walk, whatever is cut."""
     cuts = ((False, False), (True, False), (False, True), (True, True))
     assert_nothing_spills({(dtype, cut): walking(dtype, *cut) for dtype in TYPES for cut in cuts if any(cut) or dtype == torch.bfloat16})
+
+
+def rejecting(dtype: torch.dtype, without: bool, cut: bool, subset: bool) -> Any:
+    absent = ([] if cut else ["top_k", "top_p"]) + ([] if subset else ["places_ptr"])
+    constants = {"WITHOUT": without, "SHIFT": EMPTY_BITS[dtype], "BLOCK_N": 64, **dict.fromkeys(absent)}
+    return request("_reject_kernel", dtype, CUT, constants)
+
+
+def test_rejecting_fits_sm90() -> None:
+    """Neither does recursive rejection, nor the draw that follows it."""
+    requests = {choice: rejecting(*choice) for choice in product((torch.bfloat16, torch.float32), (False, True), (False, True), (True,))}
+    requests |= {"one vocabulary": rejecting(torch.bfloat16, True, True, False)}
+    requests |= {dtype: request("_bonus_kernel", dtype, DRAWN, {"SHIFT": EMPTY_BITS[dtype]}) for dtype in TYPES}
+    assert_nothing_spills(requests)
