@@ -76,9 +76,14 @@ def bits(key: Tensor, counter: Tensor) -> Tensor:
     return x
 
 
+def unit(bits: Tensor) -> Tensor:
+    """Integers below 2^32 as float32 between 0 and 1 exclusive, all 32 bits of them where they are small."""
+    return bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=BELOW_ONE)
+
+
 def uniform(key: Tensor, counter: Tensor) -> Tensor:
-    """Number `counter` of `key`, broadcast, between 0 and 1 exclusive; float32, with all 32 bits where it is small."""
-    return bits(key, counter).float().add_(0.5).mul_(2.0**-32).clamp_(max=BELOW_ONE)
+    """Number `counter` of `key`, broadcast, between 0 and 1 exclusive."""
+    return unit(bits(key, counter))
 
 
 def gumbel(key: Tensor, size: int) -> Tensor:
@@ -108,6 +113,7 @@ def fold_in_kernel(key, part):  # type: ignore[no-untyped-def]
 @_jit
 def bits_in_kernel(key, counter):  # type: ignore[no-untyped-def]
     """`bits`, uint32."""
+    key = tl.cast(key, tl.uint64)
     start = tl.cast(counter, tl.uint64) * key
     other = start + key
     x = start * start + start
@@ -120,10 +126,15 @@ def bits_in_kernel(key, counter):  # type: ignore[no-untyped-def]
 
 
 @_jit
+def unit_in_kernel(bits):  # type: ignore[no-untyped-def]
+    """`unit`."""
+    return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
+
+
+@_jit
 def uniform_in_kernel(key, counter):  # type: ignore[no-untyped-def]
     """`uniform`."""
-    wide = bits_in_kernel(key, counter).to(tl.float32) + 0.5
-    return tl.minimum(wide * 2.3283064365386963e-10, 0.999999940395355224609375)
+    return unit_in_kernel(bits_in_kernel(key, counter))
 
 
 @_jit
