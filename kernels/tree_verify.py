@@ -147,7 +147,7 @@ def _judge(
         scores = torch.where(rejected, residual.log(), scores)
         if without_replacement:
             left = q.scatter(1, token, 0)
-            q = torch.where(rejected, left / left.sum(-1, keepdim=True).clamp(min=1e-38), q)
+            q = torch.where(rejected, left / left.sum(-1, keepdim=True).clamp(min=1e-30), q)
         children = children & (index != child[:, None])
     return kept, scores
 
@@ -417,7 +417,9 @@ def _match(
 
 
 @_match.register_fake
-def _unfilled(tokens: Tensor, parents: Tensor, allowed: Tensor, logits: Tensor, height: int, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _unfilled(
+    tokens: Tensor, parents: Tensor, allowed: Tensor, logits: Tensor, height: int, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """The answer before it is written."""
     batch = len(tokens)
     return tokens.new_empty(batch, height + 1), tokens.new_empty(batch), tokens.new_empty(batch)
@@ -510,7 +512,7 @@ def _reject_kernel(  # type: ignore[no-untyped-def]
                     scale, odds, WITHOUT, SHIFT, BLOCK,
                 )  # fmt: skip
                 if WITHOUT:
-                    odds = 1 / tl.maximum(left, 1e-38)
+                    odds = 1 / tl.maximum(left, 1e-30)
             if total > 0:
                 scale, reduced = 1 / total, 1
                 child, token, order = following, follower, order + 1

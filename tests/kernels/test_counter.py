@@ -107,7 +107,7 @@ def test_neither_zero_nor_one() -> None:
     units, found = unit(extremes), torch.empty(len(extremes))
     _unit_kernel[(1,)](extremes, found, BLOCK=len(extremes))
     assert torch.equal(units, found)
-    assert 0 < units.min() and units.max() < 1 and (units.diff() >= 0).all() and units[0] < units[1] < units[2]
+    assert units.min() > 0 and units.max() < 1 and (units.diff() >= 0).all() and units[0] < units[1] < units[2]
     assert (-(-torch.log1p(-units)).log()).isfinite().all()
 
 

@@ -185,7 +185,9 @@ def _kept_kernel(logits_ptr, kept_ptr, num_tokens, temperature, top_k, top_p, SH
 
 @interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("top_k, top_p", [(1, 1.0), (5, 1.0), (40, 1.0), (0, 0.05), (0, 0.5), (0, 0.95), (20, 0.7), (90, 0.999)])
+@pytest.mark.parametrize(
+    "top_k, top_p", [(1, 1.0), (5, 1.0), (40, 1.0), (0, 0.05), (0, 0.5), (0, 0.95), (20, 0.7), (90, 0.999)]
+)
 def test_bisection_keeps_what_sorting_keeps(top_k: int, top_p: float, dtype: torch.dtype) -> None:
     """Kernel, reference and shape_logits keep the same tokens; where the last ones tie, the first two keep all of them."""
     temperature, num_tokens = 0.8, 93

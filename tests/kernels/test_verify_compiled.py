@@ -68,7 +68,9 @@ def test_choosing_fits_sm90() -> None:
 def test_walking_fits_sm90() -> None:
     """Neither does a walk, whatever is cut."""
     cuts = ((False, False), (True, False), (False, True), (True, True))
-    assert_nothing_spills({(dtype, cut): walking(dtype, *cut) for dtype in TYPES for cut in cuts if any(cut) or dtype == torch.bfloat16})
+    assert_nothing_spills(
+        {(dtype, cut): walking(dtype, *cut) for dtype in TYPES for cut in cuts if any(cut) or dtype == torch.bfloat16}
+    )
 
 
 def rejecting(dtype: torch.dtype, without: bool, cut: bool, subset: bool) -> Any:
@@ -79,7 +81,9 @@ def rejecting(dtype: torch.dtype, without: bool, cut: bool, subset: bool) -> Any
 
 def test_rejecting_fits_sm90() -> None:
     """Neither does recursive rejection, nor the draw that follows it."""
-    requests = {choice: rejecting(*choice) for choice in product((torch.bfloat16, torch.float32), (False, True), (False, True), (True,))}
+    requests = {
+        choice: rejecting(*choice) for choice in product((torch.bfloat16, torch.float32), (False, True), (False, True), (True,))
+    }
     requests |= {"one vocabulary": rejecting(torch.bfloat16, True, True, False)}
     requests |= {dtype: request("_bonus_kernel", dtype, DRAWN, {"SHIFT": EMPTY_BITS[dtype]}) for dtype in TYPES}
     assert_nothing_spills(requests)
