@@ -117,7 +117,7 @@ def tree_recursive_reference(
         walking = walking & (kept < num_nodes)
         here = torch.where(walking, kept, here)
         path.append(here)
-        if here.device.type == "cpu" and not walking.any():
+        if _none(walking):
             break
     path = (path + [here] * nodes.height)[: nodes.height + 1]
     counts = torch.stack(path, 1).diff(dim=1).sign().sum(1) + 1
@@ -137,19 +137,27 @@ def _judge(
         child = torch.where(children, index, num_nodes).amin(1)
         token = nodes.tokens.gather(1, child.clamp(max=num_nodes - 1)[:, None])
         p_x, q_x = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
-        residual = (p - q).clamp(min=0)
-        total = residual.sum(-1)
         asked = (child < num_nodes) & (kept == num_nodes)
-        passed = (p_x >= q_x) | (uniform(key, torch.full_like(key, order)) * q_x < p_x) | (total <= 0)
-        kept = torch.where(asked & passed, child, kept)
-        rejected = (asked & ~passed)[:, None]
-        p = torch.where(rejected, residual / total[:, None], p)
-        scores = torch.where(rejected, residual.log(), scores)
-        if without_replacement:
-            left = q.scatter(1, token, 0)
-            q = torch.where(rejected, left / left.sum(-1, keepdim=True).clamp(min=1e-30), q)
+        if _none(asked):
+            break
+        rejected = asked & (p_x < q_x) & (uniform(key, torch.full_like(key, order)) * q_x >= p_x)
+        if not _none(rejected):
+            residual = (p - q).clamp(min=0)
+            total = residual.sum(-1)
+            rejected = rejected & (total > 0)
+            p = torch.where(rejected[:, None], residual / total[:, None], p)
+            scores = torch.where(rejected[:, None], residual.log(), scores)
+            if without_replacement:
+                left = q.scatter(1, token, 0)
+                q = torch.where(rejected[:, None], left / left.sum(-1, keepdim=True).clamp(min=1e-30), q)
+        kept = torch.where(asked & ~rejected, child, kept)
         children = children & (index != child[:, None])
     return kept, scores
+
+
+def _none(rows: Tensor) -> bool:
+    """Whether no row is left, where asking costs nothing: on a CPU."""
+    return rows.device.type == "cpu" and not rows.any()
 
 
 def _row(x: Tensor, nodes: Tensor) -> Tensor:
@@ -175,7 +183,7 @@ def _walk(nodes: Nodes, choose: Callable[[Tensor], Tensor]) -> Verdict:
         kept = (nodes.parents == here) & (nodes.tokens == choice) & nodes.allowed & active
         depth = torch.where(kept, depth.gather(1, here) + 1, depth)
         pending = (pending & (index != here)) | kept
-        if pending.device.type == "cpu" and not pending.any():
+        if _none(pending):
             break
     counts = depth.amax(1) + 1
     node = last = (depth * num_nodes - index).argmax(1)
@@ -609,8 +617,8 @@ def _runs_kernel(logits: Tensor) -> bool:
     choice = os.environ.get("SPECTRAIN_KERNELS")
     if triton is None or choice == "reference" or logits.dtype not in EMPTY_BITS:
         return False
-    if logits.device.type == "cpu":  # interpreted, where bfloat16 comes out wrong without a word (Triton 3.9)
-        return choice == "triton" and os.environ.get("TRITON_INTERPRET") == "1" and logits.dtype != torch.bfloat16
+    if logits.device.type == "cpu":  # interpreted; bfloat16 too, which is only read: its arithmetic would come out wrong
+        return choice == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     return _has_kernel(logits.device)
 
 

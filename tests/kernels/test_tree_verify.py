@@ -38,6 +38,7 @@ SHAPES = ("chain", "star", "random", "padded")
 SIZES = (1, 2, 5, 16, 64, 65, 100)
 CUTS = ((1.0, 0, 1.0), (0.7, 3, 1.0), (1.3, 0, 0.6), (0.9, 7, 0.8))  # temperature, top-k, top-p
 ACCEPT, SAMPLE = 2, 3
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @pytest.fixture
@@ -141,23 +142,50 @@ def test_match_reference_equals_walk(num_nodes: int, shape: str, cut: tuple[floa
 def test_greedy_kernel_equals_reference(num_nodes: int, interpreted: None) -> None:
     """Kernel = reference for every shape and dtype, ties, -inf and vocabularies that fill no block."""
     for place, shape in enumerate(SHAPES if num_nodes < 64 else SHAPES[2:]):
-        logits = logits_of(2, num_nodes, 50 + 7 * place, (torch.float32, torch.float16)[place % 2])
+        logits = logits_of(2, num_nodes, 50 + 7 * place, DTYPES[place % 3])
         _, nodes = agreeing(shape, num_nodes, logits.argmax(-1), batch=2)
         assert_same(tree_greedy(nodes, logits), tree_greedy_reference(nodes, logits))
 
 
-@interpreter
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("num_nodes, shape", [(1, "chain"), (5, "star"), (16, "random"), (65, "padded")])
-def test_match_kernel_equals_reference(num_nodes: int, shape: str, cut: tuple[float, int, float], interpreted: None) -> None:
-    """Kernel = reference, with top-k and top-p and without; half precision too."""
-    dtype = torch.float16 if num_nodes == 16 else torch.float32
+def match_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], dtype: torch.dtype) -> None:
     logits, draws = logits_of(2, num_nodes, 97, dtype), draws_of(2, num_nodes, SAMPLE, cut)
     every = (draws.shape(logits) + gumbel(key(SAMPLE, 11, draws.rows[:, None], draws.positions), 97)).argmax(-1)
     _, nodes = agreeing(shape, num_nodes, every, batch=2)
     found = tree_match(nodes, logits, draws)
     assert_same(found, tree_match_reference(nodes, logits, draws))
     assert num_nodes == 1 or found.counts.max() > 1
+
+
+@interpreter
+@pytest.mark.parametrize(
+    "num_nodes, shape, cut, dtype",
+    [
+        (1, "chain", CUTS[3], torch.float32),
+        (5, "star", CUTS[1], torch.float16),
+        (5, "chain", CUTS[2], torch.bfloat16),
+        (16, "random", CUTS[3], torch.float32),
+        (16, "padded", CUTS[0], torch.bfloat16),
+        (65, "random", CUTS[0], torch.float16),
+    ],
+)
+def test_match_kernel_equals_reference(
+    num_nodes: int, shape: str, cut: tuple[float, int, float], dtype: torch.dtype, interpreted: None
+) -> None:
+    """Kernel = reference, with top-k and top-p and without, in every dtype."""
+    match_agrees(num_nodes, shape, cut, dtype)
+
+
+@interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_nodes", SIZES)
+def test_match_kernel_equals_reference_everywhere(
+    num_nodes: int, shape: str, cut: tuple[float, int, float], dtype: torch.dtype, interpreted: None
+) -> None:
+    """Kernel = reference for every size, shape, cut and dtype."""
+    match_agrees(num_nodes, shape, cut, dtype)
 
 
 @interpreter
@@ -226,22 +254,49 @@ def drawn(
     return tree, Nodes(nodes.tokens, nodes.parents, nodes.allowed, nodes.height, most_children)
 
 
-@interpreter
-@pytest.mark.parametrize("without", [False, True])
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("num_nodes, shape", [(1, "chain"), (5, "chain"), (6, "star"), (16, "random"), (65, "padded")])
-def test_recursive_kernel_equals_reference(
-    num_nodes: int, shape: str, cut: tuple[float, int, float], without: bool, interpreted: None
-) -> None:
-    """Kernel = reference: with and without replacement, whole and reduced vocabularies, cuts, twins, padding, dtypes."""
-    num_tokens, size = 90, 90 if num_nodes in (5, 65) else 30
-    logits = logits_of(3, num_nodes, num_tokens, torch.float16 if num_nodes == 16 else torch.float32) * 2
+def recursive_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], without: bool, size: int, dtype: Any) -> None:
+    logits = logits_of(3, num_nodes, 90, dtype)
     q = (torch.randn(3, num_nodes, size) * 2).softmax(-1)
-    draft_ids = None if size == num_tokens else torch.randperm(num_tokens)[:size]
+    draft_ids = None if size == 90 else torch.randperm(90)[:size]
     _, nodes = drawn(shape, num_nodes, q, draft_ids, without, 5)
     draws = draws_of(3, num_nodes, ACCEPT, cut)
     found = tree_recursive(nodes, logits, q, draft_ids, without, draws)
     assert_same(found, tree_recursive_reference(nodes, logits, q, draft_ids, without, draws))
+
+
+@interpreter
+@pytest.mark.parametrize("without", [False, True])
+@pytest.mark.parametrize(
+    "num_nodes, shape, cut, size, dtype",
+    [
+        (1, "chain", CUTS[3], 90, torch.float32),
+        (5, "chain", CUTS[0], 90, torch.float32),
+        (6, "star", CUTS[2], 30, torch.bfloat16),
+        (16, "random", CUTS[1], 30, torch.float16),
+        (16, "padded", CUTS[3], 90, torch.float32),
+        (65, "random", CUTS[0], 30, torch.float32),
+    ],
+)
+def test_recursive_kernel_equals_reference(
+    num_nodes: int, shape: str, cut: tuple[float, int, float], size: int, dtype: Any, without: bool, interpreted: None
+) -> None:
+    """Kernel = reference: with and without replacement, whole and reduced vocabularies, cuts, twins, padding, dtypes."""
+    recursive_agrees(num_nodes, shape, cut, without, size, dtype)
+
+
+@interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [30, 90])
+@pytest.mark.parametrize("without", [False, True])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_nodes", SIZES)
+def test_recursive_kernel_equals_reference_everywhere(
+    num_nodes: int, shape: str, cut: tuple[float, int, float], without: bool, size: int, dtype: Any, interpreted: None
+) -> None:
+    """Kernel = reference for every size, shape, cut, vocabulary and dtype."""
+    recursive_agrees(num_nodes, shape, cut, without, size, dtype)
 
 
 TREES = {"chain": (-1, 0, 1), "tree": (-1, 0, 0, 0, 1, 1, 2, 2, 3)}
