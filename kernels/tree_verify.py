@@ -7,6 +7,7 @@ the path on a CPU; then the Triton kernels:
 - one program for each tree then visits the kept nodes. Only there are top-k and top-p cut: without sorting, by bisection;
 - recursive: one program for each tree visits, normalises and rejects; the residual is written where a child was rejected. The
   token that follows is drawn by Gumbel-max, a part of a row a program.
+The size of the vocabulary is compiled in as far as 16 divides it: only then are loads of a row vectors.
 Nothing waits for the host and every shape is fixed beforehand. SPECTRAIN_KERNELS=reference or =triton overrules the path.
 """
 
@@ -212,10 +213,10 @@ CUT = Config(4096, 16)  # a row on one multiprocessor: 8 tokens a thread, and 4 
 
 
 @_jit
-def _read(row_ptr, start, num_tokens, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _read(row_ptr, start, vocabulary, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A block of logits, -inf past the end, and which tokens they are of."""
     columns = start + tl.arange(0, BLOCK)
-    return tl.load(row_ptr + columns, mask=columns < num_tokens, other=float("-inf")).to(tl.float32), columns
+    return tl.load(row_ptr + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32), columns
 
 
 @_jit
@@ -232,18 +233,18 @@ def _chances(x, top, cut, temperature, SHIFT: tl.constexpr):  # type: ignore[no-
 
 
 @_jit
-def _mass(row_ptr, num_tokens, top, cut, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _mass(row_ptr, vocabulary, top, cut, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum of a row's chances."""
     total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, num_tokens, BLOCK):
-        x, _ = _read(row_ptr, start, num_tokens, BLOCK)
+    for start in range(0, vocabulary, BLOCK):
+        x, _ = _read(row_ptr, start, vocabulary, BLOCK)
         total += _chances(x, top, cut, temperature, SHIFT)
     return tl.sum(total, 0)
 
 
 @_jit
 def _bisect(  # type: ignore[no-untyped-def]
-    row_ptr, num_tokens, low, high, limit, top, temperature, WEIGHTED: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+    row_ptr, vocabulary, low, high, limit, top, temperature, WEIGHTED: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The least order from `low` to `high` that less than `limit` lies above: of tokens, or of their chances from `low` on.
 
@@ -255,8 +256,8 @@ def _bisect(  # type: ignore[no-untyped-def]
         gap = tl.cast(high, tl.int64) - low
         one, two, three = low + (gap // 4).to(tl.int32), low + (gap // 2).to(tl.int32), low + (gap * 3 // 4).to(tl.int32)
         over_one, over_two, over_three = (tl.zeros([BLOCK], tl.float32),) * 3
-        for start in range(0, num_tokens, BLOCK):
-            x, _ = _read(row_ptr, start, num_tokens, BLOCK)
+        for start in range(0, vocabulary, BLOCK):
+            x, _ = _read(row_ptr, start, vocabulary, BLOCK)
             weight = _chances(x, top, base, temperature, SHIFT) if WEIGHTED else tl.full([BLOCK], 1.0, tl.float32)
             order = _order(x, SHIFT)
             over_one += tl.where(order > one, weight, 0.0)
@@ -274,27 +275,27 @@ def _bisect(  # type: ignore[no-untyped-def]
 
 
 @_jit
-def _shape_row(row_ptr, num_tokens, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A row's largest logit and the order of the least one that top-k and top-p keep."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
-    for start in range(0, num_tokens, BLOCK):
-        x, _ = _read(row_ptr, start, num_tokens, BLOCK)
+    for start in range(0, vocabulary, BLOCK):
+        x, _ = _read(row_ptr, start, vocabulary, BLOCK)
         best = tl.maximum(best, x)
     top = tl.max(best, 0)
     high = _order(top, SHIFT)
     cut = high * 0 + (-2139095041 >> SHIFT)  # the order of -inf
     if top_k is not None:
-        cut = _bisect(row_ptr, num_tokens, cut, high, top_k, top, temperature, False, SHIFT, BLOCK)
+        cut = _bisect(row_ptr, vocabulary, cut, high, top_k, top, temperature, False, SHIFT, BLOCK)
     if top_p is not None:
-        limit = top_p * _mass(row_ptr, num_tokens, top, cut, temperature, SHIFT, BLOCK)
-        cut = _bisect(row_ptr, num_tokens, cut, high, limit, top, temperature, True, SHIFT, BLOCK)
+        limit = top_p * _mass(row_ptr, vocabulary, top, cut, temperature, SHIFT, BLOCK)
+        cut = _bisect(row_ptr, vocabulary, cut, high, limit, top, temperature, True, SHIFT, BLOCK)
     return top, cut
 
 
 @_jit
 def _choose_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, best_ptr, place_ptr, rows_ptr, positions_ptr, logits_stride_b, logits_stride_n,
-    num_nodes, num_tokens, num_shared, key, temperature,
+    num_nodes, vocabulary, num_shared, key, temperature,
     NOISE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The best score, with noise or without, of one part of the rows of some nodes; grid [S, groups of nodes, B]."""
@@ -308,7 +309,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
         known = tl.load(positions_ptr + first) - 1  # not the position of the first node
         noise = tl.zeros([BLOCK], tl.float32)
     for node in range(first, tl.minimum(first + num_shared, num_nodes)):
-        x, _ = _read(logits_ptr + tl.cast(node, tl.int64) * logits_stride_n, part * BLOCK, num_tokens, BLOCK)
+        x, _ = _read(logits_ptr + tl.cast(node, tl.int64) * logits_stride_n, part * BLOCK, vocabulary, BLOCK)
         if NOISE:
             position = tl.load(positions_ptr + node)
             if position != known:
@@ -323,15 +324,15 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 
 @_jit
 def _draw_kept(  # type: ignore[no-untyped-def]
-    row_ptr, num_tokens, choice, key, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+    row_ptr, vocabulary, choice, key, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """The token drawn from a row, given the one that would be drawn were nothing cut."""
-    _, cut = _shape_row(row_ptr, num_tokens, temperature, top_k, top_p, SHIFT, BLOCK)
+    _, cut = _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT, BLOCK)
     if _order(tl.load(row_ptr + choice).to(tl.float32), SHIFT) < cut:
         best = tl.cast(float("-inf"), tl.float32)
-        for start in range(0, num_tokens, BLOCK):
-            x, columns = _read(row_ptr, start, num_tokens, BLOCK)
-            kept = (_order(x, SHIFT) >= cut) & (columns < num_tokens)
+        for start in range(0, vocabulary, BLOCK):
+            x, columns = _read(row_ptr, start, vocabulary, BLOCK)
+            kept = (_order(x, SHIFT) >= cut) & (columns < vocabulary)
             if tl.max(kept.to(tl.int32), 0) > 0:  # few blocks hold one, and noise costs more than all else
                 scores = tl.where(kept, x / temperature + gumbel_in_kernel(key, columns), float("-inf"))
                 score, place = tl.max(scores, 0, return_indices=True)
@@ -344,7 +345,7 @@ def _draw_kept(  # type: ignore[no-untyped-def]
 def _walk_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr, parents_ptr, allowed_ptr, best_ptr, place_ptr, path_ptr, counts_ptr, bonus_ptr,
     logits_ptr, rows_ptr, positions_ptr, logits_stride_b, logits_stride_n,
-    num_nodes, num_parts, num_levels, num_tokens, key, temperature, top_k, top_p,
+    num_nodes, num_parts, num_levels, vocabulary, key, temperature, top_k, top_p,
     CUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Visit the kept nodes of one tree; grid [B]."""
@@ -367,7 +368,7 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
             row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + tl.cast(node, tl.int64) * logits_stride_n
             row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
             node_key = fold_in_kernel(row_key, tl.load(positions_ptr + batch * num_nodes + node))
-            choice = _draw_kept(row_ptr, num_tokens, choice, node_key, temperature, top_k, top_p, SHIFT, BLOCK)
+            choice = _draw_kept(row_ptr, vocabulary, choice, node_key, temperature, top_k, top_p, SHIFT, BLOCK)
         wanted = tl.where(index == node, choice, wanted)
         kept = (parents == node) & (tokens == choice) & allowed
         depth = tl.where(kept, tl.sum(tl.where(index == node, depth, 0), 0) + 1, depth)
@@ -399,10 +400,10 @@ def _match(
     top_p: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernels; greedy without `rows`."""
-    (batch, num_nodes), num_tokens = tokens.shape, logits.shape[-1]
+    (batch, num_nodes), vocabulary = tokens.shape, logits.shape[-1]
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     config, shared = (ARGMAX, 1) if rows is None else (DRAWN, SHARED)
-    num_parts = triton.cdiv(num_tokens, config.block)
+    num_parts = triton.cdiv(vocabulary, config.block)
     best = logits.new_empty(batch, num_nodes, num_parts, dtype=torch.float32)
     place = torch.empty_like(best, dtype=torch.int32)
     path, counts, bonus = _unfilled(tokens, parents, allowed, logits, height)
@@ -411,13 +412,13 @@ def _match(
     with torch.cuda.device_of(logits):
         _choose_kernel[(num_parts, triton.cdiv(num_nodes, shared), batch)](
             logits, best, place, rows, positions, logits.stride(0), logits.stride(1),
-            num_nodes, num_tokens, shared, key, temperature,
+            num_nodes, vocabulary, shared, key, temperature,
             NOISE=rows is not None, BLOCK=config.block, num_warps=config.warps,
         )  # fmt: skip
         _walk_kernel[(batch,)](
             tokens, parents, allowed, best, place, path, counts, bonus,
             logits, rows, positions, logits.stride(0), logits.stride(1),
-            num_nodes, num_parts, height + 1, num_tokens, key, temperature, top_k, top_p,
+            num_nodes, num_parts, height + 1, vocabulary, key, temperature, top_k, top_p,
             CUT=cut, SHIFT=EMPTY_BITS[logits.dtype], BLOCK_N=triton.next_power_of_2(num_nodes),
             BLOCK_S=triton.next_power_of_2(num_parts), BLOCK=walk.block, num_warps=walk.warps,
         )  # fmt: skip
@@ -435,7 +436,7 @@ def _unfilled(
 
 @_jit
 def _subtract(  # type: ignore[no-untyped-def]
-    row_ptr, q_ptr, places_ptr, residual_ptr, num_tokens, token, following, reduced, top, cut, temperature, scale, odds,
+    row_ptr, q_ptr, places_ptr, residual_ptr, vocabulary, token, following, reduced, top, cut, temperature, scale, odds,
     WITHOUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write max(P - Q, 0) of a row; return its sum, its value at the token `following`, and the sum of q without `token`.
@@ -444,13 +445,13 @@ def _subtract(  # type: ignore[no-untyped-def]
     `odds`. A token that q has lost reads -1: its residual is 0, for it was rejected.
     """
     total, left, ahead = (tl.zeros([BLOCK], tl.float32),) * 3
-    for start in range(0, num_tokens, BLOCK):
+    for start in range(0, vocabulary, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        inside = columns < num_tokens
+        inside = columns < vocabulary
         if reduced != 0:
             p = tl.load(residual_ptr + columns, mask=inside, other=0.0)
         else:
-            x, _ = _read(row_ptr, start, num_tokens, BLOCK)
+            x, _ = _read(row_ptr, start, vocabulary, BLOCK)
             p = _chances(x, top, cut, temperature, SHIFT)
         q = _drawn_from(q_ptr, places_ptr, columns, inside)
         residual = tl.maximum(p * scale - q * odds, 0.0)
@@ -480,7 +481,7 @@ def _drawn_from(q_ptr, places_ptr, tokens, inside):  # type: ignore[no-untyped-d
 def _reject_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr, parents_ptr, allowed_ptr, logits_ptr, q_ptr, places_ptr, rows_ptr, positions_ptr, residual_ptr,
     path_ptr, counts_ptr, state_ptr, logits_stride_b, logits_stride_n, q_stride_b, q_stride_n,
-    num_nodes, num_tokens, num_levels, key, temperature, top_k, top_p,
+    num_nodes, vocabulary, num_levels, key, temperature, top_k, top_p,
     WITHOUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Walk one tree; grid [B]. Leaves, for the last node, whether P is in `residual` and otherwise where it is cut."""
@@ -491,7 +492,7 @@ def _reject_kernel(  # type: ignore[no-untyped-def]
     allowed = tl.load(allowed_ptr + tree + index, mask=index < num_nodes, other=0) != 0
     logits_ptr += tl.cast(batch, tl.int64) * logits_stride_b
     q_ptr += tl.cast(batch, tl.int64) * q_stride_b
-    residual_ptr += tl.cast(batch, tl.int64) * num_tokens
+    residual_ptr += tl.cast(batch, tl.int64) * vocabulary
     row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
     path_ptr += batch * num_levels
     node, last, depth, reduced, cut = 0, 0, 0, 0, 0
@@ -499,7 +500,7 @@ def _reject_kernel(  # type: ignore[no-untyped-def]
         tl.store(path_ptr + depth, tl.cast(node, tl.int64))
         row_ptr = logits_ptr + tl.cast(node, tl.int64) * logits_stride_n
         q_row_ptr = q_ptr + tl.cast(node, tl.int64) * q_stride_n
-        top, cut = _shape_row(row_ptr, num_tokens, temperature, top_k, top_p, SHIFT, BLOCK)
+        top, cut = _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT, BLOCK)
         node_key = fold_in_kernel(row_key, tl.load(positions_ptr + tree + node))
         children = (parents == node) & allowed
         child = tl.min(tl.where(children, index, num_nodes), 0)
@@ -507,7 +508,7 @@ def _reject_kernel(  # type: ignore[no-untyped-def]
         last, node, order, reduced, odds = node, num_nodes, 0, 0, 1.0
         scale, ahead = 1.0, 0.0
         if child < num_nodes:
-            scale = 1 / _mass(row_ptr, num_tokens, top, cut, temperature, SHIFT, BLOCK)
+            scale = 1 / _mass(row_ptr, vocabulary, top, cut, temperature, SHIFT, BLOCK)
             ahead = _chances(tl.load(row_ptr + token).to(tl.float32), top, cut, temperature, SHIFT)
         while child < num_nodes:
             p, q = ahead * scale, _drawn_from(q_row_ptr, places_ptr, token, True) * odds
@@ -516,7 +517,7 @@ def _reject_kernel(  # type: ignore[no-untyped-def]
             total = 0.0
             if (p < q) & (uniform_in_kernel(node_key, order) * q >= p):
                 total, ahead, left = _subtract(
-                    row_ptr, q_row_ptr, places_ptr, residual_ptr, num_tokens, token, follower, reduced, top, cut, temperature,
+                    row_ptr, q_row_ptr, places_ptr, residual_ptr, vocabulary, token, follower, reduced, top, cut, temperature,
                     scale, odds, WITHOUT, SHIFT, BLOCK,
                 )  # fmt: skip
                 if WITHOUT:
@@ -537,7 +538,7 @@ def _reject_kernel(  # type: ignore[no-untyped-def]
 @_jit
 def _bonus_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, residual_ptr, path_ptr, state_ptr, rows_ptr, positions_ptr, best_ptr, place_ptr,
-    logits_stride_b, logits_stride_n, num_nodes, num_tokens, num_levels, key, temperature,
+    logits_stride_b, logits_stride_n, num_nodes, vocabulary, num_levels, key, temperature,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The best score, with noise, of one part of what is left of P after a tree's last node; grid [S, B]."""
@@ -545,12 +546,12 @@ def _bonus_kernel(  # type: ignore[no-untyped-def]
     node = tl.load(path_ptr + batch * num_levels + num_levels - 1)
     if tl.load(state_ptr + 2 * batch) != 0:
         columns = part * BLOCK + tl.arange(0, BLOCK)
-        residual_ptr += tl.cast(batch, tl.int64) * num_tokens
-        left = tl.load(residual_ptr + columns, mask=columns < num_tokens, other=0.0)
+        residual_ptr += tl.cast(batch, tl.int64) * vocabulary
+        left = tl.load(residual_ptr + columns, mask=columns < vocabulary, other=0.0)
         scores = tl.where(left > 0, tl.log(tl.where(left > 0, left, 1.0)), float("-inf"))
     else:
         row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + node * logits_stride_n
-        x, columns = _read(row_ptr, part * BLOCK, num_tokens, BLOCK)
+        x, columns = _read(row_ptr, part * BLOCK, vocabulary, BLOCK)
         scores = tl.where(_order(x, SHIFT) >= tl.load(state_ptr + 2 * batch + 1), x / temperature, float("-inf"))
     row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
     node_key = fold_in_kernel(row_key, tl.load(positions_ptr + batch * num_nodes + node))
@@ -578,14 +579,14 @@ def _recursive(
     top_p: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernels."""
-    (batch, num_nodes), num_tokens = tokens.shape, logits.shape[-1]
+    (batch, num_nodes), vocabulary = tokens.shape, logits.shape[-1]
     logits, q = (x if x.stride(-1) == 1 else x.contiguous() for x in (logits, q))
     places = None
     if draft_ids is not None:
-        places = torch.full([num_tokens], -1, dtype=torch.int32, device=logits.device)
+        places = torch.full([vocabulary], -1, dtype=torch.int32, device=logits.device)
         places[draft_ids] = torch.arange(len(draft_ids), dtype=torch.int32, device=logits.device)
-    num_parts = triton.cdiv(num_tokens, DRAWN.block)
-    residual = logits.new_empty(batch, num_tokens, dtype=torch.float32)
+    num_parts = triton.cdiv(vocabulary, DRAWN.block)
+    residual = logits.new_empty(batch, vocabulary, dtype=torch.float32)
     state = tokens.new_empty(batch, 2, dtype=torch.int32)
     best, place = residual.new_empty(batch, num_parts), tokens.new_empty(batch, num_parts)
     path, counts, _ = _unfilled(tokens, parents, allowed, logits, height)
@@ -594,13 +595,13 @@ def _recursive(
         _reject_kernel[(batch,)](
             tokens, parents, allowed, logits, q, places, rows, positions, residual,
             path, counts, state, logits.stride(0), logits.stride(1), q.stride(0), q.stride(1),
-            num_nodes, num_tokens, height + 1, key, temperature, top_k, top_p,
+            num_nodes, vocabulary, height + 1, key, temperature, top_k, top_p,
             WITHOUT=without_replacement, SHIFT=shift, BLOCK_N=triton.next_power_of_2(num_nodes),
             BLOCK=CUT.block, num_warps=CUT.warps,
         )  # fmt: skip
         _bonus_kernel[(num_parts, batch)](
             logits, residual, path, state, rows, positions, best, place,
-            logits.stride(0), logits.stride(1), num_nodes, num_tokens, height + 1, key, temperature,
+            logits.stride(0), logits.stride(1), num_nodes, vocabulary, height + 1, key, temperature,
             SHIFT=shift, BLOCK=DRAWN.block, num_warps=DRAWN.warps,
         )  # fmt: skip
     return path, counts, place.gather(1, best.argmax(1, keepdim=True))[:, 0]
