@@ -29,6 +29,7 @@ class Request:
     warps: int
     stages: int
     architecture: int = 90
+    multiples: tuple[str, ...] = ()  # numbers divisible by 16, beside pointers and strides
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Usage:
     wgmma: int  # HGMMA instructions: a warpgroup's matrix products
     mma: int  # HMMA instructions: a warp's
     copies: int  # LDGSTS instructions: asynchronous copies into shared memory
+    wide: int  # loads of 16 bytes
 
 
 def compile_all(requests: list[Request]) -> list[Usage]:
@@ -76,7 +78,7 @@ def compile_one(request: Request) -> Usage:
         attrs={
             (place,): [["tt.divisibility", 16]]
             for place, name in enumerate(names)
-            if name not in constants and (name.endswith("_ptr") or "_stride" in name)
+            if name not in constants and (name.endswith("_ptr") or "_stride" in name or name in request.multiples)
         },
     )
     options = {"num_warps": request.warps, "num_stages": request.stages}
@@ -88,7 +90,8 @@ def compile_one(request: Request) -> Usage:
         assembly = subprocess.run([tool(), "--dump-sass", file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", resources.stdout)
     assert found is not None, resources.stdout
-    counts = [len(re.findall(rf"\b{name}\b", assembly)) for name in ("HGMMA", "HMMA", "LDGSTS")]
+    names = (r"HGMMA\b", r"HMMA\b", r"LDGSTS\b", r"LDG\.\S*128\b")
+    counts = [len(re.findall(rf"\b{name}", assembly)) for name in names]
     return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, *counts)
 
 

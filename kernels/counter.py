@@ -1,0 +1,147 @@
+"""Random numbers from a counter: number i of a key is a function of the key and i alone, in torch and inside kernels.
+
+A key of 64 bits is mixed from integers such as purpose, seed, sequence and position, each folded in by the finaliser of
+SplitMix64 (Steele, Lea and Flood, 2014); its numbers are those of Squares with four rounds (Widynski, 2020), 32 bits each.
+So a run repeats whatever is batched with what. Integers and uniform numbers are bit for bit the same on every device; Gumbel
+noise goes through logarithms and is the same up to their rounding.
+Torch has no uint64 arithmetic, so there int64 stands for it: products and sums wrap alike, right shifts are masked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not on Linux: torch is all there is
+    triton = None
+
+WEYL, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+BELOW_ONE = 1 - 2**-24  # the float32 below 1
+
+
+def signed(number: int) -> int:
+    """The int64 of the same 64 bits."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def fold(key: Tensor | int, part: Tensor | int) -> Tensor:
+    """The keys of `part` below `key`; int64, broadcast."""
+    state = torch.as_tensor(key) + part + signed(WEYL)
+    for shift, factor in ((30, signed(MIX_1)), (27, signed(MIX_2))):
+        state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return (state ^ ((state >> 31) & ((1 << 33) - 1))) | 1  # Squares wants odd keys
+
+
+def fold_host(key: int, part: int) -> int:
+    """`fold` of integers, on the host."""
+    state = (key + part + WEYL) % (1 << 64)
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        state = (state ^ (state >> shift)) * factor % (1 << 64)
+    return signed((state ^ (state >> 31)) | 1)
+
+
+def host_key(*parts: int) -> int:
+    """The key of integers as an integer, from which kernels and `fold` go on."""
+    key = 0
+    for part in parts:
+        key = fold_host(key, part)
+    return key
+
+
+def key(*parts: int | Tensor) -> Tensor:
+    """The key of these parts in this order, int64, broadcast, on the device of the tensors."""
+    known = next((place for place, part in enumerate(parts) if isinstance(part, Tensor)), len(parts))
+    found: int | Tensor = host_key(*(part for part in parts[:known] if isinstance(part, int)))
+    for part in parts[known:]:
+        found = fold(found, part)
+    return torch.as_tensor(found)
+
+
+def bits(key: Tensor, counter: Tensor) -> Tensor:
+    """Number `counter` of `key`, broadcast: integers from 0 to 2^32 - 1 in int64. Squares, four rounds."""
+    start = counter * key
+    other = start + key
+    x = start
+    for step, summand in enumerate((start, other, start, other)):
+        x = (x * x).add_(summand)
+        high = (x >> 32).bitwise_and_(0xFFFFFFFF)
+        x = high if step == 3 else high.bitwise_or_(x.bitwise_left_shift_(32))
+    return x
+
+
+def unit(bits: Tensor) -> Tensor:
+    """Integers below 2^32 as float32 between 0 and 1 exclusive, all 32 bits of them where they are small."""
+    return bits.float().add_(0.5).mul_(2.0**-32).clamp_(max=BELOW_ONE)
+
+
+def uniform(key: Tensor, counter: Tensor) -> Tensor:
+    """Number `counter` of `key`, broadcast, between 0 and 1 exclusive."""
+    return unit(bits(key, counter))
+
+
+def gumbel(key: Tensor, size: int) -> Tensor:
+    """The first `size` numbers of `key` [...] as standard Gumbel noise [..., size].
+
+    -log(-log1p(-u)), so that large noise, which decides, comes from small u, which is fine-grained: up to 22.9.
+    """
+    counter = torch.arange(size, device=key.device)
+    return uniform(key[..., None], counter).neg_().log1p_().neg_().log_().neg_()
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    """triton.jit, where there is one. Counts and keys change from call to call, so none of them is compiled in."""
+    changing = [name for name in inspect.signature(function).parameters if name.startswith(("num_", "key"))]
+    return function if triton is None else triton.jit(function, do_not_specialize=changing)
+
+
+@_jit
+def fold_in_kernel(key, part):  # type: ignore[no-untyped-def]
+    """`fold`, uint64."""
+    state = tl.cast(key, tl.uint64) + tl.cast(part, tl.uint64) + 0x9E3779B97F4A7C15
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return (state ^ (state >> 31)) | 1
+
+
+@_jit
+def bits_in_kernel(key, counter):  # type: ignore[no-untyped-def]
+    """`bits`, uint32."""
+    key = tl.cast(key, tl.uint64)
+    start = tl.cast(counter, tl.uint64) * key
+    other = start + key
+    x = start * start + start
+    x = (x >> 32) | (x << 32)
+    x = x * x + other
+    x = (x >> 32) | (x << 32)
+    x = x * x + start
+    x = (x >> 32) | (x << 32)
+    return ((x * x + other) >> 32).to(tl.uint32)
+
+
+@_jit
+def unit_in_kernel(bits):  # type: ignore[no-untyped-def]
+    """`unit`."""
+    return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
+
+
+@_jit
+def uniform_in_kernel(key, counter):  # type: ignore[no-untyped-def]
+    """`uniform`."""
+    return unit_in_kernel(bits_in_kernel(key, counter))
+
+
+@_jit
+def gumbel_in_kernel(key, counter):  # type: ignore[no-untyped-def]
+    """Number `counter` of `gumbel`. log1p(-u) = log(w) u / (1 - w) with w = 1 - u as rounded (Kahan)."""
+    u = uniform_in_kernel(key, counter)
+    rest = 1 - u
+    gap = 1 - rest
+    exponential = tl.where(gap == 0, u, -tl.log(rest) * u / tl.where(gap == 0, 1, gap))
+    return -tl.log(exponential)

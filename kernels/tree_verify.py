@@ -1,0 +1,659 @@
+"""Which path of a verified tree is kept, and which token follows it, decided on the device.
+
+Shapes: B batch, N nodes, V vocabulary, U draft vocabulary, S parts of a row. First the references in torch, which are also
+the path on a CPU; then the Triton kernels:
+- greedy and match: every node's argmax is found at once, a part of a row a program, because one program that walked from row
+  to row would read at a 132nd of an H200's bandwidth; Gumbel noise is made once for nodes in a row at the same position;
+- one program for each tree then visits the kept nodes. Only there are top-k and top-p cut: without sorting, by bisection;
+- recursive: one program for each tree visits, normalises and rejects; the residual is written where a child was rejected. The
+  token that follows is drawn by Gumbel-max, a part of a row a program.
+The size of the vocabulary is compiled in as far as 16 divides it: only then are loads of a row vectors.
+Nothing waits for the host and every shape is fixed beforehand. SPECTRAIN_KERNELS=reference or =triton overrules the path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .counter import _jit, fold, fold_in_kernel, gumbel, gumbel_in_kernel, uniform, uniform_in_kernel
+from .tree_attention import _has_kernel
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # not on Linux: the references are all there is
+    triton = None
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The trees: parents before children, siblings in the order they were drawn."""
+
+    tokens: Tensor  # [B, N] int64
+    parents: Tensor  # [B, N] int64, -1 at the root
+    allowed: Tensor  # [B, N] bool, False where a node is padding or never emitted
+    height: int  # no path is deeper
+    most_children: int  # no node has more
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How tokens are drawn: from which keys and from which distribution."""
+
+    key: int  # of purpose and seed: counter.host_key
+    rows: Tensor  # [B] int64, the sequences' own keys
+    positions: Tensor  # [B, N] int64
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def keys(self, nodes: Tensor) -> Tensor:
+        """[B] the keys at one node of each tree."""
+        return fold(fold(self.key, self.rows), self.positions.gather(1, nodes[:, None])[:, 0])
+
+    def shape(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] after temperature, top-k and top-p, -inf where a token is cut. Tokens that tie are cut together."""
+        scores = logits.float() / self.temperature
+        if self.top_k > 0:
+            kth = scores.topk(min(self.top_k, scores.shape[-1]), dim=-1).values[..., -1:]
+            scores = scores.masked_fill(scores < kth, float("-inf"))
+        if self.top_p < 1:
+            ordered = scores.sort(dim=-1, descending=True).values
+            chances = ordered.softmax(-1)
+            least = ordered.masked_fill(chances.cumsum(-1) - chances >= self.top_p, float("inf")).amin(-1, keepdim=True)
+            scores = scores.masked_fill(scores < least, float("-inf"))
+        return scores
+
+
+class Verdict(NamedTuple):
+    """What is kept of each tree."""
+
+    path: Tensor  # [B, height + 1] int64 nodes, ascending, the root first, padded with the last one
+    counts: Tensor  # [B] int64 nodes kept, the root included
+    bonus: Tensor  # [B] int64, the token that follows
+
+
+def tree_greedy_reference(nodes: Nodes, logits: Tensor) -> Verdict:
+    """Keep the nodes that carry the most likely token of logits [B, N, V] after their parent, the first of equal ones."""
+    return _walk(nodes, lambda visited: _row(logits, visited).argmax(-1))
+
+
+def tree_match_reference(nodes: Nodes, logits: Tensor, draws: Draws) -> Verdict:
+    """Keep the nodes that carry the token drawn by Gumbel-max from logits [B, N, V], shaped, at their parent."""
+
+    def choose(visited: Tensor) -> Tensor:
+        scores = draws.shape(_row(logits, visited))
+        return (scores + gumbel(draws.keys(visited), scores.shape[-1])).argmax(-1)
+
+    return _walk(nodes, choose)
+
+
+def tree_recursive_reference(
+    nodes: Nodes, logits: Tensor, q: Tensor, draft_ids: Tensor | None, without_replacement: bool, draws: Draws
+) -> Verdict:
+    """Recursive rejection sampling (SpecInfer, Miao et al., 2023; RSD, Jeon et al., 2024): keep child x, in the order drawn,
+    with probability min(1, P(x) / Q(x)), else P becomes the normalised max(P - Q, 0) and, drawn without replacement, Q loses x.
+
+    logits [B, N, V]; q [B, N, U] is what children were drawn from, over the target tokens `draft_ids` [U]. Coin i of a node is
+    number i of its key, the token after the last one Gumbel-max under that key folded with 1. Where rounding leaves nothing of
+    the residual, P is Q and the child is kept.
+    """
+    batch, num_nodes = nodes.tokens.shape
+    here = torch.zeros(batch, dtype=torch.int64, device=logits.device)
+    walking = torch.ones_like(here, dtype=torch.bool)
+    last_scores = logits.new_zeros(batch, logits.shape[-1], dtype=torch.float32)
+    path = [here]
+    for _ in range(nodes.height + 1):
+        scores, q_here = draws.shape(_row(logits, here)), _row(q, here).float()
+        if draft_ids is not None:
+            q_here = torch.zeros_like(scores).scatter(1, draft_ids.expand(batch, -1), q_here)
+        kept, scores = _judge(nodes, here, scores, q_here, without_replacement, draws.keys(here))
+        last_scores = torch.where(walking[:, None], scores, last_scores)
+        walking = walking & (kept < num_nodes)
+        here = torch.where(walking, kept, here)
+        path.append(here)
+        if _none(walking):
+            break
+    path = (path + [here] * nodes.height)[: nodes.height + 1]
+    counts = torch.stack(path, 1).diff(dim=1).sign().sum(1) + 1
+    noise = gumbel(fold(draws.keys(here), 1), logits.shape[-1])
+    return Verdict(torch.stack(path, 1), counts, (last_scores + noise).argmax(-1))
+
+
+def _judge(
+    nodes: Nodes, here: Tensor, scores: Tensor, q: Tensor, without_replacement: bool, key: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The child [B] of nodes `here` [B] that is kept, N where none is, and the logarithm [B, V] of what is left of P."""
+    num_nodes = nodes.tokens.shape[1]
+    index = torch.arange(num_nodes, device=here.device)
+    children = (nodes.parents == here[:, None]) & nodes.allowed
+    kept, p = torch.full_like(here, num_nodes), scores.softmax(-1)
+    for order in range(nodes.most_children):
+        child = torch.where(children, index, num_nodes).amin(1)
+        token = nodes.tokens.gather(1, child.clamp(max=num_nodes - 1)[:, None])
+        p_x, q_x = p.gather(1, token)[:, 0], q.gather(1, token)[:, 0]
+        asked = (child < num_nodes) & (kept == num_nodes)
+        if _none(asked):
+            break
+        rejected = asked & (p_x < q_x) & (uniform(key, torch.full_like(key, order)) * q_x >= p_x)
+        if not _none(rejected):
+            residual = (p - q).clamp(min=0)
+            total = residual.sum(-1)
+            rejected = rejected & (total > 0)
+            p = torch.where(rejected[:, None], residual / total[:, None], p)
+            scores = torch.where(rejected[:, None], residual.log(), scores)
+            if without_replacement:
+                left = q.scatter(1, token, 0)
+                q = torch.where(rejected[:, None], left / left.sum(-1, keepdim=True).clamp(min=1e-30), q)
+        kept = torch.where(asked & ~rejected, child, kept)
+        children = children & (index != child[:, None])
+    return kept, scores
+
+
+def _none(rows: Tensor) -> bool:
+    """Whether no row is left, where asking costs nothing: on a CPU."""
+    return rows.device.type == "cpu" and not rows.any()
+
+
+def _row(x: Tensor, nodes: Tensor) -> Tensor:
+    """x [B, N, V] at one node [B] of each tree, [B, V]."""
+    return x[torch.arange(len(x), device=x.device), nodes]
+
+
+def _walk(nodes: Nodes, choose: Callable[[Tensor], Tensor]) -> Verdict:
+    """Visit kept nodes from the root on, parents first; `choose` names the token [B] that the target wants after nodes [B].
+
+    Twins, drawn with replacement, are both kept: the deepest path counts, and of equal ones the first.
+    """
+    batch, num_nodes = nodes.tokens.shape
+    index = torch.arange(num_nodes, device=nodes.tokens.device)
+    pending = (index == 0).expand(batch, -1)
+    depth = pending.long() - 1  # -1 where a node isn't kept
+    wanted = torch.zeros_like(nodes.tokens)
+    for _ in range(num_nodes):
+        here = torch.where(pending, index, num_nodes - 1).amin(1, keepdim=True)
+        active = pending.any(1, keepdim=True)
+        choice = choose(here[:, 0])[:, None]
+        wanted = torch.where((index == here) & active, choice, wanted)
+        kept = (nodes.parents == here) & (nodes.tokens == choice) & nodes.allowed & active
+        depth = torch.where(kept, depth.gather(1, here) + 1, depth)
+        pending = (pending & (index != here)) | kept
+        if _none(pending):
+            break
+    counts = depth.amax(1) + 1
+    node = last = (depth * num_nodes - index).argmax(1)
+    path = []
+    for level in range(nodes.height, -1, -1):
+        path.append(node)
+        up = nodes.parents.gather(1, node[:, None])[:, 0]
+        node = torch.where(level < counts, up, node).clamp(min=0)
+    return Verdict(torch.stack(path[::-1], 1), counts, wanted.gather(1, last[:, None])[:, 0])
+
+
+@dataclass(frozen=True)
+class Config:
+    """How a pass over a row is cut: tokens a block and warps a program."""
+
+    block: int
+    warps: int
+
+
+# None of these spills for sm_90 with Triton 3.6 and 3.9; tests/kernels/test_verify_compiled.py holds them to it. Not yet timed.
+ARGMAX = Config(4096, 4)  # 2048 programs for 64 nodes and 128k tokens, 64 bytes in flight a thread
+DRAWN = Config(1024, 4)  # 8 numbers a thread
+SHARED = 16  # nodes a program of DRAWN: trees lie level by level, so its noise is made two or three times, not sixteen
+WALK = Config(16, 1)  # reads no row; a tree's nodes lie in one warp, whose reductions need no barrier
+CUT = Config(4096, 16)  # a row on one multiprocessor: 8 tokens a thread, and 4 counts of each
+
+
+@_jit
+def _read(row_ptr, start, vocabulary, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A block of logits, -inf past the end, and which tokens they are of."""
+    columns = start + tl.arange(0, BLOCK)
+    return tl.load(row_ptr + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32), columns
+
+
+@_jit
+def _order(x, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Integers in the order of the numbers, without the low bits that half precision leaves empty."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@_jit
+def _chances(x, top, cut, temperature, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """exp((x - top) / temperature), 0 below the cut."""
+    return tl.where(_order(x, SHIFT) >= cut, tl.exp((x - top) / temperature), 0.0)
+
+
+@_jit
+def _mass(row_ptr, vocabulary, top, cut, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of a row's chances."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        x, _ = _read(row_ptr, start, vocabulary, BLOCK)
+        total += _chances(x, top, cut, temperature, SHIFT)
+    return tl.sum(total, 0)
+
+
+@_jit
+def _bisect(  # type: ignore[no-untyped-def]
+    row_ptr, vocabulary, low, high, limit, top, temperature, WEIGHTED: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The least order from `low` to `high` that less than `limit` lies above: of tokens, or of their chances from `low` on.
+
+    Three pivots a pass, so 8 passes over bfloat16 and 16 over float32: fewer would leave the adders idle while they wait for
+    memory, more would keep memory waiting.
+    """
+    base = low
+    while low < high:
+        gap = tl.cast(high, tl.int64) - low
+        one, two, three = low + (gap // 4).to(tl.int32), low + (gap // 2).to(tl.int32), low + (gap * 3 // 4).to(tl.int32)
+        over_one, over_two, over_three = (tl.zeros([BLOCK], tl.float32),) * 3
+        for start in range(0, vocabulary, BLOCK):
+            x, _ = _read(row_ptr, start, vocabulary, BLOCK)
+            weight = _chances(x, top, base, temperature, SHIFT) if WEIGHTED else tl.full([BLOCK], 1.0, tl.float32)
+            order = _order(x, SHIFT)
+            over_one += tl.where(order > one, weight, 0.0)
+            over_two += tl.where(order > two, weight, 0.0)
+            over_three += tl.where(order > three, weight, 0.0)
+        if tl.sum(over_one, 0) < limit:
+            high = one
+        elif tl.sum(over_two, 0) < limit:
+            low, high = one + 1, two
+        elif tl.sum(over_three, 0) < limit:
+            low, high = two + 1, three
+        else:
+            low = three + 1
+    return low
+
+
+@_jit
+def _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A row's largest logit and the order of the least one that top-k and top-p keep."""
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        x, _ = _read(row_ptr, start, vocabulary, BLOCK)
+        best = tl.maximum(best, x)
+    top = tl.max(best, 0)
+    high = _order(top, SHIFT)
+    cut = high * 0 + (-2139095041 >> SHIFT)  # the order of -inf
+    if top_k is not None:
+        cut = _bisect(row_ptr, vocabulary, cut, high, top_k, top, temperature, False, SHIFT, BLOCK)
+    if top_p is not None:
+        limit = top_p * _mass(row_ptr, vocabulary, top, cut, temperature, SHIFT, BLOCK)
+        cut = _bisect(row_ptr, vocabulary, cut, high, limit, top, temperature, True, SHIFT, BLOCK)
+    return top, cut
+
+
+@_jit
+def _choose_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, best_ptr, place_ptr, rows_ptr, positions_ptr, logits_stride_b, logits_stride_n,
+    num_nodes, vocabulary, num_shared, key, temperature,
+    NOISE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best score, with noise or without, of one part of the rows of some nodes; grid [S, groups of nodes, B]."""
+    part, batch = tl.program_id(0), tl.program_id(2)
+    first = tl.program_id(1) * num_shared
+    columns = part * BLOCK + tl.arange(0, BLOCK)
+    logits_ptr += tl.cast(batch, tl.int64) * logits_stride_b
+    if NOISE:
+        row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
+        positions_ptr += batch * num_nodes
+        known = tl.load(positions_ptr + first) - 1  # not the position of the first node
+        noise = tl.zeros([BLOCK], tl.float32)
+    for node in range(first, tl.minimum(first + num_shared, num_nodes)):
+        x, _ = _read(logits_ptr + tl.cast(node, tl.int64) * logits_stride_n, part * BLOCK, vocabulary, BLOCK)
+        if NOISE:
+            position = tl.load(positions_ptr + node)
+            if position != known:
+                noise = gumbel_in_kernel(fold_in_kernel(row_key, position), columns)
+            known = position
+            x = x / temperature + noise
+        best, place = tl.max(x, 0, return_indices=True)
+        slot = (batch * num_nodes + node) * tl.num_programs(0) + part
+        tl.store(best_ptr + slot, best)
+        tl.store(place_ptr + slot, part * BLOCK + place)
+
+
+@_jit
+def _draw_kept(  # type: ignore[no-untyped-def]
+    row_ptr, vocabulary, choice, key, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The token drawn from a row, given the one that would be drawn were nothing cut."""
+    _, cut = _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT, BLOCK)
+    if _order(tl.load(row_ptr + choice).to(tl.float32), SHIFT) < cut:
+        best = tl.cast(float("-inf"), tl.float32)
+        for start in range(0, vocabulary, BLOCK):
+            x, columns = _read(row_ptr, start, vocabulary, BLOCK)
+            kept = (_order(x, SHIFT) >= cut) & (columns < vocabulary)
+            if tl.max(kept.to(tl.int32), 0) > 0:  # few blocks hold one, and noise costs more than all else
+                scores = tl.where(kept, x / temperature + gumbel_in_kernel(key, columns), float("-inf"))
+                score, place = tl.max(scores, 0, return_indices=True)
+                choice = tl.where(score > best, start + place, choice)
+                best = tl.maximum(best, score)
+    return choice
+
+
+@_jit
+def _walk_kernel(  # type: ignore[no-untyped-def]
+    tokens_ptr, parents_ptr, allowed_ptr, best_ptr, place_ptr, path_ptr, counts_ptr, bonus_ptr,
+    logits_ptr, rows_ptr, positions_ptr, logits_stride_b, logits_stride_n,
+    num_nodes, num_parts, num_levels, vocabulary, key, temperature, top_k, top_p,
+    CUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Visit the kept nodes of one tree; grid [B]."""
+    batch = tl.program_id(0)
+    index, parts = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_S)
+    inside = index < num_nodes
+    tokens = tl.load(tokens_ptr + batch * num_nodes + index, mask=inside, other=-1)
+    parents = tl.load(parents_ptr + batch * num_nodes + index, mask=inside, other=-1)
+    allowed = tl.load(allowed_ptr + batch * num_nodes + index, mask=inside, other=0) != 0
+    depth = tl.where(index == 0, 0, -1)
+    wanted = tl.zeros([BLOCK_N], tl.int32)
+    pending = index == 0
+    node = 0
+    while node < num_nodes:
+        slot = tl.cast(batch * num_nodes + node, tl.int64) * num_parts
+        best = tl.load(best_ptr + slot + parts, mask=parts < num_parts, other=float("-inf"))
+        _, part = tl.max(best, 0, return_indices=True)
+        choice = tl.load(place_ptr + slot + part)
+        if CUT:
+            row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + tl.cast(node, tl.int64) * logits_stride_n
+            row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
+            node_key = fold_in_kernel(row_key, tl.load(positions_ptr + batch * num_nodes + node))
+            choice = _draw_kept(row_ptr, vocabulary, choice, node_key, temperature, top_k, top_p, SHIFT, BLOCK)
+        wanted = tl.where(index == node, choice, wanted)
+        kept = (parents == node) & (tokens == choice) & allowed
+        depth = tl.where(kept, tl.sum(tl.where(index == node, depth, 0), 0) + 1, depth)
+        pending = (pending & (index != node)) | kept
+        node = tl.min(tl.where(pending, index, num_nodes), 0)
+    deepest, last = tl.max(depth, 0, return_indices=True)
+    tl.store(counts_ptr + batch, tl.cast(deepest + 1, tl.int64))
+    tl.store(bonus_ptr + batch, tl.sum(tl.where(index == last, wanted, 0), 0).to(tl.int64))
+    node = tl.cast(last, tl.int64)
+    for back in range(num_levels):
+        level = num_levels - 1 - back
+        tl.store(path_ptr + batch * num_levels + level, node)
+        if (level <= deepest) & (node > 0):
+            node = tl.load(parents_ptr + batch * num_nodes + node)
+
+
+@torch.library.custom_op("spectrain::tree_match", mutates_args=())
+def _match(
+    tokens: Tensor,
+    parents: Tensor,
+    allowed: Tensor,
+    logits: Tensor,
+    height: int,
+    rows: Tensor | None,
+    positions: Tensor | None,
+    key: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernels; greedy without `rows`."""
+    (batch, num_nodes), vocabulary = tokens.shape, logits.shape[-1]
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    config, shared = (ARGMAX, 1) if rows is None else (DRAWN, SHARED)
+    num_parts = triton.cdiv(vocabulary, config.block)
+    best = logits.new_empty(batch, num_nodes, num_parts, dtype=torch.float32)
+    place = torch.empty_like(best, dtype=torch.int32)
+    path, counts, bonus = _unfilled(tokens, parents, allowed, logits, height)
+    cut = top_k is not None or top_p is not None
+    walk = CUT if cut else WALK
+    with torch.cuda.device_of(logits):
+        _choose_kernel[(num_parts, triton.cdiv(num_nodes, shared), batch)](
+            logits, best, place, rows, positions, logits.stride(0), logits.stride(1),
+            num_nodes, vocabulary, shared, key, temperature,
+            NOISE=rows is not None, BLOCK=config.block, num_warps=config.warps,
+        )  # fmt: skip
+        _walk_kernel[(batch,)](
+            tokens, parents, allowed, best, place, path, counts, bonus,
+            logits, rows, positions, logits.stride(0), logits.stride(1),
+            num_nodes, num_parts, height + 1, vocabulary, key, temperature, top_k, top_p,
+            CUT=cut, SHIFT=EMPTY_BITS[logits.dtype], BLOCK_N=triton.next_power_of_2(num_nodes),
+            BLOCK_S=triton.next_power_of_2(num_parts), BLOCK=walk.block, num_warps=walk.warps,
+        )  # fmt: skip
+    return path, counts, bonus
+
+
+@_match.register_fake
+def _unfilled(
+    tokens: Tensor, parents: Tensor, allowed: Tensor, logits: Tensor, height: int, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The answer before it is written."""
+    batch = len(tokens)
+    return tokens.new_empty(batch, height + 1), tokens.new_empty(batch), tokens.new_empty(batch)
+
+
+@_jit
+def _subtract(  # type: ignore[no-untyped-def]
+    row_ptr, q_ptr, places_ptr, residual_ptr, vocabulary, token, following, reduced, top, cut, temperature, scale, odds,
+    WITHOUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write max(P - Q, 0) of a row; return its sum, its value at the token `following`, and the sum of q without `token`.
+
+    P is what was written before, where that was `reduced` already, or else the row's chances, each times `scale`; Q is q times
+    `odds`. A token that q has lost reads -1: its residual is 0, for it was rejected.
+    """
+    total, left, ahead = (tl.zeros([BLOCK], tl.float32),) * 3
+    for start in range(0, vocabulary, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        inside = columns < vocabulary
+        if reduced != 0:
+            p = tl.load(residual_ptr + columns, mask=inside, other=0.0)
+        else:
+            x, _ = _read(row_ptr, start, vocabulary, BLOCK)
+            p = _chances(x, top, cut, temperature, SHIFT)
+        q = _drawn_from(q_ptr, places_ptr, columns, inside)
+        residual = tl.maximum(p * scale - q * odds, 0.0)
+        if WITHOUT:
+            gone = (p < 0) | (columns == token)
+            residual, q = tl.where(gone, 0.0, residual), tl.where(gone, 0.0, q)
+            tl.store(residual_ptr + columns, tl.where(gone, -1.0, residual), mask=inside)
+            left += q
+        else:
+            tl.store(residual_ptr + columns, residual, mask=inside)
+        total += residual
+        ahead += tl.where(columns == following, residual, 0.0)
+    tl.debug_barrier()  # the next pass may read what another thread has written
+    return tl.sum(total, 0), tl.sum(ahead, 0), tl.sum(left, 0)
+
+
+@_jit
+def _drawn_from(q_ptr, places_ptr, tokens, inside):  # type: ignore[no-untyped-def]
+    """q of target tokens, 0 where the draft vocabulary lacks them."""
+    if places_ptr is not None:
+        tokens = tl.load(places_ptr + tokens, mask=inside, other=-1)
+        inside = inside & (tokens >= 0)
+    return tl.load(q_ptr + tokens, mask=inside, other=0.0).to(tl.float32)
+
+
+@_jit
+def _reject_kernel(  # type: ignore[no-untyped-def]
+    tokens_ptr, parents_ptr, allowed_ptr, logits_ptr, q_ptr, places_ptr, rows_ptr, positions_ptr, residual_ptr,
+    path_ptr, counts_ptr, state_ptr, logits_stride_b, logits_stride_n, q_stride_b, q_stride_n,
+    num_nodes, vocabulary, num_levels, key, temperature, top_k, top_p,
+    WITHOUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Walk one tree; grid [B]. Leaves, for the last node, whether P is in `residual` and otherwise where it is cut."""
+    batch = tl.program_id(0)
+    index = tl.arange(0, BLOCK_N)
+    tree = batch * num_nodes
+    parents = tl.load(parents_ptr + tree + index, mask=index < num_nodes, other=-1)
+    allowed = tl.load(allowed_ptr + tree + index, mask=index < num_nodes, other=0) != 0
+    logits_ptr += tl.cast(batch, tl.int64) * logits_stride_b
+    q_ptr += tl.cast(batch, tl.int64) * q_stride_b
+    residual_ptr += tl.cast(batch, tl.int64) * vocabulary
+    row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
+    path_ptr += batch * num_levels
+    node, last, depth, reduced, cut = 0, 0, 0, 0, 0
+    while node < num_nodes:
+        tl.store(path_ptr + depth, tl.cast(node, tl.int64))
+        row_ptr = logits_ptr + tl.cast(node, tl.int64) * logits_stride_n
+        q_row_ptr = q_ptr + tl.cast(node, tl.int64) * q_stride_n
+        top, cut = _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT, BLOCK)
+        node_key = fold_in_kernel(row_key, tl.load(positions_ptr + tree + node))
+        children = (parents == node) & allowed
+        child = tl.min(tl.where(children, index, num_nodes), 0)
+        token = tl.load(tokens_ptr + tree + child, mask=child < num_nodes, other=0)
+        last, node, order, reduced, odds = node, num_nodes, 0, 0, 1.0
+        scale, ahead = 1.0, 0.0
+        if child < num_nodes:
+            scale = 1 / _mass(row_ptr, vocabulary, top, cut, temperature, SHIFT, BLOCK)
+            ahead = _chances(tl.load(row_ptr + token).to(tl.float32), top, cut, temperature, SHIFT)
+        while child < num_nodes:
+            p, q = ahead * scale, _drawn_from(q_row_ptr, places_ptr, token, True) * odds
+            following = tl.min(tl.where(children & (index > child), index, num_nodes), 0)
+            follower = tl.load(tokens_ptr + tree + following, mask=following < num_nodes, other=-1)
+            total = 0.0
+            if (p < q) & (uniform_in_kernel(node_key, order) * q >= p):
+                total, ahead, left = _subtract(
+                    row_ptr, q_row_ptr, places_ptr, residual_ptr, vocabulary, token, follower, reduced, top, cut, temperature,
+                    scale, odds, WITHOUT, SHIFT, BLOCK,
+                )  # fmt: skip
+                if WITHOUT:
+                    odds = 1 / tl.maximum(left, 1e-30)
+            if total > 0:
+                scale, reduced = 1 / total, 1
+                child, token, order = following, follower, order + 1
+            else:  # kept, or rounding has left nothing
+                node, child = child, num_nodes
+        depth += 1
+    tl.store(state_ptr + 2 * batch, reduced)
+    tl.store(state_ptr + 2 * batch + 1, cut)
+    tl.store(counts_ptr + batch, tl.cast(depth, tl.int64))
+    for level in range(depth, num_levels):
+        tl.store(path_ptr + level, tl.cast(last, tl.int64))
+
+
+@_jit
+def _bonus_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, residual_ptr, path_ptr, state_ptr, rows_ptr, positions_ptr, best_ptr, place_ptr,
+    logits_stride_b, logits_stride_n, num_nodes, vocabulary, num_levels, key, temperature,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best score, with noise, of one part of what is left of P after a tree's last node; grid [S, B]."""
+    part, batch = tl.program_id(0), tl.program_id(1)
+    node = tl.load(path_ptr + batch * num_levels + num_levels - 1)
+    if tl.load(state_ptr + 2 * batch) != 0:
+        columns = part * BLOCK + tl.arange(0, BLOCK)
+        residual_ptr += tl.cast(batch, tl.int64) * vocabulary
+        left = tl.load(residual_ptr + columns, mask=columns < vocabulary, other=0.0)
+        scores = tl.where(left > 0, tl.log(tl.where(left > 0, left, 1.0)), float("-inf"))
+    else:
+        row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + node * logits_stride_n
+        x, columns = _read(row_ptr, part * BLOCK, vocabulary, BLOCK)
+        scores = tl.where(_order(x, SHIFT) >= tl.load(state_ptr + 2 * batch + 1), x / temperature, float("-inf"))
+    row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
+    node_key = fold_in_kernel(row_key, tl.load(positions_ptr + batch * num_nodes + node))
+    best, place = tl.max(scores + gumbel_in_kernel(fold_in_kernel(node_key, 1), columns), 0, return_indices=True)
+    slot = batch * tl.num_programs(0) + part
+    tl.store(best_ptr + slot, best)
+    tl.store(place_ptr + slot, tl.cast(part * BLOCK + place, tl.int64))
+
+
+@torch.library.custom_op("spectrain::tree_recursive", mutates_args=())
+def _recursive(
+    tokens: Tensor,
+    parents: Tensor,
+    allowed: Tensor,
+    logits: Tensor,
+    height: int,
+    q: Tensor,
+    draft_ids: Tensor | None,
+    without_replacement: bool,
+    rows: Tensor,
+    positions: Tensor,
+    key: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernels."""
+    (batch, num_nodes), vocabulary = tokens.shape, logits.shape[-1]
+    logits, q = (x if x.stride(-1) == 1 else x.contiguous() for x in (logits, q))
+    places = None
+    if draft_ids is not None:
+        places = torch.full([vocabulary], -1, dtype=torch.int32, device=logits.device)
+        places[draft_ids] = torch.arange(len(draft_ids), dtype=torch.int32, device=logits.device)
+    num_parts = triton.cdiv(vocabulary, DRAWN.block)
+    residual = logits.new_empty(batch, vocabulary, dtype=torch.float32)
+    state = tokens.new_empty(batch, 2, dtype=torch.int32)
+    best, place = residual.new_empty(batch, num_parts), tokens.new_empty(batch, num_parts)
+    path, counts, _ = _unfilled(tokens, parents, allowed, logits, height)
+    shift = EMPTY_BITS[logits.dtype]
+    with torch.cuda.device_of(logits):
+        _reject_kernel[(batch,)](
+            tokens, parents, allowed, logits, q, places, rows, positions, residual,
+            path, counts, state, logits.stride(0), logits.stride(1), q.stride(0), q.stride(1),
+            num_nodes, vocabulary, height + 1, key, temperature, top_k, top_p,
+            WITHOUT=without_replacement, SHIFT=shift, BLOCK_N=triton.next_power_of_2(num_nodes),
+            BLOCK=CUT.block, num_warps=CUT.warps,
+        )  # fmt: skip
+        _bonus_kernel[(num_parts, batch)](
+            logits, residual, path, state, rows, positions, best, place,
+            logits.stride(0), logits.stride(1), num_nodes, vocabulary, height + 1, key, temperature,
+            SHIFT=shift, BLOCK=DRAWN.block, num_warps=DRAWN.warps,
+        )  # fmt: skip
+    return path, counts, place.gather(1, best.argmax(1, keepdim=True))[:, 0]
+
+
+_recursive.register_fake(_unfilled)
+
+
+EMPTY_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of a number once it is float32
+
+
+def _runs_kernel(logits: Tensor) -> bool:
+    """Whether the kernels can run here and are wanted."""
+    choice = os.environ.get("SPECTRAIN_KERNELS")
+    if triton is None or choice == "reference" or logits.dtype not in EMPTY_BITS:
+        return False
+    if logits.device.type == "cpu":  # interpreted; bfloat16 too, which is only read: its arithmetic would come out wrong
+        return choice == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    return _has_kernel(logits.device)
+
+
+def _tensors(nodes: Nodes, logits: Tensor) -> tuple[Any, ...]:
+    """The arguments that every launch begins with; a verdict has no gradient."""
+    trees = (x.contiguous() for x in (nodes.tokens, nodes.parents, nodes.allowed))
+    return *trees, logits.detach(), nodes.height
+
+
+def _settings(draws: Draws, logits: Tensor) -> tuple[Any, ...]:
+    """The arguments that a launch that draws ends with; None for cuts that cut nothing."""
+    top_k = draws.top_k if 0 < draws.top_k < logits.shape[-1] else None
+    top_p = draws.top_p if draws.top_p < 1 else None
+    return draws.rows.contiguous(), draws.positions.contiguous(), draws.key, draws.temperature, top_k, top_p
+
+
+def tree_greedy(nodes: Nodes, logits: Tensor) -> Verdict:
+    """What `tree_greedy_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
+    if not _runs_kernel(logits):
+        return tree_greedy_reference(nodes, logits)
+    return Verdict(*_match(*_tensors(nodes, logits), None, None, 0, 1.0, None, None))
+
+
+def tree_match(nodes: Nodes, logits: Tensor, draws: Draws) -> Verdict:
+    """What `tree_match_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
+    if not _runs_kernel(logits):
+        return tree_match_reference(nodes, logits, draws)
+    return Verdict(*_match(*_tensors(nodes, logits), *_settings(draws, logits)))
+
+
+def tree_recursive(
+    nodes: Nodes, logits: Tensor, q: Tensor, draft_ids: Tensor | None, without_replacement: bool, draws: Draws
+) -> Verdict:
+    """What `tree_recursive_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
+    if not _runs_kernel(logits):
+        return tree_recursive_reference(nodes, logits, q, draft_ids, without_replacement, draws)
+    return Verdict(*_recursive(*_tensors(nodes, logits), q, draft_ids, without_replacement, *_settings(draws, logits)))
