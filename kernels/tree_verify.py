@@ -58,17 +58,21 @@ class Draws:
         return fold(fold(self.key, self.rows), self.positions.gather(1, nodes[:, None])[:, 0])
 
     def shape(self, logits: Tensor) -> Tensor:
-        """Logits [..., V] after temperature, top-k and top-p, -inf where a token is cut. Tokens that tie are cut together."""
-        scores = logits.float() / self.temperature
-        if self.top_k > 0:
-            kth = scores.topk(min(self.top_k, scores.shape[-1]), dim=-1).values[..., -1:]
-            scores = scores.masked_fill(scores < kth, float("-inf"))
-        if self.top_p < 1:
-            ordered = scores.sort(dim=-1, descending=True).values
-            chances = ordered.softmax(-1)
-            least = ordered.masked_fill(chances.cumsum(-1) - chances >= self.top_p, float("inf")).amin(-1, keepdim=True)
-            scores = scores.masked_fill(scores < least, float("-inf"))
-        return scores
+        return shape_logits(logits, self.temperature, self.top_k, self.top_p)
+
+
+def shape_logits(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """Logits [..., V] after temperature, top-k and top-p, -inf where a token is cut. Tokens that tie are cut together."""
+    scores = logits.float() / temperature
+    if top_k > 0:
+        kth = scores.topk(min(top_k, scores.shape[-1]), dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < kth, float("-inf"))
+    if top_p < 1:
+        ordered = scores.sort(dim=-1, descending=True).values
+        chances = ordered.softmax(-1)
+        least = ordered.masked_fill(chances.cumsum(-1) - chances >= top_p, float("inf")).amin(-1, keepdim=True)
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    return scores
 
 
 class Verdict(NamedTuple):

@@ -14,8 +14,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from spectrain.kernels.counter import fold, gumbel, host_key, uniform
+from spectrain.kernels.tree_verify import Draws, Nodes, shape_logits, tree_greedy, tree_match, tree_recursive
+
 from .errors import UserError
-from .randomness import ACCEPT, SAMPLE, generator, gumbel
+from .randomness import ACCEPT, SAMPLE
 from .tree import Children, TokenTree
 
 Vector = Any  # [V] a distribution over the vocabulary: a tensor or, in a proof, a numpy array of fractions
@@ -42,23 +45,10 @@ class Accepted:
         return replace(self, path=self.path[:, : int(self.counts.max())])
 
 
-def walk(tree: TokenTree, choice: Tensor) -> Accepted:
-    """Follow `choice` [B, N], the token that the target wants after each node, from the root as deep as the tree goes.
-
-    A node is kept where it and all of its ancestors carry the token that their parent's choice names. Where siblings drawn
-    with replacement are equal, the deepest path counts, and of equal ones the first.
-    """
-    wanted = choice.gather(1, tree.parents.clamp(min=0))
-    match = (tree.tokens == wanted) & tree.valid & tree.emitted
-    match[:, 0] = True
-    kept = (match[:, None] | ~tree.ancestors).all(-1)
-    counts = kept.long().mul(tree.depths + 1).amax(-1)
-    last = kept.long().mul(tree.depths + 1).argmax(-1)
-    on_path = tree.ancestors.gather(1, last[:, None, None].expand(-1, 1, tree.tokens.shape[1]))[:, 0]
-    index = torch.arange(tree.tokens.shape[1], device=choice.device)
-    order = torch.where(on_path, index, index + len(index)).argsort(-1)[:, : tree.longest_path]
-    path = torch.where(torch.arange(order.shape[1], device=choice.device) < counts[:, None], order, last[:, None])
-    return Accepted(path, counts, choice.gather(1, last[:, None])[:, 0])
+def _nodes(tree: TokenTree) -> Nodes:
+    """The tree as kernels take it."""
+    most_children = tree.tokens.shape[1] if tree.most_children is None else tree.most_children
+    return Nodes(tree.tokens, tree.parents, tree.valid & tree.emitted, tree.longest_path - 1, most_children)
 
 
 class AcceptanceRule(ABC):
@@ -107,7 +97,7 @@ class Greedy(AcceptanceRule):
         return logits.argmax(-1)
 
     def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
-        return walk(tree, self.choose(logits, rows, positions))
+        return Accepted(*tree_greedy(_nodes(tree), logits))
 
 
 class Sampling(AcceptanceRule):
@@ -133,16 +123,11 @@ class Sampling(AcceptanceRule):
         return Match(self.temperature, self.top_k, self.top_p, self.seed)
 
     def choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        scores = self.shape(logits)
-        noise = torch.empty_like(scores)
-        for b, row in enumerate(rows.tolist()):
-            by_position: dict[int, Tensor] = {}
-            for n, position in enumerate(positions[b].tolist()):
-                if position not in by_position:
-                    source = generator(SAMPLE, self.seed, row, position)
-                    by_position[position] = gumbel((scores.shape[-1],), source)
-                noise[b, n] = by_position[position]
-        return (scores + noise).argmax(-1)
+        keys = fold(fold(host_key(SAMPLE, self.seed), rows[:, None]), positions)
+        return (self.shape(logits) + gumbel(keys, logits.shape[-1])).argmax(-1)
+
+    def draws(self, purpose: int, rows: Tensor, positions: Tensor) -> Draws:
+        return Draws(host_key(purpose, self.seed), rows, positions, self.temperature, self.top_k, self.top_p)
 
 
 class Match(Sampling):
@@ -155,19 +140,20 @@ class Match(Sampling):
 
     name = "match"
     lossless = True
+    on_device = True
 
     def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
-        return walk(tree, self.choose(logits, rows, positions))
+        return Accepted(*tree_match(_nodes(tree), logits, self.draws(SAMPLE, rows, positions)))
 
 
 class Dice(Protocol):
     """Where a rule's random outcomes come from."""
 
-    def coin(self, chance: Any) -> bool:
-        """True with this probability."""
+    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
+        """True with this probability; no two coins that a verdict may toss at one depth have the same number."""
 
-    def draw(self, weights: Vector) -> int:
-        """A token by its probability."""
+    def draw(self, weights: Vector, node: int) -> int:
+        """A token by its probability, to follow a node."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +180,7 @@ class Walking(Sampling):
             self.check(tree.children, not self.chains_only or tree.is_chain)
         verdicts = []
         for b, key in enumerate(rows.tolist()):
-            dice = _Seeded(generator(ACCEPT, self.seed, key, int(positions[b, 0])))
+            dice = _Counted(fold(host_key(ACCEPT, self.seed), key), positions[b].tolist())
             verdicts.append(self.judge(self._row(tree, logits, b), dice))
         width = max(len(path) for path, _ in verdicts)
         device = logits.device
@@ -236,6 +222,18 @@ class Recursive(Walking):
     name = "recursive"
     lossless = True
     children = DRAWN
+    on_device = True
+
+    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
+        """What `judge` decides row by row, of all rows at once, with the same random numbers."""
+        if tree.tokens.shape[1] == 1:  # nothing to weigh
+            q, without_replacement = logits.new_ones(len(rows), 1, 1), False
+        else:
+            self.check(tree.children, not self.chains_only or tree.is_chain)
+            assert tree.q is not None, "a tree with drawn children says what they were drawn from"
+            q, without_replacement = tree.q, tree.children == "without_replacement"
+        draws = self.draws(ACCEPT, rows, positions)
+        return Accepted(*tree_recursive(_nodes(tree), logits, q, tree.draft_ids, without_replacement, draws))
 
     def judge(self, row: Row, dice: Dice) -> tuple[list[int], int]:
         path = [0]
@@ -243,16 +241,16 @@ class Recursive(Walking):
             node = path[-1]
             p = row.p(node)
             q: Vector = row.q(node) if row.children[node] else None
-            for child in row.children[node]:
+            for number, child in enumerate(row.children[node]):
                 token = row.tokens[child]
-                if dice.coin(ratio(p[token], q[token])):
+                if dice.coin(ratio(p[token], q[token]), node, number):
                     path.append(child)
                     break
                 p = normalised((p - q).clip(0), p)
                 if row.without_replacement:
                     q = without(q, token)
             else:
-                return path, dice.draw(p)
+                return path, dice.draw(p, node)
 
 
 class SpeculativeSampling(Recursive):
@@ -281,13 +279,13 @@ class Block(Walking):
             token = row.tokens[child]
             rates.append(min(1, rates[-1] * row.p(path[-1])[token] / row.q(path[-1])[token]))
             path.append(child)
-        if dice.coin(rates[-1]):
-            return path, dice.draw(row.p(path[-1]))
+        if dice.coin(rates[-1], path[-1]):
+            return path, dice.draw(row.p(path[-1]), path[-1])
         for last in range(len(path) - 2, -1, -1):
             node, rate = path[last], rates[last]
             residual = (rate * row.p(node) - row.q(node)).clip(0)
-            if last == 0 or dice.coin(share(residual.sum(), rate)):
-                return path[: last + 1], dice.draw(normalised(residual, row.p(node)))
+            if last == 0 or dice.coin(share(residual.sum(), rate), node):
+                return path[: last + 1], dice.draw(normalised(residual, row.p(node)), node)
         raise AssertionError("the root is always kept")
 
 
@@ -321,7 +319,7 @@ class Traversal(Walking):
             rate = 1 if node == 0 else share(residual.sum(), rate)
             if row.without_replacement:
                 q = without(q, token)
-        return ([node], dice.draw(p)) if node == 0 or dice.coin(rate) else None
+        return ([node], dice.draw(p, node)) if node == 0 or dice.coin(rate, node, number=node) else None
 
 
 class Typical(Walking):
@@ -362,7 +360,7 @@ class Typical(Walking):
                 if (chance := float(p[row.tokens[child]])) > least:
                     open_paths.append((likelihood + torch.tensor(chance).log().item(), [*path, child]))
         path = best[2]
-        return path, dice.draw(row.p(path[-1]))
+        return path, dice.draw(row.p(path[-1]), path[-1])
 
 
 class Interleaved(Walking):
@@ -388,20 +386,20 @@ class Interleaved(Walking):
             if int((scores > scores[row.tokens[child]]).sum()) >= self.judged:
                 break
             path.append(child)
-        return path, dice.draw(row.p(path[-1]))
+        return path, dice.draw(row.p(path[-1]), path[-1])
 
 
-class _Seeded:
-    """Dice for decoding."""
+class _Counted:
+    """Dice for decoding: each outcome has its own number, by the position of its node."""
 
-    def __init__(self, source: torch.Generator) -> None:
-        self.source = source
+    def __init__(self, key: Tensor, positions: list[int]) -> None:
+        self.key, self.positions = key, positions
 
-    def coin(self, chance: Any) -> bool:
-        return float(torch.rand((), generator=self.source, dtype=torch.float64)) < float(chance)
+    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
+        return float(uniform(fold(self.key, self.positions[node]), torch.tensor(number))) < float(chance)
 
-    def draw(self, weights: Vector) -> int:
-        return int((weights.log() + gumbel(tuple(weights.shape), self.source)).argmax())
+    def draw(self, weights: Vector, node: int) -> int:
+        return int((weights.log() + gumbel(fold(fold(self.key, self.positions[node]), 1), len(weights))).argmax())
 
 
 def ratio(p: Any, q: Any) -> Any:
@@ -426,16 +424,3 @@ def without(q: Vector, token: int) -> Vector:
     left = q + 0
     left[token] = 0
     return normalised(left, left)
-
-
-def shape_logits(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
-    """Logits after temperature, top-k and top-p, with -inf where a token is cut. The same for every use of p."""
-    scores = logits.float() / temperature
-    if top_k > 0:
-        kth = scores.topk(min(top_k, scores.shape[-1]), dim=-1).values[..., -1:]
-        scores = scores.masked_fill(scores < kth, float("-inf"))
-    if top_p < 1:
-        ordered, index = scores.sort(dim=-1, descending=True)
-        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
-        scores = scores.masked_fill((before >= top_p).gather(-1, index.argsort(-1)), float("-inf"))
-    return scores

@@ -27,6 +27,7 @@ class TokenTree:
     q: Tensor | None = None  # [B, N, V] the distribution each node's children were drawn from, over draft ids
     draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
     height: int | None = None  # no node is deeper, where the host knows it
+    most_children: int | None = None  # no node has more, where the host knows it
 
     @classmethod
     def of(cls, tokens: Tensor, parents: Tensor, valid: Tensor | None = None) -> "TokenTree":
@@ -38,7 +39,7 @@ class TokenTree:
     def chain(cls, tokens: Tensor, valid: Tensor | None = None) -> "TokenTree":
         """A tree of width one from `tokens` [B, N]; a single column is plain autoregressive decoding."""
         parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
-        return replace(cls.of(tokens, parents.expand_as(tokens), valid), height=tokens.shape[1] - 1)
+        return replace(cls.of(tokens, parents.expand_as(tokens), valid), height=tokens.shape[1] - 1, most_children=1)
 
     @property
     def longest_path(self) -> int:
@@ -48,7 +49,9 @@ class TokenTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether no node has two children."""
+        """Whether no node has two children; the device is asked only where the host does not know."""
+        if self.most_children is not None and self.most_children < 2:
+            return True
         chain = torch.arange(-1, self.tokens.shape[1] - 1, device=self.tokens.device)
         return bool(((self.parents == chain) | ~(self.valid & self.emitted)).all())
 
@@ -84,7 +87,7 @@ class TokenTree:
         q = None if self.q is None else self.q.gather(1, order[..., None].expand(-1, -1, self.q.shape[-1]))
         valid, emitted = self.valid.gather(1, order) & real, self.emitted.gather(1, order)
         tokens = self.tokens.gather(1, order)
-        return TokenTree(tokens, parents, valid, emitted, self.children, q, self.draft_ids, self.height)
+        return TokenTree(tokens, parents, valid, emitted, self.children, q, self.draft_ids, self.height, self.most_children)
 
     @cached_property
     def words(self) -> Tensor:

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.acceptance import Greedy, Match, shape_logits, walk
+from spectrain.acceptance import Greedy, Match
+from spectrain.kernels.tree_verify import shape_logits
 from spectrain.randomness import ACCEPT, DRAFT, SAMPLE, generator, gumbel
 from spectrain.tree import TokenTree
+from tests.walking import walk
 
 Path = tuple[int, ...]
 VOCAB = 4
@@ -61,7 +63,7 @@ def test_walk_equals_a_loop(shape: str, num_nodes: int, seed: int) -> None:
     choices = [drawn_choice(tokens, parents, draw) for tokens, parents, _, _ in rows]
     tree = TokenTree(*(torch.tensor(column) for column in zip(*rows)))
     tree.check()
-    accepted = walk(tree, torch.tensor(choices)).trimmed()
+    accepted = walk(tree, torch.tensor(choices))
     emitted = accepted.emitted(tree)
     paths = [
         looped_walk(tokens, parents, [v and e for v, e in zip(valid, emits)], choice)
@@ -144,7 +146,7 @@ def test_sample_and_match_is_lossless(draws: Callable[[list[Path]], Outcomes], n
         masks[hidden][0, 1] = False
     batch = len(outcomes)
     tree = TokenTree(*(t.expand(batch, -1) for t in (one.tokens, one.parents, masks["valid"], masks["emitted"])))
-    accepted = walk(tree, torch.tensor([choice for _, choice in outcomes])).trimmed()
+    accepted = walk(tree, torch.tensor([choice for _, choice in outcomes]))
     emitted = accepted.emitted(tree)
     found: dict[Path, Fraction] = defaultdict(Fraction)
     for (weight, _), count, tokens in zip(outcomes, accepted.counts.tolist(), emitted.tolist()):

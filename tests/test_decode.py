@@ -283,6 +283,10 @@ class Recording(Greedy):
             self.seen |= {(row, place): token for place, token in zip(places, tokens)}
         return choice
 
+    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
+        self.choose(logits, rows, positions)
+        return super().__call__(tree, logits, rows, positions)
+
 
 def test_a_token_is_drawn_at_its_own_position(tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random draws are keyed by the place of the token in its sequence, so no two tokens share one."""

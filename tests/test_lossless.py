@@ -33,10 +33,10 @@ from spectrain.acceptance import (
     Traversal,
     Typical,
     Walking,
-    walk,
 )
 from spectrain.errors import UserError
 from spectrain.tree import Children, TokenTree
+from tests.walking import walk
 
 Path = tuple[int, ...]
 Vector = Any  # [V] numpy array of fractions
@@ -56,12 +56,12 @@ class Script:
         self.taken: list[tuple[int, int]] = []  # which of how many possible outcomes, at every turn
         self.chance = Fraction(1)
 
-    def coin(self, chance: Any) -> bool:
+    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
         assert isinstance(chance, (int, Fraction))
         falls = min(max(Fraction(chance), Fraction(0)), Fraction(1))
         return bool(self._turn([(1, falls), (0, 1 - falls)]))
 
-    def draw(self, weights: Vector) -> int:
+    def draw(self, weights: Vector, node: int = 0) -> int:
         assert sum(weights) == 1 and min(weights) >= 0
         return self._turn(list(enumerate(weights)))
 
@@ -632,10 +632,10 @@ def test_typical_refuses_bad_thresholds(key: str, value: float) -> None:
 class Likeliest:
     """Dice that draw the likeliest token and have no coin."""
 
-    def coin(self, chance: Any) -> bool:
+    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
         raise AssertionError("typical acceptance tosses no coin")
 
-    def draw(self, weights: torch.Tensor) -> int:
+    def draw(self, weights: torch.Tensor, node: int) -> int:
         return int(weights.argmax())
 
 

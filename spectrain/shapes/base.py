@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from spectrain.kernels.counter import fold, gumbel, host_key
+
 from ..errors import UserError
-from ..randomness import DRAFT, generator, gumbel
+from ..randomness import DRAFT
 from ..tree import Children, TokenTree
 
 if TYPE_CHECKING:
@@ -138,12 +140,9 @@ class Draft:
         self.num_fed = 1
         self.newest = 0  # where the newest level begins
         self.log_q = rollout.start()
-        self.levels = 0
+        self.levels = self.widest = 0
         self.drawn_from: list[tuple[Tensor, Tensor]] = []  # frontier nodes and the q that their children were drawn from
-        self.draws = [
-            generator(DRAFT, builder.seed, row, position)
-            for row, position in zip(context.rows.tolist(), context.cache.lengths.tolist())
-        ] if builder.children != "deterministic" else []  # fmt: skip
+        self.key = fold(fold(host_key(DRAFT, builder.seed), context.rows), context.cache.lengths)  # [B] of this round's draws
 
     def branch(self, width: int, allowed: Tensor | None = None) -> Tensor:
         """Add `width` children to every frontier node; where `allowed` [B, F, K] is False they stay padding.
@@ -155,7 +154,7 @@ class Draft:
         scores = self.scores.gather(1, self.frontier)[..., None] + log_q
         if allowed is not None:
             scores = scores.masked_fill(~allowed[..., :width], NEVER)
-        self.levels += 1
+        self.levels, self.widest = self.levels + 1, max(self.widest, width)
         self.newest = self.tokens.shape[1]
         self.tokens = torch.cat([self.tokens, self.rollout.to_target(ids.flatten(1))], dim=1)
         self.parents = torch.cat([self.parents, self.frontier.repeat_interleave(width, dim=1)], dim=1)
@@ -195,7 +194,8 @@ class Draft:
                 q[rows, torch.where(slots < 0, count, slots)] = drawn_from
             q = q[:, :count]
         every = torch.ones_like(valid)
-        return TokenTree(tokens, parents, valid, every, self.builder.children, q, self.rollout.draft_ids, self.levels)
+        drawn = self.builder.children, q, self.rollout.draft_ids
+        return TokenTree(tokens, parents, valid, every, *drawn, self.levels, self.widest)
 
     def _pick(self, width: int) -> tuple[Tensor, Tensor]:
         """Draft ids [B, F, K] of children and their log q; drawn ones in the order of the draw."""
@@ -205,11 +205,9 @@ class Draft:
         q = (self.log_q / self.builder.temperature).softmax(-1)
         self.drawn_from.append((self.frontier, q))
         log_q = q.log()  # what underflows in q can't be drawn: a rule would take a child that q never offers
+        keys, size = fold(self.key[:, None], self.frontier), log_q.shape[-1]  # a node's own
         if self.builder.children == "without_replacement":
-            ids = (log_q + self._noise(log_q.shape[1:])).topk(width, dim=-1).indices
+            ids = (log_q + gumbel(keys, size)).topk(width, dim=-1).indices
         else:
-            ids = torch.stack([(log_q + self._noise(log_q.shape[1:])).argmax(-1) for _ in range(width)], dim=-1)
+            ids = torch.stack([(log_q + gumbel(fold(keys, number), size)).argmax(-1) for number in range(width)], dim=-1)
         return ids, log_q.gather(-1, ids)
-
-    def _noise(self, shape: torch.Size) -> Tensor:
-        return torch.stack([gumbel(tuple(shape), source) for source in self.draws]).to(self.log_q.device)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spectrain.kernels.counter import gumbel, key
 from spectrain.randomness import DRAFT, generator
 from spectrain.shapes import Rollout, TreeBuilder
 from spectrain.tree import TokenTree
@@ -58,8 +59,14 @@ def length(row: int) -> int:
 
 
 def draws(row: int, seed: int = 0) -> torch.Generator:
-    """What a row's children are drawn with."""
+    """What a row's children are drawn with, where they are drawn one by one."""
     return generator(DRAFT, seed, row, length(row))
+
+
+def noise(row: int, seed: int, node: int, number: int | None = None) -> Tensor:
+    """What a node's children are drawn with, the `number`-th of them alone where they are drawn with replacement."""
+    keys = [DRAFT, seed, row, length(row), node] + ([] if number is None else [number])
+    return gumbel(key(*keys), VOCAB)
 
 
 class Table(Rollout):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from spectrain.errors import UserError
-from spectrain.randomness import gumbel
 from spectrain.shapes import Chain
 from spectrain.tree import Children
 from tests.shapes.tables import (
@@ -16,8 +15,8 @@ from tests.shapes.tables import (
     Table,
     assert_rows_alone,
     context,
-    draws,
     grown,
+    noise,
     paths,
     random_scores,
     soft_scores,
@@ -27,14 +26,16 @@ from tests.shapes.tables import (
 
 def chain(row: int, builder: Chain) -> list[Path]:
     """The chain of a row: it ends before the product of the largest q falls below `stop`."""
-    source, found, confidence = draws(row, builder.seed), [()], 1.0
-    for _ in range(builder.depth):
+    found: list[Path] = [()]
+    confidence = 1.0
+    for node in range(builder.depth):
         log_q = (torch.tensor(random_scores(row, found[-1])) / builder.temperature).log_softmax(-1)
         confidence *= float(log_q.exp().max())
         if confidence < builder.stop:
             break
-        noise = 0 if builder.children == "deterministic" else gumbel((1, VOCAB), source)[0]
-        found.append(found[-1] + (to_target(int((log_q + noise).argmax())),))
+        if builder.children != "deterministic":
+            log_q = log_q + noise(row, builder.seed, node, 0 if builder.children == "sampled" else None)
+        found.append(found[-1] + (to_target(int(log_q.argmax())),))
     return found
 
 

@@ -10,7 +10,6 @@ import torch
 
 from spectrain.calibration import Calibration, Latency
 from spectrain.errors import UserError
-from spectrain.randomness import gumbel
 from spectrain.shapes import Sequoia, Static
 from spectrain.shapes.fixed import sequoia_paths, sequoia_table
 from spectrain.tree import Children
@@ -21,8 +20,8 @@ from tests.shapes.tables import (
     Table,
     assert_rows_alone,
     context,
-    draws,
     grown,
+    noise,
     paths,
     random_scores,
     soft_scores,
@@ -59,8 +58,9 @@ def value(tree: frozenset[Path] | list[Path], hits: list[list[float]]) -> float:
 
 
 def draw(row: int, builder: Static) -> list[Path]:
-    """The nodes of a shape in plain Python: the noise of a level is drawn at once, for its frontier in order."""
-    source = draws(row, builder.seed)
+    """The nodes of a shape in plain Python: noise is a node's own, whose number counts all nodes ever drafted."""
+    numbers: dict[Path, int] = {(): 0}
+    newest = 1
     shape = [path for path in builder.paths if max(path) < VOCAB]
     shape = [path for path in shape if all(path[:n] in shape for n in range(1, len(path)))]
     found: dict[Path, Path] = {(): ()}
@@ -68,14 +68,17 @@ def draw(row: int, builder: Static) -> list[Path]:
         level = [path for path in shape if len(path) == depth]
         frontier = list(dict.fromkeys(path[:-1] for path in level))
         width = max(path[-1] for path in level) + 1
-        size = (len(frontier), VOCAB)
         scores = torch.tensor([random_scores(row, found[path]) for path in frontier])
         log_q = (scores / builder.temperature).log_softmax(-1)
         if builder.children == "sampled":
-            ids = torch.stack([(log_q + gumbel(size, source)).argmax(-1) for _ in range(width)], dim=-1)
+            mine = [[noise(row, builder.seed, numbers[path], number) for number in range(width)] for path in frontier]
+            ids = torch.stack([torch.stack([(q + z).argmax() for z in each]) for q, each in zip(log_q, mine)])
         else:
-            noise = gumbel(size, source) if builder.children == "without_replacement" else torch.zeros(size)
-            ids = (log_q + noise).sort(dim=-1, descending=True).indices
+            if builder.children == "without_replacement":
+                log_q = log_q + torch.stack([noise(row, builder.seed, numbers[path]) for path in frontier])
+            ids = log_q.sort(dim=-1, descending=True).indices
+        numbers |= {path: newest + frontier.index(path[:-1]) * width + path[-1] for path in level}
+        newest += len(frontier) * width
         for path in level:
             found[path] = found[path[:-1]] + (to_target(int(ids[frontier.index(path[:-1]), path[-1]])),)
     return list(found.values())
