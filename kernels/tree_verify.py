@@ -389,6 +389,11 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
             node = tl.load(parents_ptr + batch * num_nodes + node)
 
 
+def _block_of(num_nodes: int) -> int:
+    """Nodes in a program: at least one for each thread of a warp, below which the assembler spills."""
+    return max(32, triton.next_power_of_2(num_nodes))
+
+
 @torch.library.custom_op("spectrain::tree_match", mutates_args=())
 def _match(
     tokens: Tensor,
@@ -423,7 +428,7 @@ def _match(
             tokens, parents, allowed, best, place, path, counts, bonus,
             logits, rows, positions, logits.stride(0), logits.stride(1),
             num_nodes, num_parts, height + 1, vocabulary, key, temperature, top_k, top_p,
-            CUT=cut, SHIFT=EMPTY_BITS[logits.dtype], BLOCK_N=triton.next_power_of_2(num_nodes),
+            CUT=cut, SHIFT=EMPTY_BITS[logits.dtype], BLOCK_N=_block_of(num_nodes),
             BLOCK_S=triton.next_power_of_2(num_parts), BLOCK=walk.block, num_warps=walk.warps,
         )  # fmt: skip
     return path, counts, bonus
@@ -600,7 +605,7 @@ def _recursive(
             tokens, parents, allowed, logits, q, places, rows, positions, residual,
             path, counts, state, logits.stride(0), logits.stride(1), q.stride(0), q.stride(1),
             num_nodes, vocabulary, height + 1, key, temperature, top_k, top_p,
-            WITHOUT=without_replacement, SHIFT=shift, BLOCK_N=triton.next_power_of_2(num_nodes),
+            WITHOUT=without_replacement, SHIFT=shift, BLOCK_N=_block_of(num_nodes),
             BLOCK=CUT.block, num_warps=CUT.warps,
         )  # fmt: skip
         _bonus_kernel[(num_parts, batch)](

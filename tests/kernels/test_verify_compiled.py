@@ -79,8 +79,8 @@ def test_choosing_fits_sm90() -> None:
 def test_walking_fits_sm90() -> None:
     """Neither does a walk, whatever is cut, nor through the largest tree and vocabulary."""
     requests: dict[Any, Any] = {(dtype, cut): walking(dtype, *cut) for dtype in TYPES for cut in CUTS}
-    requests |= {("none", size): walking(torch.bfloat16, False, False, size, 262144) for size in (64, 256)}
-    requests |= {("both", size): walking(torch.bfloat16, True, True, size, 262144) for size in (1, 256)}
+    requests |= {("none", size): walking(torch.bfloat16, False, False, size, 262144) for size in (32, 256)}
+    requests |= {("both", size): walking(torch.bfloat16, True, True, size, 262144) for size in (32, 128, 256)}
     assert_nothing_spills(requests)
 
 
@@ -95,6 +95,6 @@ def test_rejecting_fits_sm90() -> None:
     both = (False, True)
     requests: dict[Any, Any] = {choice: rejecting(*choice) for choice in product((torch.bfloat16, torch.float32), both, both)}
     requests |= {"float16": rejecting(torch.float16), "one vocabulary": rejecting(torch.bfloat16, subset=False)}
-    requests |= {"256 nodes": rejecting(torch.bfloat16, num_nodes=256)}
+    requests |= {size: rejecting(torch.bfloat16, num_nodes=size) for size in (32, 128, 256)}
     requests |= {dtype: request("_bonus_kernel", dtype, DRAWN, {"SHIFT": EMPTY_BITS[dtype]}) for dtype in TYPES}
     assert_nothing_spills(requests)
