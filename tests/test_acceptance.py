@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.acceptance import Greedy, Match
+from spectrain.acceptance import Greedy, Match, Recursive, Walking
 from spectrain.kernels.tree_verify import shape_logits
 from spectrain.randomness import ACCEPT, DRAFT, SAMPLE, generator, gumbel
-from spectrain.tree import TokenTree
+from spectrain.tree import Children, TokenTree
 from tests.walking import walk
 
 Path = tuple[int, ...]
@@ -240,3 +240,28 @@ def test_match_never_draws_what_shaping_cut() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 2.5, -1.0]).expand(1, 200, -1)
     drawn = Match(top_k=2).choose(logits, torch.zeros(1, dtype=torch.int64), torch.arange(200)[None])
     assert set(drawn.flatten().tolist()) == {1, 3}
+
+
+@pytest.mark.parametrize("children", ["sampled", "without_replacement"])
+@pytest.mark.parametrize("cut", [(1.0, 0, 1.0), (0.7, 9, 0.9)])
+def test_recursive_on_the_device_equals_its_proof_row_by_row(children: Children, cut: tuple[float, int, float]) -> None:
+    """What is decided for all rows at once is what `judge`, which is proven lossless, decides with the same random numbers."""
+    batch, vocab, drafted = 64, 16, 12
+    parents = [-1, 0, 0, 0, 1, 1, 2, 4, 4]
+    draft_ids = torch.arange(drafted) + 2
+    logits, q = torch.randn(batch, 9, vocab), torch.randn(batch, 9, drafted).softmax(-1)
+    tokens = torch.zeros(batch, 9, dtype=torch.int64)
+    for node in range(9):
+        below = [child for child, parent in enumerate(parents) if parent == node]
+        if below:
+            drawn = torch.multinomial(q[:, node], len(below), replacement=children == "sampled")
+            tokens[:, below] = draft_ids[drawn]
+    valid = torch.rand(batch, 9) < 0.95
+    valid[:, 0] = True
+    every = torch.ones_like(valid)
+    tree = TokenTree(tokens, torch.tensor(parents).expand(batch, -1), valid, every, children, q, draft_ids)
+    rows, positions = torch.randperm(batch), 30 + torch.arange(batch)[:, None] + tree.depths
+    rule = Recursive(*cut, seed=4)
+    one, other = rule(tree, logits, rows, positions).trimmed(), Walking.__call__(rule, tree, logits, rows, positions)
+    assert torch.equal(one.path, other.path) and torch.equal(one.counts, other.counts)
+    assert torch.equal(one.bonus, other.bonus) and len(set(one.counts.tolist())) > 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from spectrain.acceptance import AcceptanceRule, Block, Greedy
+from spectrain.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.decode import Generation, decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
@@ -63,6 +63,23 @@ def test_every_family_and_tree_equals_the_loop(tiny: Target, drafter: str, build
     made = DRAFTERS[drafter](tiny).eval()
     engine = same(tiny, Greedy(), made, BUILDERS[builder]())
     assert max(max(one.accepted) for one in engine.decode(PROMPTS, 24)) > (1 if drafter in ("causal", "pard") else 0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "builder"),
+    [
+        (Match(0.8, seed=3), Eagle2(3, 10, 3)),
+        (Match(1.3, top_k=40, top_p=0.9), Chain(3, "sampled", seed=5)),
+        (Recursive(0.9, top_p=0.95, seed=2), Static(paths=[[0], [1], [0, 0], [1, 0]], children="without_replacement")),
+        (Recursive(), Static(paths=[[0], [1], [0, 0], [1, 0]], children="sampled", temperature=0.7)),
+        (SpeculativeSampling(seed=9), Chain(3, "sampled")),
+    ],
+    ids=["match-eagle2", "match-drawn", "without-replacement", "with-replacement", "speculative-sampling"],
+)
+@pytest.mark.parametrize("drafter", ["eagle3", "causal"])
+def test_drawn_tokens_equal_those_of_the_loop(tiny: Target, drafter: str, rule: AcceptanceRule, builder: TreeBuilder) -> None:
+    """Random numbers come from counters of sequence and place, so both draw the same trees and tokens."""
+    same(tiny, rule, DRAFTERS[drafter](tiny).eval(), builder)
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 8])
