@@ -2,13 +2,15 @@
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere; a GPU compiles kernels
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HYDRA_FULL_ERROR"] = "1"
 
 import pytest
-import torch
 
 from spectrain.config import register_resolvers
 from spectrain.loading import load_tiny
