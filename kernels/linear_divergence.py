@@ -16,14 +16,19 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from spectrain.kernels.onednn import linear
 
 try:
     import triton
     import triton.language as tl
 except ImportError:  # no triton for this platform
     triton = None
+
+
+CHUNK = 2048
+"""Rows whose logits exist at one time, unless a call says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Projection:
         """[r, D] -> [r, V] in float32, or float64 of float64 weights."""
         dtype = _product_dtype(self.weight)
         bias = None if self.bias is None else self.bias.to(dtype)
-        return _finish(F.linear(x.to(dtype), self.weight.to(dtype), bias), self.scale, self.softcap)
+        return _finish(linear(x.to(dtype), self.weight.to(dtype), bias), self.scale, self.softcap)
 
 
 @dataclass(frozen=True)
@@ -314,16 +319,28 @@ def _runs_kernel(product: Tensor) -> bool:
     return asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def most_likely(final: Tensor, head: Projection, chunk: int = 2048) -> tuple[Tensor, Tensor]:
+def most_likely(final: Tensor, head: Projection, chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """The most likely token of every state [R, D], and the log-sum-exp of its logits, each [R]; one pass, a chunk at a time."""
     best = torch.empty(len(final), dtype=torch.int64, device=final.device)
     log_z = torch.empty(len(final), dtype=torch.promote_types(head.weight.dtype, torch.float32), device=final.device)
     with torch.no_grad():
-        for start in range(0, len(final), chunk):
-            rows = slice(start, start + chunk)
+        for rows in _chunks(len(final), chunk):
             logits = head.logits(final[rows])
             best[rows], log_z[rows] = logits.argmax(-1), logits.logsumexp(-1)
     return best, log_z
+
+
+@torch.no_grad()
+def total_entropy(said: Callable[[slice], Tensor], count: int, chunk: int | None = None) -> Tensor | float:
+    """-sum p log p over the `count` rows of a target, from log p [r, V] of a chunk at a time."""
+    return -sum(torch.xlogy(p, p).sum() for p in (said(rows).exp() for rows in _chunks(count, chunk)))
+
+
+def _chunks(count: int, chunk: int | None) -> list[slice]:
+    chunk = CHUNK if chunk is None else chunk
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk}: use 1 or more")
+    return [slice(start, min(count, start + chunk)) for start in range(0, count, chunk)]
 
 
 def linear_divergence(
@@ -333,7 +350,7 @@ def linear_divergence(
     divergence: Callable[..., Tensor] | None = None,
     row_weight: Tensor | None = None,
     per_row: tuple[Tensor, ...] = (),
-    chunk: int = 2048,
+    chunk: int | None = None,
 ) -> Judged:
     """sum_r row_weight[r] divergence(p_r, q_r), q = softmax(head(hidden)), and the most likely entries.
 
@@ -341,12 +358,10 @@ def linear_divergence(
     log q, *per_row) of a chunk, [r, V] and the rows' own [r, ...], to losses [r]. Gradients reach hidden [R, D] and the
     head's weight and bias, where these ask for any. Rows of weight 0 add nothing, to the loss or to a gradient.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk}: use 1 or more")
     if divergence is not None and not callable(wanted):
         raise ValueError("a divergence needs the whole log p: wanted=tokens and wanted=TopK are for divergence=None")
     assert row_weight is None or not row_weight.requires_grad, "row weights are constants"
-    job = _Job(head, wanted, divergence, row_weight, per_row, chunk, torch.is_grad_enabled())
+    job = _Job(head, wanted, divergence, row_weight, per_row, _chunks(len(hidden), chunk), torch.is_grad_enabled())
     return Judged(*_LinearDivergence.apply(hidden, head.weight, head.bias, job))
 
 
@@ -357,7 +372,7 @@ class _Job:
     divergence: Callable[..., Tensor] | None
     row_weight: Tensor | None
     per_row: tuple[Tensor, ...]
-    chunk: int
+    chunks: list[slice]
     grad_enabled: bool
 
     def judge(self, product: Tensor, rows: slice, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -396,16 +411,15 @@ class _LinearDivergence(torch.autograd.Function):
         of_hidden = torch.zeros_like(hidden) if asked[0] else None
         of_weight = torch.zeros_like(weight, dtype=wide) if asked[1] else None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and asked[2] else None
-        for start in range(0, len(hidden), job.chunk):
-            rows = slice(start, start + job.chunk)
+        for rows in job.chunks:
             h = hidden[rows].to(dtype)
-            product = F.linear(h, w, b)  # [r, V]
+            product = linear(h, w, b)  # [r, V]
             losses, best[rows], wanted[rows] = job.judge(product, rows, any(asked))
             loss += losses.sum()
             if of_hidden is not None:
-                of_hidden[rows] = product @ w  # the products are their gradients now
+                of_hidden[rows] = linear(product, w.t())  # the products are their gradients now
             if of_weight is not None:
-                _add_product(of_weight, product.t(), h)
+                _add_product(of_weight, product, h)
             if of_bias is not None:
                 of_bias += product.sum(0, dtype=wide)
         of_weight, of_bias = (g if g is None else g.to(weight.dtype) for g in (of_weight, of_bias))
@@ -421,8 +435,8 @@ class _LinearDivergence(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left right, in the precision of the total."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
+    """total += left^T right, in the precision of the total."""
+    if left.dtype == total.dtype and left.is_cuda:
+        total.addmm_(left.t(), right)  # no second [V, D]
     else:
-        total += left @ right
+        total += linear(left.t(), right.t())
