@@ -31,6 +31,10 @@ CHUNK = 2048
 """Rows whose logits exist at one time, unless a call says otherwise."""
 
 
+BLOCK = 1 << 16
+"""Logits of a chunk that torch works on at one time on a CPU: they stay in its cache, and in memory that is not given back."""
+
+
 @dataclass(frozen=True)
 class Projection:
     """An output layer: cap(scale * (x weight^T + bias)), cap(z) = softcap * tanh(z / softcap)."""
@@ -103,18 +107,9 @@ def _product_dtype(weight: Tensor) -> torch.dtype:
 
 
 def _finish(product: Tensor, scale: float, softcap: float | None) -> Tensor:
-    logits = product.to(torch.promote_types(product.dtype, torch.float32)) * scale
+    logits = product.to(torch.promote_types(product.dtype, torch.float32))
+    logits = logits if scale == 1 else logits * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q), [r]; p may sum to less than 1, and tokens of p = 0 add nothing."""
-    return torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0.0).sum(-1)
-
-
-def _kept_kl(kept: TopK, log_q: Tensor) -> Tensor:
-    """The same of a few tokens, [r]; of a single sure one this is the cross-entropy."""
-    return (torch.xlogy(kept.p, kept.p) - kept.p * log_q.gather(-1, kept.ids)).sum(-1)
 
 
 def _differentiate(
@@ -150,17 +145,33 @@ def row_kl_reference(
     """KL(p || q) of every row times its weight, and the drafter's and the target's most likely entries, each [r].
 
     q is the softmax of the products [r, V] of states and weight, scaled and capped; p is log_p [r, V], or that of a few
-    tokens, ids and p [r, K]. With `with_grad` the gradient overwrites the products.
+    tokens, ids and p [r, K]. With `with_grad` the gradient, (sum p) q - p by the logits, overwrites the products.
     """
+    logits = _finish(product, scale, softcap)
+    log_q = logits.log_softmax(-1)
+    best = log_q.argmax(-1)
     if log_p is not None:
-        wanted = log_p.argmax(-1)
-        losses, best = _differentiate(product, lambda log_q: _kl(log_p, log_q), row_weight, scale, softcap, with_grad)
+        p, wanted = log_p.exp(), log_p.argmax(-1)
+        # p log p is 0 where p is; autograd, which would add six passes to these, is spared
+        losses = (p * (log_p.clamp(min=torch.finfo(log_p.dtype).min) - log_q)).sum(-1)
     else:
         assert ids is not None and p is not None
-        kept = TopK(ids, p)
         wanted = ids.gather(-1, p.argmax(-1, keepdim=True))[:, 0]
-        losses, best = _differentiate(product, lambda log_q: _kept_kl(kept, log_q), row_weight, scale, softcap, with_grad)
-    return losses, best, wanted
+        losses = (torch.xlogy(p, p) - p * log_q.gather(-1, ids)).sum(-1)
+    counts = row_weight != 0
+    if with_grad:
+        weight = row_weight[:, None]
+        grad = log_q.exp_().mul_(p.sum(-1, keepdim=True) * weight)
+        if ids is None:
+            grad.addcmul_(p.to(grad.dtype), weight.to(grad.dtype), value=-1)
+        else:
+            grad.scatter_add_(-1, ids, -(p * weight))
+        grad *= scale
+        if softcap is not None:
+            grad *= 1 - (logits / softcap).square()
+        product.copy_(grad)
+        product[~counts] = 0  # also where it is not finite
+    return torch.where(counts, losses * row_weight, 0.0), best, wanted
 
 
 if triton is not None:
@@ -333,7 +344,11 @@ def most_likely(final: Tensor, head: Projection, chunk: int | None = None) -> tu
 @torch.no_grad()
 def total_entropy(said: Callable[[slice], Tensor], count: int, chunk: int | None = None) -> Tensor | float:
     """-sum p log p over the `count` rows of a target, from log p [r, V] of a chunk at a time."""
-    return -sum(torch.xlogy(p, p).sum() for p in (said(rows).exp() for rows in _chunks(count, chunk)))
+    total: Tensor | float = 0.0
+    for rows in _chunks(count, chunk):
+        log_p = said(rows)
+        total = total - (log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum()
+    return total
 
 
 def _chunks(count: int, chunk: int | None) -> list[slice]:
@@ -375,26 +390,45 @@ class _Job:
     chunks: list[slice]
     grad_enabled: bool
 
-    def judge(self, product: Tensor, rows: slice, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def judge(self, product: Tensor, rows: slice, with_grad: bool) -> tuple[Tensor, ...]:
         """Losses, the drafter's and the target's most likely entries [r]; the gradient overwrites the products [r, V]."""
         dtype = torch.promote_types(product.dtype, torch.float32)
         weight = product.new_ones(len(product), dtype=dtype) if self.row_weight is None else self.row_weight[rows].to(dtype)
-        scale, softcap = self.head.scale, self.head.softcap
-        if self.divergence is not None:
-            assert callable(self.wanted)
-            log_p, divergence, others = self.wanted(rows), self.divergence, [x[rows] for x in self.per_row]
-            losses, best = _differentiate(
-                product, lambda log_q: divergence(log_p, log_q, *others), weight, scale, softcap, with_grad
-            )
-            return losses, best, log_p.argmax(-1)
-        kl = row_kl if _runs_kernel(product) else row_kl_reference
+        parts: list[Tensor | None] = [product, weight, *self._theirs(rows, dtype), *(x[rows] for x in self.per_row)]
+        if self.divergence is None and _runs_kernel(product):
+            return row_kl(product, *parts[2:5], weight, self.head.scale, self.head.softcap, with_grad)
+        size = len(product) if product.is_cuda else max(1, BLOCK // product.shape[1])
+        blocks = [[x if x is None else x[start : start + size] for x in parts] for start in range(0, len(product), size)]
+        found = [self._judge_block(with_grad, *block) for block in blocks]
+        return tuple(torch.cat(column) for column in zip(*found))
+
+    def _theirs(self, rows: slice, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """log p [r, V], or ids and p of a few tokens [r, K]."""
         if isinstance(self.wanted, Tensor):
             ids = self.wanted[rows, None]
-            return kl(product, None, ids, torch.ones_like(ids, dtype=dtype), weight, scale, softcap, with_grad)
+            return None, ids, torch.ones_like(ids, dtype=dtype)
         if isinstance(self.wanted, TopK):
-            ids, p = self.wanted.ids[rows], self.wanted.p[rows].to(dtype)
-            return kl(product, None, ids, p, weight, scale, softcap, with_grad)
-        return kl(product, self.wanted(rows), None, None, weight, scale, softcap, with_grad)
+            return None, self.wanted.ids[rows], self.wanted.p[rows].to(dtype)
+        return self.wanted(rows), None, None
+
+    def _judge_block(
+        self,
+        with_grad: bool,
+        product: Tensor,
+        weight: Tensor,
+        log_p: Tensor | None,
+        ids: Tensor | None,
+        p: Tensor | None,
+        *others: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scale, softcap, divergence = self.head.scale, self.head.softcap, self.divergence
+        if divergence is None:
+            return row_kl_reference(product, log_p, ids, p, weight, scale, softcap, with_grad)
+        assert log_p is not None
+        losses, best = _differentiate(
+            product, lambda log_q: divergence(log_p, log_q, *others), weight, scale, softcap, with_grad
+        )
+        return losses, best, log_p.argmax(-1)
 
 
 class _LinearDivergence(torch.autograd.Function):
