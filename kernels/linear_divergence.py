@@ -342,6 +342,24 @@ def most_likely(final: Tensor, head: Projection, chunk: int | None = None) -> tu
 
 
 @torch.no_grad()
+def target_over(
+    final: Tensor, head: Projection, entries: Tensor, own_mass: bool, chunk: int | None = None
+) -> tuple[Tensor, Callable[[slice], Tensor]]:
+    """The most likely token [R] of a target's whole vocabulary, and what the target says of these entries of it.
+
+    As log p of the rows that are asked for, renormalised unless it shall carry its `own_mass`. Rows that are one chunk are
+    worked out at once, for the logits that tell the most likely token hold those entries.
+    """
+    if len(_chunks(len(final), chunk)) > 1:
+        best, log_z = most_likely(final, head, chunk)
+        return best, HeadTarget(final, head.entries(entries), log_z if own_mass else None)
+    logits = head.logits(final)
+    chosen = logits[:, entries]
+    log_p = chosen - logits.logsumexp(-1, keepdim=True) if own_mass else chosen.log_softmax(-1)
+    return logits.argmax(-1), log_p.__getitem__
+
+
+@torch.no_grad()
 def total_entropy(said: Callable[[slice], Tensor], count: int, chunk: int | None = None) -> Tensor | float:
     """-sum p log p over the `count` rows of a target, from log p [r, V] of a chunk at a time."""
     total: Tensor | float = 0.0
@@ -398,7 +416,9 @@ class _Job:
         if self.divergence is None and _runs_kernel(product):
             return row_kl(product, *parts[2:5], weight, self.head.scale, self.head.softcap, with_grad)
         size = len(product) if product.is_cuda else max(1, BLOCK // product.shape[1])
-        blocks = [[x if x is None else x[start : start + size] for x in parts] for start in range(0, len(product), size)]
+        blocks: list[list[Any]] = [
+            [x if x is None else x[start : start + size] for x in parts] for start in range(0, len(product), size)
+        ]
         found = [self._judge_block(with_grad, *block) for block in blocks]
         return tuple(torch.cat(column) for column in zip(*found))
 
@@ -443,7 +463,7 @@ class _LinearDivergence(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         best, wanted = (torch.empty(len(hidden), dtype=torch.int64, device=hidden.device) for _ in range(2))
         of_hidden = torch.zeros_like(hidden) if asked[0] else None
-        of_weight = torch.zeros_like(weight, dtype=wide) if asked[1] else None
+        of_weight: Tensor | None = None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and asked[2] else None
         for rows in job.chunks:
             h = hidden[rows].to(dtype)
@@ -452,10 +472,12 @@ class _LinearDivergence(torch.autograd.Function):
             loss += losses.sum()
             if of_hidden is not None:
                 of_hidden[rows] = linear(product, w.t())  # the products are their gradients now
-            if of_weight is not None:
-                _add_product(of_weight, product, h)
+            if asked[1]:
+                of_weight = _add_product(of_weight, product, h, wide)
             if of_bias is not None:
                 of_bias += product.sum(0, dtype=wide)
+        if asked[1] and of_weight is None:  # of no rows
+            of_weight = torch.zeros_like(weight)
         of_weight, of_bias = (g if g is None else g.to(weight.dtype) for g in (of_weight, of_bias))
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
         ctx.mark_non_differentiable(best, wanted)
@@ -468,9 +490,10 @@ class _LinearDivergence(torch.autograd.Function):
         return (*(g if g is None else g * incoming for g in ctx.saved_tensors), None)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left^T right, in the precision of the total."""
-    if left.dtype == total.dtype and left.is_cuda:
-        total.addmm_(left.t(), right)  # no second [V, D]
-    else:
-        total += linear(left.t(), right.t())
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + left^T right, in place where there is a total; in this dtype."""
+    if total is None:
+        return linear(left.t(), right.t()).to(dtype)
+    if left.dtype == dtype and left.is_cuda:
+        return total.addmm_(left.t(), right)  # no second [V, D]
+    return total.add_(linear(left.t(), right.t()))

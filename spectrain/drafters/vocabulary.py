@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from spectrain.kernels.linear_divergence import HeadTarget, Projection, most_likely
+from spectrain.kernels.linear_divergence import Projection, target_over
 
 from ..features import Batch
 from ..losses import UNNORMALISED, Teacher, head_loss
@@ -105,10 +105,9 @@ class Supervision:
             if final is None:
                 assert batch.features is not None
                 final = batch.features.at("final")
-            head = drafter.head.projection
-            self.best, log_z = most_likely(final[predicts], head)  # over the target's whole vocabulary
-            own_mass = log_z if drafter.divergence in UNNORMALISED else None
-            self.teacher = Teacher(HeadTarget(final[predicts], head.entries(drafter.draft_ids), own_mass))
+            own_mass = drafter.divergence in UNNORMALISED
+            self.best, said = target_over(final[predicts], drafter.head.projection, drafter.draft_ids, own_mass)
+            self.teacher = Teacher(said)
         self.slots = torch.searchsorted(drafter.draft_ids, self.best).clamp(max=len(drafter.draft_ids) - 1)  # any, if outside
         # Outside the draft vocabulary there is nothing right to say, so no loss; it counts as a miss.
         inside = drafter.t2d[self.best]
