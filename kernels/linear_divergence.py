@@ -31,7 +31,7 @@ CHUNK = 2048
 """Rows whose logits exist at one time, unless a call says otherwise."""
 
 
-BLOCK = 1 << 16
+BLOCK = 1 << 17
 """Logits of a chunk that torch works on at one time on a CPU: they stay in its cache, and in memory that is not given back."""
 
 
@@ -166,11 +166,11 @@ def row_kl_reference(
             grad.addcmul_(p.to(grad.dtype), weight.to(grad.dtype), value=-1)
         else:
             grad.scatter_add_(-1, ids, -(p * weight))
-        grad *= scale
+        if scale != 1:
+            grad *= scale
         if softcap is not None:
             grad *= 1 - (logits / softcap).square()
-        product.copy_(grad)
-        product[~counts] = 0  # also where it is not finite
+        product.copy_(grad).masked_fill_(~counts[:, None], 0)  # also where it is not finite
     return torch.where(counts, losses * row_weight, 0.0), best, wanted
 
 
