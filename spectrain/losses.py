@@ -121,15 +121,19 @@ class Teacher:
         self.said, self.first = said, 0
         self.kept: Tensor | None = None  # log p of the rows from `first` on
 
+    def __call__(self, rows: slice) -> Tensor:
+        """log p [r, V] of these rows."""
+        if self.kept is None or not self.first <= rows.start < rows.stop <= self.first + len(self.kept):
+            self.kept = None  # freed first, so that two chunks are never held
+            self.first, self.kept = rows.start, self.said(rows)
+        return self.kept[rows.start - self.first : rows.stop - self.first]
+
     def at(self, answers: Tensor) -> Callable[[slice], Tensor]:
         """log p of the rows `answers` [R], ascending; repeated ones cost no work."""
 
         def log_p(rows: slice) -> Tensor:
             asked = answers[rows]
             first, last = asked[[0, -1]].tolist()
-            if self.kept is None or not self.first <= first <= last < self.first + len(self.kept):
-                self.kept = None  # freed first, so that two chunks are never held
-                self.first, self.kept = first, self.said(slice(first, last + 1))
-            return self.kept[asked - self.first]
+            return self(slice(first, last + 1))[asked - first]
 
         return log_p

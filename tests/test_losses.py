@@ -224,7 +224,7 @@ def test_a_teacher_is_asked_once_for_rows_that_share_an_answer() -> None:
     for start in range(0, 8, 4):
         rows = slice(start, start + 4)
         assert torch.equal(teacher.at(answers)(rows), log_p[answers[rows]])
-    assert asked == [(0, 2), (1, 5)]
+    assert asked == [(0, 2), (1, 5)] and torch.equal(teacher(slice(2, 4)), log_p[2:4])
     assert torch.equal(teacher.at(torch.tensor([1, 4]))(slice(0, 2)), log_p[[1, 4]])
     assert torch.equal(teacher.at(torch.tensor([2, 3]))(slice(1, 2)), log_p[[3]]) and len(asked) == 2
     assert torch.equal(teacher.at(torch.tensor([0, 3]))(slice(0, 2)), log_p[[0, 3]]) and asked[2] == (0, 4)

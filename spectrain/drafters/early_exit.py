@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -116,7 +117,7 @@ class EarlyExit(SelfDrafter):
         }
         terms = {"language_model": torch.zeros((), device=tokens.device), "exits": torch.zeros((), device=tokens.device)}
         best: dict[int, Tensor] = {}
-        entropy = 0.0 if original is None else total_entropy(original.at(torch.arange(len(tokens))), len(tokens))
+        entropy = 0.0 if original is None else total_entropy(original, len(tokens))
         for term, exits in (("language_model", opened[-1:]), ("exits", opened[:-1])):
             if not exits:
                 continue
@@ -137,7 +138,9 @@ class EarlyExit(SelfDrafter):
         count, device = len(final), tokens.device
         hidden = torch.stack(final, dim=1).flatten(0, 1)  # [R * exits, D]
         row_weight = torch.tensor(weights, device=device).repeat(len(tokens))
-        theirs = None if original is None else original.at(torch.arange(len(tokens)).repeat_interleave(count))
+        theirs: Callable[[slice], Tensor] | None = original
+        if original is not None and count > 1:
+            theirs = original.at(torch.arange(len(tokens)).repeat_interleave(count))
         name = "cross_entropy" if original is None else "forward_kl"
         wanted = tokens.repeat_interleave(count)
         return head_loss(name, hidden, self.head.projection, wanted, theirs, row_weight=row_weight)

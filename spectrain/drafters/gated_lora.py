@@ -194,7 +194,7 @@ class GatedLora(Drafter):
         if self.sampler is not None:
             read["sampler"] = self.sampler(states, previous).to(states.dtype)
         head = self.head.projection
-        theirs = Teacher(HeadTarget(anchors, head)).at(torch.arange(len(anchors)))
+        theirs = Teacher(HeadTarget(anchors, head))
         scale = batch.num_supervised / max(1, len(answers))  # as many terms as tokens that carry loss
         terms = {}
         for name, hidden in read.items():
