@@ -16,14 +16,23 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from spectrain.kernels.onednn import linear
 
 try:
     import triton
     import triton.language as tl
 except ImportError:  # no triton for this platform
     triton = None
+
+
+CHUNK = 2048
+"""Rows whose logits exist at one time, unless a call says otherwise."""
+
+
+BLOCK = 1 << 17
+"""Logits of a chunk that torch works on at one time on a CPU: they stay in its cache, and in memory that is not given back."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class Projection:
         """[r, D] -> [r, V] in float32, or float64 of float64 weights."""
         dtype = _product_dtype(self.weight)
         bias = None if self.bias is None else self.bias.to(dtype)
-        return _finish(F.linear(x.to(dtype), self.weight.to(dtype), bias), self.scale, self.softcap)
+        return _finish(linear(x.to(dtype), self.weight.to(dtype), bias), self.scale, self.softcap)
 
 
 @dataclass(frozen=True)
@@ -98,18 +107,9 @@ def _product_dtype(weight: Tensor) -> torch.dtype:
 
 
 def _finish(product: Tensor, scale: float, softcap: float | None) -> Tensor:
-    logits = product.to(torch.promote_types(product.dtype, torch.float32)) * scale
+    logits = product.to(torch.promote_types(product.dtype, torch.float32))
+    logits = logits if scale == 1 else logits * scale
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p || q), [r]; p may sum to less than 1, and tokens of p = 0 add nothing."""
-    return torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0.0).sum(-1)
-
-
-def _kept_kl(kept: TopK, log_q: Tensor) -> Tensor:
-    """The same of a few tokens, [r]; of a single sure one this is the cross-entropy."""
-    return (torch.xlogy(kept.p, kept.p) - kept.p * log_q.gather(-1, kept.ids)).sum(-1)
 
 
 def _differentiate(
@@ -145,17 +145,33 @@ def row_kl_reference(
     """KL(p || q) of every row times its weight, and the drafter's and the target's most likely entries, each [r].
 
     q is the softmax of the products [r, V] of states and weight, scaled and capped; p is log_p [r, V], or that of a few
-    tokens, ids and p [r, K]. With `with_grad` the gradient overwrites the products.
+    tokens, ids and p [r, K]. With `with_grad` the gradient, (sum p) q - p by the logits, overwrites the products.
     """
+    logits = _finish(product, scale, softcap)
+    log_q = logits.log_softmax(-1)
+    best = log_q.argmax(-1)
     if log_p is not None:
-        wanted = log_p.argmax(-1)
-        losses, best = _differentiate(product, lambda log_q: _kl(log_p, log_q), row_weight, scale, softcap, with_grad)
+        p, wanted = log_p.exp(), log_p.argmax(-1)
+        # p log p is 0 where p is; autograd, which would add six passes to these, is spared
+        losses = (p * (log_p.clamp(min=torch.finfo(log_p.dtype).min) - log_q)).sum(-1)
     else:
         assert ids is not None and p is not None
-        kept = TopK(ids, p)
         wanted = ids.gather(-1, p.argmax(-1, keepdim=True))[:, 0]
-        losses, best = _differentiate(product, lambda log_q: _kept_kl(kept, log_q), row_weight, scale, softcap, with_grad)
-    return losses, best, wanted
+        losses = (torch.xlogy(p, p) - p * log_q.gather(-1, ids)).sum(-1)
+    counts = row_weight != 0
+    if with_grad:
+        weight = row_weight[:, None]
+        grad = log_q.exp_().mul_(p.sum(-1, keepdim=True) * weight)
+        if ids is None:
+            grad.addcmul_(p.to(grad.dtype), weight.to(grad.dtype), value=-1)
+        else:
+            grad.scatter_add_(-1, ids, -(p * weight))
+        if scale != 1:
+            grad *= scale
+        if softcap is not None:
+            grad *= 1 - (logits / softcap).square()
+        product.copy_(grad).masked_fill_(~counts[:, None], 0)  # also where it is not finite
+    return torch.where(counts, losses * row_weight, 0.0), best, wanted
 
 
 if triton is not None:
@@ -314,16 +330,50 @@ def _runs_kernel(product: Tensor) -> bool:
     return asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def most_likely(final: Tensor, head: Projection, chunk: int = 2048) -> tuple[Tensor, Tensor]:
+def most_likely(final: Tensor, head: Projection, chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """The most likely token of every state [R, D], and the log-sum-exp of its logits, each [R]; one pass, a chunk at a time."""
     best = torch.empty(len(final), dtype=torch.int64, device=final.device)
     log_z = torch.empty(len(final), dtype=torch.promote_types(head.weight.dtype, torch.float32), device=final.device)
     with torch.no_grad():
-        for start in range(0, len(final), chunk):
-            rows = slice(start, start + chunk)
+        for rows in _chunks(len(final), chunk):
             logits = head.logits(final[rows])
             best[rows], log_z[rows] = logits.argmax(-1), logits.logsumexp(-1)
     return best, log_z
+
+
+@torch.no_grad()
+def target_over(
+    final: Tensor, head: Projection, entries: Tensor, own_mass: bool, chunk: int | None = None
+) -> tuple[Tensor, Callable[[slice], Tensor]]:
+    """The most likely token [R] of a target's whole vocabulary, and what the target says of these entries of it.
+
+    As log p of the rows that are asked for, renormalised unless it shall carry its `own_mass`. Rows that are one chunk are
+    worked out at once, for the logits that tell the most likely token hold those entries.
+    """
+    if len(_chunks(len(final), chunk)) > 1:
+        best, log_z = most_likely(final, head, chunk)
+        return best, HeadTarget(final, head.entries(entries), log_z if own_mass else None)
+    logits = head.logits(final)
+    chosen = logits[:, entries]
+    log_p = chosen - logits.logsumexp(-1, keepdim=True) if own_mass else chosen.log_softmax(-1)
+    return logits.argmax(-1), log_p.__getitem__
+
+
+@torch.no_grad()
+def total_entropy(said: Callable[[slice], Tensor], count: int, chunk: int | None = None) -> Tensor | float:
+    """-sum p log p over the `count` rows of a target, from log p [r, V] of a chunk at a time."""
+    total: Tensor | float = 0.0
+    for rows in _chunks(count, chunk):
+        log_p = said(rows)
+        total = total - (log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum()
+    return total
+
+
+def _chunks(count: int, chunk: int | None) -> list[slice]:
+    chunk = CHUNK if chunk is None else chunk
+    if chunk < 1:
+        raise ValueError(f"chunk={chunk}: use 1 or more")
+    return [slice(start, min(count, start + chunk)) for start in range(0, count, chunk)]
 
 
 def linear_divergence(
@@ -333,7 +383,7 @@ def linear_divergence(
     divergence: Callable[..., Tensor] | None = None,
     row_weight: Tensor | None = None,
     per_row: tuple[Tensor, ...] = (),
-    chunk: int = 2048,
+    chunk: int | None = None,
 ) -> Judged:
     """sum_r row_weight[r] divergence(p_r, q_r), q = softmax(head(hidden)), and the most likely entries.
 
@@ -341,12 +391,10 @@ def linear_divergence(
     log q, *per_row) of a chunk, [r, V] and the rows' own [r, ...], to losses [r]. Gradients reach hidden [R, D] and the
     head's weight and bias, where these ask for any. Rows of weight 0 add nothing, to the loss or to a gradient.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk}: use 1 or more")
     if divergence is not None and not callable(wanted):
         raise ValueError("a divergence needs the whole log p: wanted=tokens and wanted=TopK are for divergence=None")
     assert row_weight is None or not row_weight.requires_grad, "row weights are constants"
-    job = _Job(head, wanted, divergence, row_weight, per_row, chunk, torch.is_grad_enabled())
+    job = _Job(head, wanted, divergence, row_weight, per_row, _chunks(len(hidden), chunk), torch.is_grad_enabled())
     return Judged(*_LinearDivergence.apply(hidden, head.weight, head.bias, job))
 
 
@@ -357,29 +405,50 @@ class _Job:
     divergence: Callable[..., Tensor] | None
     row_weight: Tensor | None
     per_row: tuple[Tensor, ...]
-    chunk: int
+    chunks: list[slice]
     grad_enabled: bool
 
-    def judge(self, product: Tensor, rows: slice, with_grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def judge(self, product: Tensor, rows: slice, with_grad: bool) -> tuple[Tensor, ...]:
         """Losses, the drafter's and the target's most likely entries [r]; the gradient overwrites the products [r, V]."""
         dtype = torch.promote_types(product.dtype, torch.float32)
         weight = product.new_ones(len(product), dtype=dtype) if self.row_weight is None else self.row_weight[rows].to(dtype)
-        scale, softcap = self.head.scale, self.head.softcap
-        if self.divergence is not None:
-            assert callable(self.wanted)
-            log_p, divergence, others = self.wanted(rows), self.divergence, [x[rows] for x in self.per_row]
-            losses, best = _differentiate(
-                product, lambda log_q: divergence(log_p, log_q, *others), weight, scale, softcap, with_grad
-            )
-            return losses, best, log_p.argmax(-1)
-        kl = row_kl if _runs_kernel(product) else row_kl_reference
+        parts: list[Tensor | None] = [product, weight, *self._theirs(rows, dtype), *(x[rows] for x in self.per_row)]
+        if self.divergence is None and _runs_kernel(product):
+            return row_kl(product, *parts[2:5], weight, self.head.scale, self.head.softcap, with_grad)
+        size = len(product) if product.is_cuda else max(1, BLOCK // product.shape[1])
+        blocks: list[list[Any]] = [
+            [x if x is None else x[start : start + size] for x in parts] for start in range(0, len(product), size)
+        ]
+        found = [self._judge_block(with_grad, *block) for block in blocks]
+        return tuple(torch.cat(column) for column in zip(*found))
+
+    def _theirs(self, rows: slice, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """log p [r, V], or ids and p of a few tokens [r, K]."""
         if isinstance(self.wanted, Tensor):
             ids = self.wanted[rows, None]
-            return kl(product, None, ids, torch.ones_like(ids, dtype=dtype), weight, scale, softcap, with_grad)
+            return None, ids, torch.ones_like(ids, dtype=dtype)
         if isinstance(self.wanted, TopK):
-            ids, p = self.wanted.ids[rows], self.wanted.p[rows].to(dtype)
-            return kl(product, None, ids, p, weight, scale, softcap, with_grad)
-        return kl(product, self.wanted(rows), None, None, weight, scale, softcap, with_grad)
+            return None, self.wanted.ids[rows], self.wanted.p[rows].to(dtype)
+        return self.wanted(rows), None, None
+
+    def _judge_block(
+        self,
+        with_grad: bool,
+        product: Tensor,
+        weight: Tensor,
+        log_p: Tensor | None,
+        ids: Tensor | None,
+        p: Tensor | None,
+        *others: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        scale, softcap, divergence = self.head.scale, self.head.softcap, self.divergence
+        if divergence is None:
+            return row_kl_reference(product, log_p, ids, p, weight, scale, softcap, with_grad)
+        assert log_p is not None
+        losses, best = _differentiate(
+            product, lambda log_q: divergence(log_p, log_q, *others), weight, scale, softcap, with_grad
+        )
+        return losses, best, log_p.argmax(-1)
 
 
 class _LinearDivergence(torch.autograd.Function):
@@ -394,20 +463,21 @@ class _LinearDivergence(torch.autograd.Function):
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         best, wanted = (torch.empty(len(hidden), dtype=torch.int64, device=hidden.device) for _ in range(2))
         of_hidden = torch.zeros_like(hidden) if asked[0] else None
-        of_weight = torch.zeros_like(weight, dtype=wide) if asked[1] else None
+        of_weight: Tensor | None = None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and asked[2] else None
-        for start in range(0, len(hidden), job.chunk):
-            rows = slice(start, start + job.chunk)
+        for rows in job.chunks:
             h = hidden[rows].to(dtype)
-            product = F.linear(h, w, b)  # [r, V]
+            product = linear(h, w, b)  # [r, V]
             losses, best[rows], wanted[rows] = job.judge(product, rows, any(asked))
             loss += losses.sum()
             if of_hidden is not None:
-                of_hidden[rows] = product @ w  # the products are their gradients now
-            if of_weight is not None:
-                _add_product(of_weight, product.t(), h)
+                of_hidden[rows] = linear(product, w.t())  # the products are their gradients now
+            if asked[1]:
+                of_weight = _add_product(of_weight, product, h, wide)
             if of_bias is not None:
                 of_bias += product.sum(0, dtype=wide)
+        if asked[1] and of_weight is None:  # of no rows
+            of_weight = torch.zeros_like(weight)
         of_weight, of_bias = (g if g is None else g.to(weight.dtype) for g in (of_weight, of_bias))
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
         ctx.mark_non_differentiable(best, wanted)
@@ -420,9 +490,10 @@ class _LinearDivergence(torch.autograd.Function):
         return (*(g if g is None else g * incoming for g in ctx.saved_tensors), None)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left right, in the precision of the total."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + left^T right, in place where there is a total; in this dtype."""
+    if total is None:
+        return linear(left.t(), right.t()).to(dtype)
+    if left.dtype == dtype and left.is_cuda:
+        return total.addmm_(left.t(), right)  # no second [V, D]
+    return total.add_(linear(left.t(), right.t()))

@@ -1,6 +1,6 @@
-"""Divergences between target p and drafter q. Shapes: R rows, V draft vocabulary.
+"""Divergences between target p and drafter q, and what a family is trained on. Shapes: R rows, V draft vocabulary, D width.
 
-Every function takes log-probabilities [R, V] and returns one loss a row [R]. `log_q` is normalised over the draft
+Every divergence takes log-probabilities [R, V] and returns one loss a row [R]. `log_q` is normalised over the draft
 vocabulary; `log_p` is either renormalised over it or carries the target's own mass, which then sums to less than 1.
 """
 
@@ -11,6 +11,8 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from spectrain.kernels.linear_divergence import Judged, Projection, linear_divergence
 
 
 def acceptance_rate(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -80,13 +82,58 @@ def divergence(name: str, beta: float) -> Callable[[Tensor, Tensor], Tensor]:
     return partial(jensen_shannon, beta=beta) if name == "jensen_shannon" else DIVERGENCES[name]
 
 
-def row_losses(name: str, log_p: Tensor, log_q: Tensor, distance: Tensor | None = None, beta: float = 0.5) -> Tensor:
-    """A divergence by name, or of replayed drafts the split loss, [R]."""
-    return divergence(name, beta)(log_p, log_q) if distance is None else split_loss(log_p, log_q, distance)
-
-
 def split_loss(log_p: Tensor, log_q: Tensor, distance: Tensor, decay: float = 0.8) -> Tensor:
     """Draft-OPD's: half of KL(p || q) where a draft was kept, half of decay^k KL(q || p) at distance [R] k behind its first
     wrong token, where p is what the target says after the drafted tokens."""
     rejected = decay ** distance.clamp(min=0) * reverse_kl(log_p, log_q)
     return 0.5 * torch.where(distance < 0, forward_kl(log_p, log_q), rejected)
+
+
+def head_loss(
+    name: str,
+    hidden: Tensor,
+    head: Projection,
+    tokens: Tensor,
+    theirs: Callable[[slice], Tensor] | None,
+    distance: Tensor | None = None,
+    beta: float = 0.5,
+    row_weight: Tensor | None = None,
+) -> Judged:
+    """The summed loss of states [R, D] under an output layer, with the drafter's and the wanted most likely entries [R].
+
+    By name it is the cross-entropy of `tokens` [R] or a divergence from `theirs`, which gives log p [r, V] of a chunk of
+    rows; of replayed drafts, which have a `distance` [R], it is the split loss whatever the name.
+    """
+    if distance is not None:
+        assert theirs is not None
+        return linear_divergence(hidden, head, theirs, split_loss, row_weight, (distance,))
+    if name == "cross_entropy":
+        return linear_divergence(hidden, head, tokens, None, row_weight)
+    assert theirs is not None
+    chosen = None if name == "forward_kl" else divergence(name, beta)  # without one it is forward KL, in one kernel
+    return linear_divergence(hidden, head, theirs, chosen, row_weight)
+
+
+class Teacher:
+    """What a target says of its rows; those asked for last are kept, for several heads or draft steps ask for the same."""
+
+    def __init__(self, said: Callable[[slice], Tensor]) -> None:
+        self.said, self.first = said, 0
+        self.kept: Tensor | None = None  # log p of the rows from `first` on
+
+    def __call__(self, rows: slice) -> Tensor:
+        """log p [r, V] of these rows."""
+        if self.kept is None or not self.first <= rows.start < rows.stop <= self.first + len(self.kept):
+            self.kept = None  # freed first, so that two chunks are never held
+            self.first, self.kept = rows.start, self.said(rows)
+        return self.kept[rows.start - self.first : rows.stop - self.first]
+
+    def at(self, answers: Tensor) -> Callable[[slice], Tensor]:
+        """log p of the rows `answers` [R], ascending; repeated ones cost no work."""
+
+        def log_p(rows: slice) -> Tensor:
+            asked = answers[rows]
+            first, last = asked[[0, -1]].tolist()
+            return self(slice(first, last + 1))[asked - first]
+
+        return log_p

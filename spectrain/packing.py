@@ -14,10 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """input @ weight.T + bias by oneDNN; the weight may be packed."""
-    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+from spectrain.kernels.onednn import product
 
 
 class _TrainedLinear(torch.autograd.Function):
@@ -27,7 +24,7 @@ class _TrainedLinear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.has_bias = bias is not None
-        return _product(input, weight, bias)
+        return product(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -35,10 +32,10 @@ class _TrainedLinear(torch.autograd.Function):
         gradient = gradients[0].reshape(-1, weight.shape[0]).contiguous()
         for_input = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
-            for_input = _product(gradient, weight.t().contiguous()).view(input.shape)
+            for_input = product(gradient, weight.t().contiguous()).view(input.shape)
         if ctx.needs_input_grad[1]:
             # contiguous: oneDNN multiplies rows with gaps between them a hundred times slower
-            for_weight = _product(gradient.t(), input.reshape(-1, weight.shape[1]).contiguous().t())
+            for_weight = product(gradient.t(), input.reshape(-1, weight.shape[1]).contiguous().t())
         if ctx.has_bias and ctx.needs_input_grad[2]:
             for_bias = gradient.sum(0)
         return for_input, for_weight, for_bias
@@ -73,7 +70,7 @@ class PackedLinear:
         if self.packed is None or self.copied is None or self.copied() is not weight or self.version != weight._version:
             self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
             self.copied, self.version = weakref.ref(weight), weight._version
-        return _product(input, self.packed, bias)
+        return product(input, self.packed, bias)
 
 
 def pack_linears(module: nn.Module) -> None:

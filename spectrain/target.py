@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface
 
+from spectrain.kernels.linear_divergence import Projection
 from spectrain.kernels.tree_attention import Visibility, attend_softcapped, tree_attention
 
 from .cache import TreeCache
@@ -110,6 +111,11 @@ class Head:
     @property
     def width(self) -> int:
         return self.output.weight.shape[1]
+
+    @property
+    def projection(self) -> Projection:
+        """The output layer as a loss takes it."""
+        return Projection(self.output.weight, self.output.bias, self.scale, self.softcap)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[...] -> [..., D]"""

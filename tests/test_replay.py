@@ -184,12 +184,13 @@ def test_a_teachers_rows_are_the_targets_after_the_draft(tiny: Target, loss: str
     assert isinstance(drafter, Eagle3)
     batch = replayed(tiny, drafter)
     teacher = Supervision(drafter, batch)
-    assert batch.distance is not None and teacher.distance is not None and teacher.log_p is not None
+    assert batch.distance is not None and teacher.distance is not None and teacher.teacher is not None
+    log_p = teacher.teacher(slice(0, len(teacher.best)))
     places = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2]
-    assert len(teacher.log_p) == len(places)
+    assert len(log_p) == len(places)
     for row, (b, t) in enumerate(places):
         logits = after(tiny, batch.tokens[b, :t].tolist())
-        torch.testing.assert_close(teacher.log_p[row], logits[drafter.draft_ids].log_softmax(-1), rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(log_p[row], logits[drafter.draft_ids].log_softmax(-1), rtol=1e-3, atol=1e-3)
         assert int(teacher.best[row]) == int(logits.argmax()) and int(teacher.distance[row]) == int(batch.distance[b, t])
 
 
@@ -203,9 +204,10 @@ def test_eagle3_loss_equals_brute_force(tiny: Target, loss: str, monkeypatch: py
     said: list[Tensor] = []
     judge = Supervision.judge
 
-    def watched(self: Supervision, step: int, log_q: Tensor) -> Any:
-        said.append(log_q.detach())
-        return judge(self, step, log_q)
+    def watched(self: Supervision, hidden: Tensor, lm_head: Any, answers: Tensor, row_weight: Tensor) -> Any:
+        log_q = lm_head(hidden).detach().log_softmax(-1)
+        said.extend(log_q[row_weight == weight] for weight in row_weight.unique(sorted=True).flip(0))
+        return judge(self, hidden, lm_head, answers, row_weight)
 
     monkeypatch.setattr(Supervision, "judge", watched)
     losses = drafter.loss(batch, tiny)

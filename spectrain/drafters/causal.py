@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrain.kernels.linear_divergence import HeadTarget
+
 from ..cache import TreeCache
 from ..errors import UserError
 from ..features import Batch, Layer
-from ..losses import Loss, row_losses
+from ..losses import Loss, head_loss
 from ..shapes.base import Rollout, TreeBuilder
 from ..tree import TokenTree
 from .base import Drafter, Losses
@@ -77,24 +79,16 @@ class Causal(Drafter):
         assert batch.features is not None
         predicts = batch.predicts
         states = self.model.run(batch.tokens, layers=("final",), grad=torch.is_grad_enabled()).at("final")[predicts]
-        final, following = batch.features.at("final")[predicts], batch.tokens.roll(-1, dims=1)[predicts]
-        total, hits = states.new_zeros((), dtype=torch.float32), 0
+        following = batch.tokens.roll(-1, dims=1)[predicts]
         distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
-        for start in range(0, len(following), 1024):  # bounds the [rows, vocabulary] logits
-            rows = slice(start, start + 1024)
-            mine, theirs, tokens = states[rows], final[rows], following[rows]
-            log_q = (self.model.head.logits(mine)[:, : self.vocab_size] / self.loss_temperature).log_softmax(-1)
-            if self.divergence == "cross_entropy" and distance is None:
-                total = total + F.nll_loss(log_q, tokens, reduction="sum")
-                hits += int((log_q.argmax(-1) == tokens).sum())
-                continue
-            with torch.no_grad():
-                log_p = (self.head.logits(theirs)[:, : self.vocab_size] / self.loss_temperature).log_softmax(-1)
-            behind = None if distance is None else distance[rows]
-            total = total + row_losses(self.divergence, log_p, log_q, behind, self.beta).sum()
-            hits += int((log_q.argmax(-1) == log_p.argmax(-1)).sum())
-        found, judged = (torch.tensor([float(number)], device=states.device) for number in (hits, len(following)))
-        return Losses({self.divergence: total}, found, judged)
+        mine, theirs = (
+            head.projection.entries(slice(self.vocab_size)).at_temperature(self.loss_temperature)
+            for head in (self.model.head, self.head)
+        )
+        teacher = HeadTarget(batch.features.at("final")[predicts], theirs)
+        found = head_loss(self.divergence, states, mine, following, teacher, distance, self.beta)
+        hits = (found.best == found.wanted).sum()[None].float()
+        return Losses({self.divergence: found.loss}, hits, torch.full_like(hits, len(following)))
 
     # Decoding
 

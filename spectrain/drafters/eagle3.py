@@ -97,14 +97,12 @@ class Eagle3(VocabularyDrafter):
         hidden = self.fc(batch.features.fused(self.fused).to(self.fc.weight.dtype))
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        total = hidden.new_zeros((), dtype=torch.float32)
-        hits = torch.zeros(self.ttt_steps, device=hidden.device)
-        counts = torch.zeros_like(hits)
+        states: list[Tensor] = []  # of the supervised indices of every step
         length = batch.tokens.shape[1]
         positions = torch.arange(length, device=batch.tokens.device)[None]
         eye = torch.eye(length, dtype=torch.bool, device=batch.tokens.device)
         masks = [eye.new_ones(length, length).tril()]
-        for step in range(min(self.ttt_steps, length - 2)):
+        for step in range(max(1, min(self.ttt_steps, length - 2))):
             tokens = batch.tokens.roll(-1 - step, dims=1)  # the wrapped tail is never supervised
             x = torch.cat([self.input_layernorm(self._embed(tokens)), self.hidden_norm(hidden)], dim=-1)
             q, k, v = self.self_attn.project(x, self.rotary(x, positions + step))
@@ -114,10 +112,19 @@ class Eagle3(VocabularyDrafter):
             attended = self.self_attn.masked(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask)
             masks.append(eye)
             hidden = self._feed_forward(hidden + attended)
-            log_q = self.lm_head(self.norm(hidden[wanted.rows(step)])).float().log_softmax(-1)
-            loss, hits[step], counts[step] = wanted.judge(step, log_q)
-            total = total + self.step_decay**step * loss
-        return Losses({self.divergence: total}, hits, counts)
+            states.append(hidden[wanted.rows(step)])
+        return self._judge(wanted, states)
+
+    def _judge(self, wanted: Supervision, states: list[Tensor]) -> Losses:
+        """All steps at once, ordered by the answers that they share, so that the target is asked once for each of these."""
+        answers = [wanted.answers(step) for step in range(len(states))]
+        answer, order = torch.cat(answers).sort(stable=True)
+        step = torch.cat([torch.full_like(found, number) for number, found in enumerate(answers)])[order]
+        hidden = self.norm(torch.cat(states).index_select(0, order))
+        loss, right = wanted.judge(hidden, self.lm_head, answer, self.step_decay**step)
+        hits = torch.zeros(self.ttt_steps, device=hidden.device).index_add(0, step, right.float())
+        counts = torch.zeros_like(hits).index_add(0, step, torch.ones_like(right, dtype=hits.dtype))
+        return Losses({self.divergence: loss}, hits, counts)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         with torch.no_grad():

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from spectrain.kernels.linear_divergence import HeadTarget, Judged, most_likely, total_entropy
 
 from ..errors import UserError
 from ..features import Batch, Layer
+from ..losses import Teacher, head_loss
 from ..randomness import LAYER_DROPOUT, sequence_generator
 from .adapters import adapt_target, adapters_off, settle_target
 from .base import Losses
@@ -106,19 +108,42 @@ class EarlyExit(SelfDrafter):
         weights = self.exit_weights(target.num_layers)
         opened = [number for number, weight in enumerate(weights) if weight > 0]
         asked = sorted({*opened, self.exit_layer - 1})
-        predicts = batch.predicts
-        wanted = self._wanted(batch, target)
+        predicts, grad = batch.predicts, torch.is_grad_enabled()
+        tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._wanted(batch, target)
         layers = tuple(number + 1 for number in asked)
-        states = target.run(batch.tokens, layers=layers, grad=torch.is_grad_enabled(), dropped=self.dropped(batch, target))
-        losses, best = {}, {}
-        for number in asked:
-            with nullcontext() if number in opened else torch.no_grad():
-                losses[number], best[number] = self._exit_loss(target, states.at(number + 1)[predicts], wanted)
-        last = opened[-1]
-        early = sum((weights[number] * losses[number] for number in opened[:-1]), start=losses[last].new_zeros(()))
-        hits = (best[self.exit_layer - 1] == best[last]).sum()[None].float()
-        counts = torch.full_like(hits, len(wanted))
-        return Losses({"language_model": weights[last] * losses[last], "exits": early}, hits, counts)
+        states = target.run(batch.tokens, layers=layers, grad=grad, dropped=self.dropped(batch, target))
+        final = {
+            number: target.normed(states.at(number + 1)[predicts][None], grad=grad and number in opened)[0] for number in asked
+        }
+        terms = {"language_model": torch.zeros((), device=tokens.device), "exits": torch.zeros((), device=tokens.device)}
+        best: dict[int, Tensor] = {}
+        entropy = 0.0 if original is None else total_entropy(original, len(tokens))
+        for term, exits in (("language_model", opened[-1:]), ("exits", opened[:-1])):
+            if not exits:
+                continue
+            found = self._judge([final[number] for number in exits], [weights[number] for number in exits], tokens, original)
+            terms[term] = found.loss + sum(weights[number] for number in exits) * entropy
+            best |= dict(zip(exits, found.best.view(len(tokens), len(exits)).unbind(1)))
+        drafted = self.exit_layer - 1
+        if drafted not in best:
+            best[drafted] = most_likely(final[drafted], self.head.projection)[0]
+        hits = (best[drafted] == best[opened[-1]]).sum()[None].float()
+        return Losses(terms, hits, torch.full_like(hits, len(tokens)))
+
+    def _judge(self, final: list[Tensor], weights: list[float], tokens: Tensor, original: Teacher | None) -> Judged:
+        """Exits with states [R, D] each, side by side: rows of one position together, so that the original is asked once.
+
+        The divergence from the original is KL, which has the gradient of the cross-entropy and is less by the entropy.
+        """
+        count, device = len(final), tokens.device
+        hidden = torch.stack(final, dim=1).flatten(0, 1)  # [R * exits, D]
+        row_weight = torch.tensor(weights, device=device).repeat(len(tokens))
+        theirs: Callable[[slice], Tensor] | None = original
+        if original is not None and count > 1:
+            theirs = original.at(torch.arange(len(tokens)).repeat_interleave(count))
+        name = "cross_entropy" if original is None else "forward_kl"
+        wanted = tokens.repeat_interleave(count)
+        return head_loss(name, hidden, self.head.projection, wanted, theirs, row_weight=row_weight)
 
     def exit_weights(self, num_layers: int) -> list[float]:
         """What every exit's loss is multiplied by at this step, [L], summing to 1; 0 where the curriculum keeps it closed."""
@@ -157,10 +182,10 @@ class EarlyExit(SelfDrafter):
         return torch.stack(columns, dim=1)
 
     @torch.no_grad()
-    def _wanted(self, batch: Batch, target: Target) -> Tensor:
-        """What every exit should say at the supervised positions: tokens [R], or the original's distribution [R, V]."""
+    def _wanted(self, batch: Batch, target: Target) -> Teacher | None:
+        """What the original says at the supervised positions [R]; None where exits learn the data's tokens."""
         if not self.self_distillation:
-            return batch.tokens.roll(-1, dims=1)[batch.predicts]
+            return None
         if self.original:
             (original,) = self.original
             final = original.features(batch.tokens, ("final",))
@@ -168,13 +193,7 @@ class EarlyExit(SelfDrafter):
             original = target
             with adapters_off(target):
                 final = target.features(batch.tokens, ("final",))
-        return original.head.logits(final.at("final")[batch.predicts]).softmax(-1)
-
-    def _exit_loss(self, target: Target, state: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """The summed cross-entropy of an exit's states [R, D], and its most likely tokens [R]."""
-        final = target.normed(state[None], grad=torch.is_grad_enabled())[0]
-        logits = self.head.logits(final)
-        return F.cross_entropy(logits, wanted, reduction="sum"), logits.detach().argmax(-1)
+        return Teacher(HeadTarget(final.at("final")[batch.predicts], original.head.projection))
 
     def finish(self, target: Target) -> None:
         settle_target(target, self.adapt, self.dtype)

@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from peft import LoraConfig
 from torch import Tensor, nn
 
+from spectrain.kernels.linear_divergence import HeadTarget, most_likely
+
 from ..errors import UserError
 from ..features import Batch, Features, Layer
-from ..losses import Loss, row_losses
+from ..losses import Loss, Teacher, head_loss
 from ..randomness import MASKED_PREFIXES, sequence_generator
 from ..shapes.base import DepthRollout, TreeBuilder
 from ..tree import TokenTree
@@ -191,22 +193,21 @@ class GatedLora(Drafter):
         states, answers, numbers = final[asked], blocks.answers[asked], blocks.numbers[asked]
         anchors = final.detach().gather(1, blocks.positions[..., None].expand_as(final))[asked]
         with torch.no_grad():
-            log_p = self.head.logits(anchors).log_softmax(-1)
             previous = self.head.embed(batch.tokens.gather(1, blocks.positions)[asked])
-        heads = {"masks": states}
+        read = {"masks": states}
         if self.sampler is not None:
-            heads["sampler"] = self.sampler(states, previous).to(states.dtype)
+            read["sampler"] = self.sampler(states, previous).to(states.dtype)
+        head = self.head.projection
+        theirs = Teacher(HeadTarget(anchors, head))
         scale = batch.num_supervised / max(1, len(answers))  # as many terms as tokens that carry loss
         terms = {}
-        for name, read in heads.items():
-            log_q = self.head.logits(read).log_softmax(-1)
-            if self.divergence == "cross_entropy":
-                terms[name] = scale * F.nll_loss(log_q, answers, reduction="sum")
-            else:
-                terms[name] = scale * row_losses(self.divergence, log_p, log_q).sum()
+        for name, hidden in read.items():
+            found = head_loss(self.divergence, hidden, head, answers, theirs)
+            terms[name] = scale * found.loss
         if self.consistency:
             terms["consistency"] = self.consistency * scale * (states - anchors).float().pow(2).mean(-1).sum()
-        right = (log_q.argmax(-1) == log_p.argmax(-1)).float()
+        tokens = self.divergence == "cross_entropy"
+        right = (found.best == (most_likely(anchors, head)[0] if tokens else found.wanted)).float()
         hits = torch.zeros(self.num_masks, device=right.device).index_add(0, numbers, right)
         counts = torch.zeros_like(hits).index_add(0, numbers, torch.ones_like(right))
         return Losses(terms, hits, counts)

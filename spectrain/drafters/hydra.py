@@ -42,11 +42,15 @@ class HydraHead(nn.Module):
             self.mix.weight.zero_()
             self.mix.bias.zero_()
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def hidden(self, inputs: Tensor) -> Tensor:
+        """What its output layer reads."""
         hidden = self.project(inputs) + nn.functional.silu(self.mix(inputs))
         for block in self.blocks:
             hidden = block(hidden)
-        return self.lm_head(hidden)
+        return hidden
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.lm_head(self.hidden(inputs))
 
 
 class PrefixAttention(nn.Module):

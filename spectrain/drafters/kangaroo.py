@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from spectrain.kernels.linear_divergence import HeadTarget
+
 from ..cache import TreeCache
 from ..features import Batch, Layer
-from ..losses import Loss, row_losses
+from ..losses import Loss, head_loss
 from ..shallow import Level
 from ..shapes.base import TreeBuilder
 from ..tree import TokenTree
@@ -74,17 +76,13 @@ class Kangaroo(SelfDrafter):
         normed = self.input_layernorm(x)
         q, k, v = self.self_attn.project(normed, self.rotary(normed, positions))
         states = self.norm(x + self.self_attn.masked(q, k, v, None))[predicts]
-        final, following = batch.features.at("final")[predicts], batch.tokens.roll(-1, dims=1)[predicts]
-        log_q = self.head.logits(states.to(final.dtype)).log_softmax(-1)
-        with torch.no_grad():
-            log_p = self.head.logits(final).log_softmax(-1)
+        following, head = batch.tokens.roll(-1, dims=1)[predicts], self.head.projection
         distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
-        if self.divergence == "cross_entropy" and distance is None:
-            losses, wanted = -log_q.gather(-1, following[:, None])[:, 0], following
-        else:
-            losses, wanted = row_losses(self.divergence, log_p, log_q, distance), log_p.argmax(-1)
-        hits = (log_q.argmax(-1) == wanted).sum()[None].float()
-        return Losses({self.divergence: losses.sum()}, hits, torch.full_like(hits, len(losses)))
+        found = head_loss(
+            self.divergence, states, head, following, HeadTarget(batch.features.at("final")[predicts], head), distance
+        )
+        hits = (found.best == found.wanted).sum()[None].float()
+        return Losses({self.divergence: found.loss}, hits, torch.full_like(hits, len(following)))
 
     # Decoding
 

@@ -10,12 +10,13 @@ import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from spectrain.kernels.linear_divergence import HeadTarget
 
 from ..errors import UserError
 from ..features import Batch, Layer
-from ..losses import Loss
+from ..losses import Loss, head_loss
 from ..shapes.base import DepthRollout, TreeBuilder
 from ..tree import TokenTree
 from .adapters import adapt_target, adapters_off, settle_target
@@ -36,10 +37,14 @@ class MedusaHead(nn.Module):
         self.blocks = nn.ModuleList(ResBlock(width) for _ in range(num_layers))
         self.lm_head = nn.Linear(width, vocab_size, bias=False)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def hidden(self, x: Tensor) -> Tensor:
+        """What its output layer reads."""
         for block in self.blocks:
-            hidden = block(hidden)
-        return self.lm_head(hidden)
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.hidden(x))
 
 
 class Medusa(HeadsDrafter):
@@ -135,13 +140,14 @@ class Medusa(HeadsDrafter):
 
     def _language_model_loss(self, batch: Batch, final: Tensor, target: Target) -> Tensor:
         """What keeps the target good, summed over supervised tokens."""
-        predicts = batch.predicts
-        logits = self.head.logits(final[predicts])
-        if not self.self_distillation:
-            return F.cross_entropy(logits, batch.tokens.roll(-1, dims=1)[predicts], reduction="sum")
-        with torch.no_grad(), adapters_off(target):
-            original = self.head.logits(target.features(batch.tokens, ("final",)).at("final")[predicts])
-        return F.kl_div(logits.log_softmax(-1), original.log_softmax(-1), log_target=True, reduction="sum")
+        predicts, head = batch.predicts, self.head.projection
+        tokens, theirs = batch.tokens.roll(-1, dims=1)[predicts], None
+        if self.self_distillation:
+            with torch.no_grad(), adapters_off(target):
+                theirs = HeadTarget(target.features(batch.tokens, ("final",)).at("final")[predicts], head)
+        return head_loss(
+            "forward_kl" if self.self_distillation else "cross_entropy", final[predicts], head, tokens, theirs
+        ).loss
 
     def finish(self, target: Target) -> None:
         if self.adapt is not None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from spectrain.kernels.linear_divergence import HeadTarget, most_likely
 
 from ..cache import TreeCache
 from ..errors import UserError
 from ..features import Batch, Layer
-from ..losses import Loss, row_losses
+from ..losses import Loss, head_loss
 from ..randomness import MASKED_PREFIXES, sequence_generator
 from ..shapes.base import DepthRollout, TreeBuilder
 from ..tree import TokenTree
@@ -90,20 +91,17 @@ class Pard(Drafter):
         asked = blocks.supervised.clone()
         asked[:, : batch.tokens.shape[1]] = batch.predicts
         answers, depths = blocks.answers[asked], blocks.numbers[asked] + 1
-        wanted = batch.features.at("final")
-        wanted = wanted.gather(1, blocks.positions[..., None].expand(-1, -1, wanted.shape[-1]))[asked]
-        log_q = self.model.head.logits(seen.at("final")[asked])[:, : self.vocab_size].log_softmax(-1)
-        with torch.no_grad():
-            log_p = self.head.logits(wanted)[:, : self.vocab_size].log_softmax(-1)
-        if self.divergence == "cross_entropy":
-            losses = F.nll_loss(log_q, answers, reduction="none")
-        else:
-            losses = row_losses(self.divergence, log_p, log_q)
+        final = batch.features.at("final")
+        final = final.gather(1, blocks.positions[..., None].expand(-1, -1, final.shape[-1]))[asked]
+        mine, theirs = (head.projection.entries(slice(self.vocab_size)) for head in (self.model.head, self.head))
+        found = head_loss(self.divergence, seen.at("final")[asked], mine, answers, HeadTarget(final, theirs))
+        tokens = self.divergence == "cross_entropy"
+        likeliest = most_likely(final, theirs)[0] if tokens else found.wanted
         scale = batch.num_supervised / max(1, len(answers))  # as many terms as tokens that carry loss
-        right = (log_q.argmax(-1) == log_p.argmax(-1)).float()
+        right = (found.best == likeliest).float()
         hits = torch.zeros(self.num_drafts, device=right.device).index_add(0, depths, right)
         counts = torch.zeros_like(hits).index_add(0, depths, torch.ones_like(right))
-        return Losses({self.divergence: scale * losses.sum()}, hits, counts)
+        return Losses({self.divergence: scale * found.loss}, hits, counts)
 
     def prefixes(self, batch: Batch) -> list[list[tuple[int, int]]]:
         """Every prefix that the assistant goes on from, with as many masks as the conditional drop leaves it."""

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from spectrain.kernels.linear_divergence import Projection, target_over
 
 from ..features import Batch
-from ..losses import UNNORMALISED, row_losses
+from ..losses import UNNORMALISED, Teacher, head_loss
 from .base import Drafter
 
 if TYPE_CHECKING:
@@ -75,9 +77,10 @@ class HeadsDrafter(VocabularyDrafter):
         hits = torch.zeros(len(self.heads), device=wanted.best.device)
         counts = torch.zeros_like(hits)
         for k, head in enumerate(self.heads):
-            log_q = head(inputs(k).to(head.lm_head.weight.dtype)).float().log_softmax(-1)
-            loss, hits[k], counts[k] = wanted.judge(k, log_q)
+            hidden = head.hidden(inputs(k).to(head.lm_head.weight.dtype))
+            loss, right = wanted.judge(hidden, head.lm_head, wanted.answers(k))
             terms[f"head{k}"] = self.head_decay ** (k + 1) * loss
+            hits[k], counts[k] = right.sum(), len(right)
         return terms, hits, counts
 
 
@@ -94,32 +97,21 @@ class Supervision:
         predicts[:, 0] = False  # the earliest prediction a drafter can make is from index 0, for token 2
         self.row_of = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
         self.row_of[predicts] = torch.arange(int(predicts.sum()), device=batch.tokens.device)
-        self.log_p: Tensor | None = None
         self.distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
+        self.teacher: Teacher | None = None
         if drafter.divergence == "cross_entropy" and self.distance is None:
             self.best = batch.tokens.roll(-1, dims=1)[predicts]
-            inside = drafter.t2d[self.best]
         else:
             if final is None:
                 assert batch.features is not None
                 final = batch.features.at("final")
-            self.log_p, self.best, inside = self._ask(final[predicts])
+            own_mass = drafter.divergence in UNNORMALISED
+            self.best, said = target_over(final[predicts], drafter.head.projection, drafter.draft_ids, own_mass)
+            self.teacher = Teacher(said)
+        self.slots = torch.searchsorted(drafter.draft_ids, self.best).clamp(max=len(drafter.draft_ids) - 1)  # any, if outside
         # Outside the draft vocabulary there is nothing right to say, so no loss; it counts as a miss.
+        inside = drafter.t2d[self.best]
         self.inside = torch.ones_like(inside) if drafter.divergence in UNNORMALISED else inside
-
-    @torch.no_grad()
-    def _ask(self, final: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """log p over the draft vocabulary [R, V], the target's most likely token [R], and whether it can be drafted [R]."""
-        ids = self.drafter.draft_ids
-        log_p, best = [final.new_zeros(0, len(ids))], [final.new_zeros(0, dtype=torch.int64)]
-        for rows in final.split(2048):  # bounds the [rows, target vocabulary] logits
-            logits = self.drafter.head.logits(rows)
-            chosen = logits[:, ids]
-            whole = self.drafter.divergence in UNNORMALISED
-            log_p.append(chosen - torch.logsumexp(logits if whole else chosen, -1, keepdim=True))
-            best.append(logits.argmax(-1))
-        found = torch.cat(best)
-        return torch.cat(log_p), found, self.drafter.t2d[found]
 
     def _positions(self, step: int) -> Tensor:
         """[B, T] the row of what index t predicts at a step; -1 where nothing is supervised."""
@@ -137,15 +129,16 @@ class Supervision:
         positions = self._positions(step)
         return positions[positions >= 0]
 
-    def judge(self, step: int, log_q: Tensor) -> tuple[Tensor, Tensor, int]:
-        """The loss of log q [R, V] at the supervised indices of a step, summed; how many first choices are right; R."""
-        rows = self.answers(step)
-        best, inside = self.best[rows], self.inside[rows]
-        if self.log_p is None:
-            slots = torch.searchsorted(self.drafter.draft_ids, best).clamp(max=log_q.shape[-1] - 1)  # any, where outside
-            losses = -log_q.gather(-1, slots[:, None])[:, 0]
-        else:
-            distance = None if self.distance is None else self.distance[rows]
-            losses = row_losses(self.drafter.divergence, self.log_p[rows], log_q, distance)
-        hits = (self.drafter.draft_ids[log_q.argmax(-1)] == best).sum()
-        return torch.where(inside, losses, 0.0).sum(), hits, len(best)
+    def judge(
+        self, hidden: Tensor, lm_head: nn.Linear, answers: Tensor, row_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The summed loss of states [R, D] under a drafter's output layer, and [R] which first choices are right.
+
+        Row r is judged by answers[r], which ascend: draft steps that share answers are best judged together.
+        """
+        weight = self.inside[answers] if row_weight is None else self.inside[answers] * row_weight
+        distance = None if self.distance is None else self.distance[answers]
+        theirs = None if self.teacher is None else self.teacher.at(answers)
+        head = Projection(lm_head.weight, lm_head.bias)
+        found = head_loss(self.drafter.divergence, hidden, head, self.slots[answers], theirs, distance, row_weight=weight)
+        return found.loss, self.drafter.draft_ids[found.best] == self.best[answers]

@@ -70,11 +70,17 @@ def in_training(drafter: Hydra, tiny: Target, tokens: Tensor) -> list[dict[tuple
     """log q of every head at every (row, index), out of the training loss."""
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), tiny.features(tokens, drafter.layers))
     outputs: list[Tensor] = []
-    hooks = [head.register_forward_hook(lambda module, args, output: outputs.append(output)) for head in drafter.heads]
-    with torch.no_grad():
-        drafter.loss(batch, tiny)
-    for hook in hooks:
-        hook.remove()
+
+    def watched(head: Any, inputs: Tensor) -> Tensor:
+        hidden = type(head).hidden(head, inputs)
+        outputs.append(head.lm_head(hidden))
+        return hidden  # type: ignore[no-any-return]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for head in drafter.heads:
+            patch.setattr(head, "hidden", lambda inputs, head=head: watched(head, inputs))
+        with torch.no_grad():
+            drafter.loss(batch, tiny)
     teacher = Supervision(drafter, batch)
     found = []
     for k, output in enumerate(outputs):

@@ -19,6 +19,8 @@ from spectrain.kernels.linear_divergence import (
     most_likely,
     row_kl,
     row_kl_reference,
+    target_over,
+    total_entropy,
 )
 from spectrain.losses import DIVERGENCES, UNNORMALISED, divergence, forward_kl, jensen_shannon, split_loss
 
@@ -201,6 +203,43 @@ def test_most_likely_tokens_and_masses_equal_those_of_the_whole_matrix(chunk: in
     rows = torch.tensor([4, 0, 4])
     theirs = HeadTarget(case.final, case.target.entries(case.ids), log_z)
     torch.testing.assert_close(theirs.at(rows)(slice(None)), case.log_p(True)[rows])
+
+
+@pytest.mark.parametrize("own_mass", [True, False])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_what_a_target_says_of_some_entries(chunk: int, own_mass: bool) -> None:
+    """In one chunk or in several: the likeliest token of all, log p of the entries, for whichever rows, and no gradient."""
+    case = Case(bias=True, softcap=2.0)
+    best, said = target_over(case.final, case.target, case.ids, own_mass, chunk)
+    assert torch.equal(best, whole_logits(case.final, case.target).argmax(-1))
+    for rows in (slice(0, ROWS), slice(2, 5), slice(6, 7)):
+        torch.testing.assert_close(said(rows).detach(), case.log_p(own_mass)[rows])
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_entropy_of_a_target(chunk: int) -> None:
+    """-sum p log p over all rows; tokens of p = 0 add nothing."""
+    log_p = Case().log_p(False)
+    log_p[:, 2] = float("-inf")
+    log_p = log_p.log_softmax(-1)
+    expected = torch.distributions.Categorical(logits=log_p).entropy().sum()
+    torch.testing.assert_close(total_entropy(log_p.__getitem__, ROWS, chunk), expected)
+
+
+@pytest.mark.parametrize("block", [1, 2 * VOCAB, 3 * VOCAB + 1])
+@pytest.mark.parametrize("name", [*NAMES, "split"])
+def test_blocks_of_a_chunk_change_nothing(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few rows torch works on at one time: the same loss, choices and gradients, to the bit."""
+    case, weight, distance = Case(bias=True), torch.rand(ROWS), torch.arange(ROWS) - 3
+    results = []
+    for size in (1 << 16, block):
+        monkeypatch.setattr("spectrain.kernels.linear_divergence.BLOCK", size)
+        if name == "split":
+            found = linear_divergence(case.hidden, case.head, case.theirs(False), split_loss, weight, (distance,))
+        else:
+            found = fused(case, name, row_weight=weight, chunk=5)
+        results.append([*found, *case.gradients(found.loss)])
+    assert all(torch.equal(left, right) for left, right in zip(*results))
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])

@@ -1,0 +1,33 @@
+"""The faster matrix product on a CPU is the same product, and learns where it is asked to."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from spectrain.kernels.onednn import linear
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "width", "out"), [(1, 1, 1), (7, 16, 5), (130, 33, 96), (0, 4, 3), (3, 4, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_equals_the_plain_product(dtype: torch.dtype, rows: int, width: int, out: int, bias: bool) -> None:
+    """Of any dtype, also of no rows, with operands that are transposed views."""
+    x, weight = torch.randn(width, rows, dtype=dtype).t(), torch.randn(width, out, dtype=dtype).t()
+    added = torch.randn(out, dtype=dtype) if bias else None
+    for left in (x, x.contiguous()):
+        for right in (weight, weight.contiguous()):
+            expected = F.linear(left.double(), right.double(), None if added is None else added.double()).to(dtype)
+            torch.testing.assert_close(linear(left, right, added), expected, rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-4,
+                                       atol=1e-4 if dtype != torch.bfloat16 else 1e-1)  # fmt: skip
+
+
+@pytest.mark.parametrize("learns", range(3))
+def test_gradients_reach_whatever_learns(learns: int) -> None:
+    """The result has the gradients of the plain product where gradients are wanted, and none where they are not."""
+    operands = [torch.randn(4, 8), torch.randn(6, 8), torch.randn(6)]
+    operands[learns].requires_grad_()
+    (found,) = torch.autograd.grad(linear(*operands).square().sum(), operands[learns])
+    (expected,) = torch.autograd.grad(F.linear(*operands).square().sum(), operands[learns])
+    torch.testing.assert_close(found, expected)
+    with torch.no_grad():
+        assert not linear(*operands).requires_grad
