@@ -31,6 +31,7 @@ CHUNK = 2048
 """Rows whose logits exist at one time, unless a call says otherwise."""
 
 
+GPU_ROWS = 512  # rows of a chunk that torch works on at one time on a GPU, where no kernel does: each copy is that much smaller
 BLOCK = 1 << 17
 """Logits of a chunk that torch works on at one time on a CPU: they stay in its cache, and in memory that is not given back."""
 
@@ -60,6 +61,9 @@ class Projection:
         return _finish(linear(x.to(dtype), self.weight.to(dtype), bias), self.scale, self.softcap)
 
 
+NORMALISED = 256  # rows at once
+
+
 @dataclass(frozen=True)
 class HeadTarget:
     """A target known by its final states: what its output layer says of the rows that are asked for, and no others.
@@ -72,10 +76,15 @@ class HeadTarget:
     head: Projection
     log_z: Tensor | None = None  # [R]
 
+    @torch.no_grad()
     def __call__(self, rows: slice) -> Tensor:
         """log p [r, V]"""
         logits = self.head.logits(self.final[rows])
-        return logits.log_softmax(-1) if self.log_z is None else logits - self.log_z[rows, None]
+        if self.log_z is not None:
+            return logits.sub_(self.log_z[rows, None])
+        for block in logits.split(NORMALISED):  # in place: a second [r, V] would be a fifth of all that a step holds
+            block.copy_(block.log_softmax(-1))
+        return logits
 
     def at(self, rows: Tensor) -> "HeadTarget":
         """The target of these rows, which may repeat."""
@@ -95,6 +104,8 @@ class Judged(NamedTuple):
     wanted: Tensor  # [R] the target's among the same entries, or the token
 
 
+Theirs = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""What a target says of a chunk: log p [r, V], or ids and p of a few tokens [r, K]."""
 Wanted = Tensor | TopK | Callable[[slice], Tensor]
 """What the target says: tokens [R], kept tokens, or for the rows of a slice log p [r, V], such as a `HeadTarget` gives."""
 
@@ -102,7 +113,7 @@ Wanted = Tensor | TopK | Callable[[slice], Tensor]
 def _product_dtype(weight: Tensor) -> torch.dtype:
     """What a matrix product runs in: the weight's dtype, or autocast's."""
     kind = weight.device.type
-    cast = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+    cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if cast else weight.dtype
 
 
@@ -325,7 +336,7 @@ def _runs_kernel(product: Tensor) -> bool:
     asked = os.environ.get("SPECTRAIN_KERNELS")
     if triton is None or product.dtype == torch.float64:
         return False
-    if product.is_cuda:
+    if product.device.type in ("cuda", "meta"):  # meta stands for a GPU where memory is counted
         return asked != "reference"
     return asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -408,21 +419,21 @@ class _Job:
     chunks: list[slice]
     grad_enabled: bool
 
-    def judge(self, product: Tensor, rows: slice, with_grad: bool) -> tuple[Tensor, ...]:
+    def judge(self, product: Tensor, theirs: Theirs, rows: slice, with_grad: bool) -> tuple[Tensor, ...]:
         """Losses, the drafter's and the target's most likely entries [r]; the gradient overwrites the products [r, V]."""
         dtype = torch.promote_types(product.dtype, torch.float32)
         weight = product.new_ones(len(product), dtype=dtype) if self.row_weight is None else self.row_weight[rows].to(dtype)
-        parts: list[Tensor | None] = [product, weight, *self._theirs(rows, dtype), *(x[rows] for x in self.per_row)]
+        parts: list[Tensor | None] = [product, weight, *theirs, *(x[rows] for x in self.per_row)]
         if self.divergence is None and _runs_kernel(product):
             return row_kl(product, *parts[2:5], weight, self.head.scale, self.head.softcap, with_grad)
-        size = len(product) if product.is_cuda else max(1, BLOCK // product.shape[1])
+        size = GPU_ROWS if product.device.type in ("cuda", "meta") else max(1, BLOCK // product.shape[1])
         blocks: list[list[Any]] = [
             [x if x is None else x[start : start + size] for x in parts] for start in range(0, len(product), size)
         ]
         found = [self._judge_block(with_grad, *block) for block in blocks]
         return tuple(torch.cat(column) for column in zip(*found))
 
-    def _theirs(self, rows: slice, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def theirs(self, rows: slice, dtype: torch.dtype) -> Theirs:
         """log p [r, V], or ids and p of a few tokens [r, K]."""
         if isinstance(self.wanted, Tensor):
             ids = self.wanted[rows, None]
@@ -467,8 +478,10 @@ class _LinearDivergence(torch.autograd.Function):
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and asked[2] else None
         for rows in job.chunks:
             h = hidden[rows].to(dtype)
+            theirs = job.theirs(rows, wide)  # first, for it takes more memory on the way than it keeps
             product = linear(h, w, b)  # [r, V]
-            losses, best[rows], wanted[rows] = job.judge(product, rows, any(asked))
+            losses, best[rows], wanted[rows] = job.judge(product, theirs, rows, any(asked))
+            del theirs
             loss += losses.sum()
             if of_hidden is not None:
                 of_hidden[rows] = linear(product, w.t())  # the products are their gradients now
@@ -476,6 +489,7 @@ class _LinearDivergence(torch.autograd.Function):
                 of_weight = _add_product(of_weight, product, h, wide)
             if of_bias is not None:
                 of_bias += product.sum(0, dtype=wide)
+            del product  # before the next one is made
         if asked[1] and of_weight is None:  # of no rows
             of_weight = torch.zeros_like(weight)
         of_weight, of_bias = (g if g is None else g.to(weight.dtype) for g in (of_weight, of_bias))
