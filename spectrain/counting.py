@@ -30,12 +30,14 @@ class Work(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        held = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         out = func(*args, **(kwargs or {}))
         name = func.name().split(".")[0]
         given = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         # A single number of the host is passed by value; anything larger would be copied.
-        assert all(tensor.device.type == "meta" or tensor.dim() == 0 for tensor in given), f"{name} makes a tensor on the host"
+        where = {tensor.device.type for tensor in (*taken, *given) if tensor.dim()}
+        assert where <= {"meta"}, f"{name} has a tensor on the host"
+        held = {tensor.untyped_storage()._cdata for tensor in taken}
         made = [tensor for tensor in given if tensor.untyped_storage()._cdata not in held]
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
         if (made or writes) and name not in SILENT:

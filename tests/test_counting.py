@@ -87,7 +87,7 @@ def test_asking_the_device_fails(ask: Callable[[torch.Tensor], object]) -> None:
 
 def test_a_tensor_from_the_host_fails() -> None:
     """Nor may a round copy from the host, which a graph would repeat with stale memory."""
-    with Work(), pytest.raises(AssertionError, match="makes a tensor on the host"):
+    with Work(), pytest.raises(AssertionError, match="has a tensor on the host"):
         torch.tensor([1, 2, 3])
 
 

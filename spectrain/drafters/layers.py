@@ -113,10 +113,17 @@ class ResBlock(nn.Module):
 def rotary(config: LlamaConfig) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The rotary embedding of a configuration: cosines and sines from a tensor (for its dtype) and position ids.
 
-    Not a submodule of the drafter, for casting one to bfloat16 would round its frequencies.
+    Not a submodule of the drafter, for casting one to bfloat16 would round its frequencies; so it follows by itself to where
+    the drafter is, once: a copy from the host in every forward would make a GPU wait, and a CUDA graph refuses it.
     """
     module = LlamaRotaryEmbedding(config)
-    return lambda x, position_ids: module(x, position_ids)
+
+    def rotate(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if module.inv_freq.device != x.device:
+            module.to(x.device)
+        return module(x, position_ids)
+
+    return rotate
 
 
 @torch.no_grad()
