@@ -57,6 +57,7 @@ class Results:
         self.path, self.setting = path, here
         self.rows: dict[str, dict[str, Any]] = {}
         self.attempts: dict[str, int] = {}  # of what was begun and not yet seen to end
+        self.lines: dict[str, float] = {}  # what the rows say about goals, where the report does not find it in them
         if path.exists():
             self._read()
 
@@ -71,15 +72,12 @@ class Results:
             what = ", ".join(f"{key} {theirs.get(key)}, here {self.setting[key]}" for key in unlike)
             raise UserError(f"bench.out={self.path}: it was measured elsewhere ({what}); give another name")
         self.rows, self.attempts, self.setting = rows, found.get("attempts", {}), theirs
+        self.lines = found.get("lines", {})
 
     def has(self, name: str, source: str | None) -> bool:
         """Whether a row is measured, of the same source."""
         row = self.rows.get(name, {"failed": "not measured"})
         return "failed" not in row and row.get("source") == source
-
-    def add(self, name: str, row: dict[str, Any]) -> None:
-        self.rows[name] = row
-        self.write()
 
     def begin(self, name: str) -> int:
         """Note that something risky begins, before it can end the process; how often it had begun and never ended."""
@@ -98,6 +96,7 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f".{self.path.name}.tmp")
         content = {"setting": self.setting, "rows": self.rows, "attempts": self.attempts}
+        content |= {"lines": self.lines} if self.lines else {}
         unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
         os.replace(unfinished, self.path)
 

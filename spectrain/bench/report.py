@@ -14,7 +14,8 @@ from spectrain.kernels import linear_divergence, tree_attention
 
 from ..errors import UserError
 from .correctness import CHECKS, named
-from .kernels import Sizes, digest
+from .kernels import Sizes
+from .steps import digest
 
 GOALS = Path(__file__).parents[1] / "eval" / "results" / "goals.json"
 SIGNS = {"at least": ">=", "above": ">", "at most": "<="}
