@@ -23,6 +23,7 @@ from ..decode import PARTS, Context, Generation
 from ..drafters.base import Drafter
 from ..drafters.eagle3 import Eagle3
 from ..engine import Engine, Marks, State, bucket
+from ..loading import load_tiny
 from ..machine import wait
 from ..shapes import Rollout, Static, TreeBuilder
 from ..target import ATTENTION, Target
@@ -52,8 +53,8 @@ class Model:
     context: int = 131072
 
 
-def random_target(model: Model, device: torch.device, dtype: torch.dtype) -> Target:
-    """A target whose weights are drawn where they will stay, with the tiny target's tokenizer, of which nothing is asked."""
+def random_network(model: Model, device: torch.device, dtype: torch.dtype) -> Any:
+    """A Llama whose weights are drawn where they will stay."""
     config = LlamaConfig(
         hidden_size=model.width, intermediate_size=model.inner, num_hidden_layers=model.layers,
         num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, head_dim=model.head_size, vocab_size=model.vocab,
@@ -65,9 +66,21 @@ def random_target(model: Model, device: torch.device, dtype: torch.dtype) -> Tar
     network.to_empty(device=device)
     with device:
         network.model.rotary_emb = LlamaRotaryEmbedding(config)  # its frequencies are no parameters
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "data" / "tiny")
     randomise(network)
-    return Target(network, tokenizer, "random", "random")
+    return network
+
+
+def random_target(model: Model, device: torch.device, dtype: torch.dtype) -> Target:
+    """A target of random weights with the tiny target's tokenizer, of which nothing is asked."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "data" / "tiny")
+    return Target(random_network(model, device, dtype), tokenizer, "random", "random")
+
+
+def outline(model: Model, dtype: torch.dtype) -> Target:
+    """A target without data, on the device "meta", where a target cannot be examined as others are when they are made."""
+    target = load_tiny(device="cpu")
+    target.model = random_network(model, torch.device("meta"), dtype)
+    return target
 
 
 @torch.no_grad()
