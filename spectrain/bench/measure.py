@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ..provenance import provenance
 Work = Callable[[int], Any]
 """One call of what is timed; the number says which of several equal inputs to take, so that no cache holds them."""
 
+Sample = TypeVar("Sample")
 LONGEST_REPLAY = 0.05  # seconds; slow work is launched fewer times a replay
 SAME_MACHINE = ("gpu", "driver", "processor", "torch", "triton", "dtype", "toy")
 
@@ -142,12 +143,17 @@ class Replay:
 
 def interleaved(replays: dict[str, Replay], repeats: int) -> dict[str, list[float]]:
     """Seconds a launch, `repeats` samples of each, in an order drawn anew every time."""
-    order, draw = list(replays), random.Random(0)
-    samples: dict[str, list[float]] = {name: [] for name in replays}
+    return shuffled({name: replay.seconds for name, replay in replays.items()}, repeats)
+
+
+def shuffled(works: dict[str, Callable[[], Sample]], repeats: int) -> dict[str, list[Sample]]:
+    """What each gave in `repeats` calls, in an order drawn anew every time."""
+    order, draw = list(works), random.Random(0)
+    samples: dict[str, list[Sample]] = {name: [] for name in works}
     for _ in range(repeats):
         draw.shuffle(order)
         for name in order:
-            samples[name].append(replays[name].seconds())
+            samples[name].append(works[name]())
     return samples
 
 
