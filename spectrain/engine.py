@@ -239,12 +239,13 @@ class Engine:
         return count
 
     def _round(self, state: State, marks: Marks) -> None:
+        reads_prompt = self.drafter is not None and state.context.round == 0  # so it has other shapes
         marks()
         with self._compiling(state):
             for part in self._parts:
                 part(state)
                 marks()
-        state.warm += state.context.round != 1  # the first one of a drafter has other shapes
+        state.warm += not reads_prompt
 
     def _replay(self, state: State, marks: Marks) -> None:
         marks()

@@ -6,7 +6,7 @@ and batched (autoregressive steps, verification and EAGLE-3 rounds at several pr
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import product
@@ -28,21 +28,20 @@ from ..target import Target
 from . import identity, rounds, training
 from .identity import FAMILIES, identity_row, targets
 from .measure import shuffled, spread
-from .rounds import Course, Given, Model, Place, Sample, engine_maker, given_tree, outline, random_drafter, random_target, set_out
-from .speedup import Parts, Roofline, lines
+from .models import Model, outline, random_drafter, random_target
+from .rounds import Course, Given, Place, Sample, engine_maker, given_tree, set_out
+from .speedup import AR, Parts, Roofline, gains, lines, parts_us, verify_ratio
 from .steps import Bench, Step, digest
 from .training import training_row
 
 Part = Literal["all", "counts", "identity", "single", "batched", "training"]
-AR = "autoregressive"
-DRAFT, VERIFY, ACCEPT = range(3)
 
 
 @dataclass(frozen=True)
 class Sizes:
     """What is measured, and how often."""
 
-    model: Model = Model()
+    model: Model = field(default_factory=Model)
     copied_bytes: int = 2 << 30
     product_width: int = 8192
     batches: tuple[int, ...] = (1, 8)
@@ -77,7 +76,20 @@ class Sizes:
 
 
 TOY = Sizes(
-    Model(2, 64, 128, 4, 2, 16, 300, 100, 4096), 1 << 16, 32, (1, 2), (20, 300), (4, 9), (6, 10), 3, 2, (2.0,), 2, 2, 12, (2, 16)
+    Model(2, 64, 128, 4, 2, 16, 300, 100, 4096),
+    1 << 16,
+    32,
+    (1, 2),
+    (20, 300),
+    (4, 9),
+    (6, 10),
+    3,
+    2,
+    (2.0,),
+    2,
+    2,
+    12,
+    (2, 16),
 )
 """Every line of it in seconds, on any machine; the numbers mean nothing."""
 
@@ -104,9 +116,9 @@ class EngineBench(Bench):
 
     def steps(self) -> Iterator[Step]:
         yield from self.ceilings()
-        parts = {
-            "counts": self.counts, "identity": self.identity, "single": partial(self.rounds, lambda batch: batch == 1),
-            "batched": partial(self.rounds, lambda batch: batch > 1), "training": self.training,
+        parts: dict[str, Callable[[], Iterator[Step]]] = {
+            "counts": self.counts, "identity": self.identity, "single": partial(self.rounds, single=True),
+            "batched": partial(self.rounds, single=False), "training": self.training,
         }  # fmt: skip
         for name, steps in parts.items():
             if self.part in ("all", name):
@@ -142,15 +154,17 @@ class EngineBench(Bench):
 
     def training(self) -> Iterator[Step]:
         conversations, length = self.sizes.conversations
-        rest = max(3, self.sizes.repeats // 2), self.dtype, self.device
-        yield Step(f"training/eagle3 B={conversations} T={length}", digest(training, eagle3), lambda: training_row(
-            self.sizes.model, conversations, length, rest[0], self.rates()["flops_per_second"], *rest[1:]
-        ))  # fmt: skip
+        name = f"training/eagle3 B={conversations} T={length}"
+        yield Step(name, digest(training, eagle3), partial(self.training_row, conversations, length))
 
-    def rounds(self, chosen: Any) -> Iterator[Step]:
+    def training_row(self, conversations: int, length: int) -> dict[str, Any]:
+        rate, repeats = self.rates()["flops_per_second"], max(3, self.sizes.repeats // 2)
+        return training_row(self.sizes.model, conversations, length, repeats, rate, self.dtype, self.device)
+
+    def rounds(self, single: bool) -> Iterator[Step]:
         """Verification and, at the shortest prefix, without graphs; then EAGLE-3, what comes first, then the rest."""
-        cells = [cell for cell in self.sizes.cells() if chosen(cell[0])]
-        for number, part in enumerate((True, False)):
+        cells = [cell for cell in self.sizes.cells() if (cell[0] == 1) == single]
+        for part in (True, False):
             for batch, prefix in cells:
                 title = f"engine/B={batch} prefix={prefix}"
                 if part:
@@ -231,7 +245,7 @@ class EngineBench(Bench):
         row = self.common(samples, names)
         least = self.roofline().verify(place.batch, place.prefix, 1)
         row |= {"floor_us": least * 1e6, "share_of_floor": least * 1e6 / row["us"][AR]["median"]}
-        row["v"] = {name: ratio(samples[AR], samples[name]) for name in names[1:]}
+        row["v"] = {name: verify_ratio(samples[AR], samples[name]) for name in names[1:]}
         row["v_floor"] = {f"N={nodes}": self.roofline().verify(place.batch, place.prefix, nodes) / least
                           for nodes in self.sizes.nodes}  # fmt: skip
         return row
@@ -239,7 +253,7 @@ class EngineBench(Bench):
     def eager_row(self, place: Place) -> dict[str, Any]:
         """The same rounds neither compiled nor captured: what graphs gain."""
         names = [AR, f"N={self.sizes.nodes[-1]}"]
-        works = {name: self.course(name).sample for name in names}
+        works: dict[str, Callable[[], Sample]] = {name: self.course(name).sample for name in names}
         for name in names:
             maker = engine_maker(place, self.sizes.rounds, *self.drafting(name, self.models[1]))
             works[f"{name}, eager"] = Course(maker(rounds.Ungraphed, None), place).sample
@@ -251,7 +265,7 @@ class EngineBench(Bench):
         return row
 
     def drafted_row(self, tree: str, place: Place) -> dict[str, Any]:
-        """EAGLE-3 rounds that keep so many tokens, and every draft, against autoregressive steps and the model of their parts."""
+        """EAGLE-3 rounds that keep so many tokens, or every draft, against autoregressive steps and the model of the parts."""
         one, other = self.course(AR), self.course(tree)
         builder = self.sizes.trees()[tree]
         taus = {**{f"tau={tau:g}": tau for tau in self.sizes.taus}, "oracle": builder.depth + 1.0}
@@ -260,33 +274,9 @@ class EngineBench(Bench):
         found = shuffled({**works, **alone}, self.sizes.repeats)
         samples = {name: found[name] for name in works}
         row = self.common(samples, [AR, tree])
-        parts = Parts(
-            median(sample.seconds for sample in samples[AR]), *(median(found[name]) for name in alone),
-            median(sample.parts["outside"] for sample in samples[AR]), builder.depth,
-        )  # fmt: skip
+        step, outside = (median(values) for values in zip(*[(one.seconds, one.parts["outside"]) for one in samples[AR]]))
+        draft, verify, accept = (median(found[name]) for name in alone)
+        parts = Parts(step, draft, verify, accept, outside, builder.depth)
         best = self.roofline().efficiency(place.batch, place.prefix, builder.budget, builder.depth)
         row |= {"tree": builder.settings(), "alone_us": {name: median(found[name]) * 1e6 for name in alone}}
         return row | gains(samples, parts, list(taus), best)
-
-
-def gains(samples: dict[str, list[Sample]], parts: Parts, names: list[str], best: float) -> dict[str, Any]:
-    """Speedups, measured in pairs and by the model of the parts; eta = S / tau, and its share of the roofline's."""
-    row: dict[str, Any] = {"c": parts.c, "v": parts.v, "h": parts.h, "gamma": parts.steps, "eta_roofline": best}
-    row["speedup"] = {}
-    for name in names:
-        pairs = zip(samples[AR], samples[name])
-        measured = median(b.tau * a.seconds / b.seconds for a, b in pairs)
-        row["speedup"][name] = {"measured": measured, "model": parts.speedup(median(one.tau for one in samples[name]))}
-    row["eta"] = {name: row["speedup"][name]["measured"] / median(one.tau for one in samples[name]) for name in names}
-    row["share_of_roofline"] = {name: eta / best for name, eta in row["eta"].items()}
-    return row
-
-
-def parts_us(samples: list[Sample]) -> dict[str, float]:
-    """The median of each part of a round, in microseconds."""
-    return {part: median(one.parts[part] for one in samples) * 1e6 for part in samples[0].parts}
-
-
-def ratio(steps: list[Sample], trees: list[Sample]) -> float:
-    """Verification over an autoregressive step, the median of pairs."""
-    return median(tree.parts["verify"] / step.seconds for step, tree in zip(steps, trees))

@@ -10,23 +10,18 @@ from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..acceptance import Accepted, AcceptanceRule, Greedy
+from ..acceptance import AcceptanceRule, Accepted, Greedy
 from ..decode import PARTS, Context, Generation
 from ..drafters.base import Drafter
-from ..drafters.eagle3 import Eagle3
 from ..engine import Engine, Marks, State, bucket
-from ..loading import load_tiny
 from ..machine import wait
 from ..shapes import Rollout, Static, TreeBuilder
-from ..target import ATTENTION, Target
+from ..target import Target
 from ..tree import TokenTree
 from .measure import check_alive, reason
 
@@ -34,70 +29,6 @@ SHORT = 8  # tokens of the prompt that is read before the prefix is made up
 SPARE = 192  # slots behind the bound of a cache that several engines share: more than any of their rounds needs
 ENDLESS = 1 << 30  # tokens that a row may emit
 CHOICES = 64  # children that a node of a given tree may have
-SHARP = 40  # the deviation of a random drafter's logits: first choices near certain, so that dynamic trees are as deep as those
-# of a drafter that knows its target; one that is unsure would spend the whole budget on two levels
-
-
-@dataclass(frozen=True)
-class Model:
-    """A Llama's geometry; by default that of Llama-3.1-8B and of the usual EAGLE-3 drafter for it."""
-
-    layers: int = 32
-    width: int = 4096
-    inner: int = 14336
-    heads: int = 32
-    kv_heads: int = 8
-    head_size: int = 128
-    vocab: int = 128256
-    draft_vocab: int = 32000
-    context: int = 131072
-
-
-def random_network(model: Model, device: torch.device, dtype: torch.dtype) -> Any:
-    """A Llama whose weights are drawn where they will stay."""
-    config = LlamaConfig(
-        hidden_size=model.width, intermediate_size=model.inner, num_hidden_layers=model.layers,
-        num_attention_heads=model.heads, num_key_value_heads=model.kv_heads, head_dim=model.head_size, vocab_size=model.vocab,
-        max_position_embeddings=model.context, tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    )  # fmt: skip
-    with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, dtype=dtype)
-    network.to_empty(device=device)
-    with device:
-        network.model.rotary_emb = LlamaRotaryEmbedding(config)  # its frequencies are no parameters
-    randomise(network)
-    return network
-
-
-def random_target(model: Model, device: torch.device, dtype: torch.dtype) -> Target:
-    """A target of random weights with the tiny target's tokenizer, of which nothing is asked."""
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "data" / "tiny")
-    return Target(random_network(model, device, dtype), tokenizer, "random", "random")
-
-
-def outline(model: Model, dtype: torch.dtype) -> Target:
-    """A target without data, on the device "meta", where a target cannot be examined as others are when they are made."""
-    target = load_tiny(device="cpu")
-    target.model = random_network(model, torch.device("meta"), dtype)
-    return target
-
-
-@torch.no_grad()
-def randomise(module: torch.nn.Module) -> None:
-    """Matrices from a normal distribution of deviation 0.02, norms of ones."""
-    for weight in module.parameters():
-        weight.normal_(0, 0.02) if weight.dim() > 1 else weight.fill_(1)
-
-
-def random_drafter(target: Target, model: Model, dtype: torch.dtype, ttt_steps: int = 7) -> Eagle3:
-    """An EAGLE-3 drafter of random weights, sure of itself."""
-    with target.device:
-        drafter = Eagle3(target, ttt_steps, model.draft_vocab).to(dtype)
-    randomise(drafter)
-    with torch.no_grad():
-        drafter.lm_head.weight.normal_(0, SHARP / model.width**0.5)
-    return drafter
 
 
 class Forced(AcceptanceRule):
@@ -199,7 +130,9 @@ class Place:
         assert cache.max_length <= self.bound + SPARE
         if self.storage is None:
             shape = (target.num_layers, 2, self.batch, self.bound + SPARE, config.num_key_value_heads, config.head_dim)
-            self.storage = torch.empty(shape, dtype=target.dtype, device=target.device).normal_()
+            self.storage = torch.empty(shape, dtype=target.dtype, device=target.device)
+            for layer in self.storage:  # all of it has more elements than 32 bits can count
+                layer.normal_()
         cache.storage = self.storage
 
 

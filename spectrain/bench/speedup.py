@@ -1,16 +1,19 @@
 """What speculative decoding can gain, from the times of its parts and from the machine's limits.
 
-With an autoregressive step as the unit of time, c a draft step, v the verification of N nodes and h all else of a round, a
-round of gamma draft steps that emits tau tokens is tau / (c gamma + v + h) times as fast. At the roofline, parts take as long as
+With an autoregressive step as the unit of time, c a draft step, v the verification of N nodes and h all else of a round,
+gamma draft steps that emit tau tokens are S = tau / (c gamma + v + h) times as fast. At the roofline, parts take as long as
 moving their weights and keys, or as their products, whichever is longer, and h is nothing.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from .rounds import Model
+from .models import Model
+from .rounds import Sample
 
+AR = "autoregressive"
 BYTES = 2  # a weight's, or a key's entry, in bfloat16
 ENGINE = "engine, 8B geometry, B=1 prefix=1024"
 Rows = dict[str, dict[str, Any]]
@@ -85,6 +88,29 @@ class Roofline:
         """Speedup over tau that nothing can beat."""
         round_ = self.draft(batch, prefix, steps) + self.verify(batch, prefix, nodes)
         return self.verify(batch, prefix, 1) / round_
+
+
+def gains(samples: dict[str, list[Sample]], parts: Parts, names: list[str], best: float) -> dict[str, Any]:
+    """Speedups, measured in pairs and by the model of the parts; eta = S / tau, and its share of the roofline's."""
+    row: dict[str, Any] = {"c": parts.c, "v": parts.v, "h": parts.h, "gamma": parts.steps, "eta_roofline": best}
+    row["speedup"] = {}
+    for name in names:
+        pairs = zip(samples[AR], samples[name])
+        measured = median(b.tau * a.seconds / b.seconds for a, b in pairs)
+        row["speedup"][name] = {"measured": measured, "model": parts.speedup(median(one.tau for one in samples[name]))}
+    row["eta"] = {name: row["speedup"][name]["measured"] / median(one.tau for one in samples[name]) for name in names}
+    row["share_of_roofline"] = {name: eta / best for name, eta in row["eta"].items()}
+    return row
+
+
+def parts_us(samples: list[Sample]) -> dict[str, float]:
+    """The median of each part of a round, in microseconds."""
+    return {part: median(one.parts[part] for one in samples) * 1e6 for part in samples[0].parts}
+
+
+def verify_ratio(steps: list[Sample], trees: list[Sample]) -> float:
+    """Verification over an autoregressive step, the median of pairs."""
+    return median(tree.parts["verify"] / step.seconds for step, tree in zip(steps, trees))
 
 
 def lines(rows: Rows, wanted: Iterable[str]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """A drafter's training step without its target: EAGLE-3's unrolled loss and gradients on random features.
 
 Shapes: B conversations, T tokens, D width, V draft vocabulary.
-The twin computes the same loss from whole matrices of log-probabilities; how much faster the drafter's own is, is fusion's gain.
+A twin computes the same loss from whole matrices of log-probabilities: how much faster the drafter's own is, fusion gains.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from ..features import Batch, Features
 from ..target import Target
 from .divergence import peak_memory
 from .measure import Replay, check_alive, interleaved, paired_ratio, reason, spread
-from .rounds import Model, random_drafter, random_target
+from .models import Model, random_drafter, random_target
 
 
 def random_batch(target: Target, drafter: Eagle3, conversations: int, length: int) -> Batch:
@@ -43,7 +43,9 @@ def whole_loss(drafter: Eagle3, batch: Batch) -> Tensor:
         logits = drafter.head.logits(batch.features.at("final"))
         log_p, inside = logits[..., drafter.draft_ids].log_softmax(-1), drafter.t2d[logits.argmax(-1)]
     hidden = drafter.fc(batch.features.fused(drafter.fused).to(drafter.fc.weight.dtype))
-    total, keys, values = hidden.new_zeros((), dtype=torch.float32), [], []
+    total = hidden.new_zeros((), dtype=torch.float32)
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
     positions = torch.arange(length, device=hidden.device)[None]
     eye = torch.eye(length, dtype=torch.bool, device=hidden.device)
     for step in range(min(drafter.ttt_steps, length - 2)):
@@ -69,8 +71,8 @@ def losses(drafter: Eagle3, target: Target, batch: Batch) -> dict[str, Callable[
     return {"drafter": lambda: drafter.loss(batch, target).total, "unfused": lambda: whole_loss(drafter, batch)}
 
 
-def gradients(loss: Callable[[], Tensor], drafter: Eagle3) -> None:
-    """The step that is timed."""
+def gradients(loss: Callable[[], Tensor], drafter: Eagle3, number: int = 0) -> None:
+    """The step that is timed, whatever its number."""
     with precision(drafter.fc.weight.device):
         found = loss()
     torch.autograd.grad(found, list(drafter.parameters()))
@@ -92,7 +94,7 @@ def training_row(
     for name, loss in ways.items():
         try:
             peaks[name] = peak_memory(partial(gradients, loss, drafter), device)
-            replays[name] = Replay(lambda i, loss=loss: gradients(loss, drafter), device, launches=1, graph=False)
+            replays[name] = Replay(partial(gradients, loss, drafter), device, launches=1, graph=False)
         except Exception as error:
             failed[name] = reason(error)
             check_alive(device)
