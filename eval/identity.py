@@ -9,7 +9,7 @@ import torch
 from spectrain.acceptance import Greedy, Match
 from spectrain.eval.baselines import generate, plain_model
 from spectrain.eval.metrics import Turn
-from spectrain.eval.systems import System, run
+from spectrain.eval.systems import Decoder, System
 from spectrain.target import Target
 
 NEAR_TIE = 1e-4
@@ -82,7 +82,7 @@ def _compare(
             output = prefix
             continue
         context = turn.drafted.prompt + prefix
-        output = prefix + run(target, system, system.rule, [context], left, [row])[0].output
+        output = prefix + Decoder(target, system.rule)(system, [context], left, [row])[0].output
     found.identical += 1
 
 

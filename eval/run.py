@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from rich.console import Console
@@ -33,7 +33,7 @@ from spectrain.eval.prompts import Prompt, read_prompts
 from spectrain.eval.report import print_table
 from spectrain.eval.summary import bounds, on_known_text, sample, saved_by_pruning, summarise, write_rounds, write_whole
 from spectrain.eval.sweep import SWEPT, Grid, exit_systems, prune_systems, tree_systems
-from spectrain.eval.systems import System, describe, run
+from spectrain.eval.systems import Choice, Decoder, System, describe
 from spectrain.guard import Guard
 from spectrain.packing import pack_linears
 from spectrain.pruning import Pruning
@@ -67,6 +67,7 @@ class Evaluation:
     baselines: tuple[str, ...] = ("chain", "untrained", "ngram")  # of OURS, in this engine, and TRANSFORMERS, in its own
     check: bool = True  # compare every output with its reference
     oracle: bool = True  # decode once more with every draft right
+    engine: Choice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
     guard: bool = False  # decode autoregressively while drafting does not pay
     online: bool = False  # the drafter goes on learning from what the target corrects, beside a copy that does not
     online_lr: float = 1e-4
@@ -96,6 +97,8 @@ class Evaluation:
             raise UserError(f"eval.sweep={self.sweep}: a drafter that learns while it decodes gives no rows to compare; do one")
         if self.prune_layer is not None and self.sweep is not None:
             raise UserError(f"eval.sweep={self.sweep}: it needs no eval.prune_layer; use eval.sweep=prune with eval.exits")
+        if self.engine not in get_args(Choice):
+            raise UserError(f"eval.engine={self.engine}: choose from {', '.join(get_args(Choice))}")
         if any(budget < 2 for budget in self.budgets):
             raise UserError(f"eval.budgets={list(self.budgets)}: a tree has 2 nodes or more, the root included")
         for key in ("exits", "depths", "tops"):
@@ -204,8 +207,9 @@ class Evaluation:
         if online is not None:
             systems[0] = replace(systems[0], builder=Recorder(builder))
         forced = Forced({}, builder, rule) if self.oracle else None
-        turns = self._decode_all(target, systems, forced, online)
-        summary = self._summary(target, systems, turns, forced)
+        decoder = self._decoder(target, systems[0])
+        turns = self._decode_all(decoder, systems, forced, online)
+        summary = self._summary(target, systems, turns, forced, decoder)
         folder.mkdir(parents=True, exist_ok=True)
         if online is not None:
             curves = {name: curve(turns[name], self.online_every) for name in ("drafter", "static_drafter")}
@@ -222,8 +226,22 @@ class Evaluation:
         print_table(summary)
         return summary
 
+    def _decoder(self, target: Target, first: System) -> Decoder:
+        """The drafter and what it is compared with run in one engine: if it cannot be captured, nothing is."""
+        free = first.rule.matched()
+        decoder = Decoder(target, free, self.engine)
+        why = decoder.why_eager(first)
+        if self.engine == "captured" and why is not None:
+            raise UserError(f"eval.engine=captured: {why}; use eval.engine=eager")
+        return decoder if why is None else Decoder(target, free)
+
     def _summary(
-        self, target: Target, systems: list[System], turns: dict[str, list[Turn]], forced: Forced | None
+        self,
+        target: Target,
+        systems: list[System],
+        turns: dict[str, list[Turn]],
+        forced: Forced | None,
+        decoder: Decoder,
     ) -> dict[str, Any]:
         """Everything that was measured; the drafter's own numbers at the top, the other systems' under `compared`."""
         oracle = turns.pop("oracle", [])
@@ -232,6 +250,10 @@ class Evaluation:
         for system in systems:
             entry = summarise(turns[system.name], system.builder.is_chain)
             entry["label"], entry["tree"] = system.label, system.builder.settings()
+            why = decoder.why_eager(system)
+            entry["engine"] = "captured" if why is None else "eager"
+            if decoder.wanted and why is not None:
+                entry["label"], entry["eager_because"] = f"{system.label} (eager)", why
             if system.pruning is not None:
                 entry["pruning"] = saved_by_pruning(turns[system.name], system.pruning, target)
             found[system.name] = entry
@@ -243,7 +265,8 @@ class Evaluation:
         rolled_out = forced is not None and any(forced.counts)
         if forced is not None and rolled_out:
             summary["forced"] = on_known_text(forced, summary)
-        summary["bounds"] = bounds(target, first.drafter, mine, oracle if rolled_out else [])
+        comparable = rolled_out and summary["engine"] == "eager"  # what is known is drafted by the loop
+        summary["bounds"] = bounds(target, first.drafter, mine, oracle if comparable else [])
         if guard is not None:
             summary["guard"] = guard
         if not first.rule.lossless:
@@ -286,6 +309,7 @@ class Evaluation:
             "rule": rule.name,
             "tree": tree,
             "guard": self.guard,
+            "engine": self.engine,
             "threads": torch.get_num_threads(),
         }
 
@@ -323,16 +347,16 @@ class Evaluation:
         return [prompt for prompt in tokens if len(prompt) + 64 <= target.max_length] or tokens[:1]
 
     def _decode_all(
-        self, target: Target, systems: list[System], forced: Forced | None, online: Online | None
+        self, decoder: Decoder, systems: list[System], forced: Forced | None, online: Online | None
     ) -> dict[str, list[Turn]]:
         """Every prompt's turns, each decoded autoregressively and by every system, interleaved; with `forced`, once more
         with every draft right."""
         turns: dict[str, list[Turn]] = {system.name: [] for system in systems}
         contenders: list[System | None] = [None, *systems]
-        free = systems[0].rule.matched()
+        target = decoder.target
         opening = prompt_tokens(target, self.chosen[0].opening)
         for system in contenders:  # warm up, outside every timer
-            run(target, system, free, [opening], min(8, self.max_new_tokens), [0])
+            decoder(system, [opening], min(8, self.max_new_tokens), [0])
         if isinstance(systems[0].builder, Recorder):
             systems[0].builder.rounds = []
         row = number = 0
@@ -351,12 +375,12 @@ class Evaluation:
                 for offset in range(len(contenders)):
                     system = contenders[(offset + number) % len(contenders)]
                     name = "autoregressive" if system is None else system.name
-                    runs[name] = run(target, system, free, batch, self.max_new_tokens, rows)
+                    runs[name] = decoder(system, batch, self.max_new_tokens, rows)
                 if forced is not None:
                     answers = zip(rows, runs["autoregressive"])
                     forced.sequences = {key: answer.prompt + answer.output for key, answer in answers}
-                    oracle = System("oracle", "every draft right", systems[0].drafter, forced, free)
-                    runs["oracle"] = run(target, oracle, free, batch, self.max_new_tokens, rows)
+                    oracle = System("oracle", "every draft right", systems[0].drafter, forced, decoder.rule)
+                    runs["oracle"] = decoder(oracle, batch, self.max_new_tokens, rows)
                     forced = forced if any(forced.counts) else None  # the drafter drafts by itself: nothing can be forced on it
                 for name in runs.keys() - {"autoregressive"}:
                     for job, plain, drafted in zip(jobs, runs["autoregressive"], runs[name]):

@@ -1,10 +1,12 @@
 """What is decoded side by side: a drafter with a tree and a rule, and how one decodes."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from spectrain.acceptance import AcceptanceRule
 from spectrain.decode import Generation, decode
 from spectrain.drafters.base import Drafter
+from spectrain.engine import Engine, why_not
 from spectrain.guard import Guard
 from spectrain.pruning import Pruning
 from spectrain.shapes import TreeBuilder
@@ -24,15 +26,40 @@ class System:
     pruning: Pruning | None = None
 
 
-def run(
-    target: Target, system: System | None, rule: AcceptanceRule, prompts: list[list[int]], limit: int, rows: list[int]
-) -> list[Generation]:
-    """Decode prompts with a system, or autoregressively by `rule`; `rows` key their random draws."""
-    if system is None:
-        return decode(target, prompts, rule, limit, rows=rows)
-    return decode(
-        target, prompts, system.rule, limit, system.drafter, system.builder, rows, system.guard, pruning=system.pruning
-    )
+Choice = Literal["auto", "captured", "eager"]
+"""auto: captured where there is a GPU; captured: also without one, where it is slower and gives the same."""
+
+
+class Decoder:
+    """How systems decode: by the engine, which asks the device nothing, where it is wanted and can be; else by the loop."""
+
+    def __init__(self, target: Target, rule: AcceptanceRule, choice: Choice = "eager") -> None:
+        self.target, self.rule = target, rule  # the rule of autoregressive decoding
+        self.wanted = choice == "captured" or (choice == "auto" and target.device.type == "cuda")
+        self.engines: dict[str, Engine] = {}
+
+    def __call__(self, system: System | None, prompts: list[list[int]], limit: int, rows: list[int]) -> list[Generation]:
+        """Decode prompts with a system, or autoregressively; `rows` key their random draws."""
+        if self.why_eager(system) is None:
+            name = "" if system is None else system.name
+            if name not in self.engines:
+                parts = (self.rule,) if system is None else (system.rule, system.drafter, system.builder)
+                self.engines[name] = Engine(self.target, *parts)
+            return self.engines[name].decode(prompts, limit, rows)
+        if system is None:
+            return decode(self.target, prompts, self.rule, limit, rows=rows)
+        how = (system.rule, limit, system.drafter, system.builder, rows, system.guard)
+        return decode(self.target, prompts, *how, pruning=system.pruning)
+
+    def why_eager(self, system: System | None) -> str | None:
+        """Why a system is decoded by the loop; None where it is not."""
+        if not self.wanted:
+            return "not asked for"
+        if system is None:
+            return why_not(self.rule, None, None)
+        if system.guard is not None or system.pruning is not None:
+            return f"eval.{'guard' if system.guard is not None else 'prune_layer'} decides on the host"
+        return why_not(system.rule, system.drafter, system.builder)
 
 
 def describe(builder: TreeBuilder) -> str:

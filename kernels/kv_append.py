@@ -18,8 +18,6 @@ try:
 except ImportError:  # no triton for this platform
     triton = None
 
-COLUMNS = 1024  # 8 heads of 128: one program writes the keys of a node, or its values, with 8 numbers a thread. Not yet timed.
-
 
 def kv_append_reference(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
     """Node i of keys and values [B, H, N, D] goes to slot lengths[b] + pending + i of `store` [2, B, T, H, D]."""
@@ -35,25 +33,25 @@ if triton is not None:
     @triton.jit(do_not_specialize=["pending"])  # type: ignore[untyped-decorator]
     def _append_kernel(  # type: ignore[no-untyped-def]
         store_ptr, keys_ptr, values_ptr, lengths_ptr, pending,
-        store_stride_h, store_stride_b, store_stride_t,
+        store_stride_half, store_stride_b, store_stride_t,
         keys_stride_b, keys_stride_h, keys_stride_n, values_stride_b, values_stride_h, values_stride_n,
-        HEAD_SIZE: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+        HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     ):  # fmt: skip
-        """One node's keys or values; grid [N, B, 2 * blocks of WIDTH columns]."""
-        node, batch, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        columns = part // 2 * COLUMNS + tl.arange(0, COLUMNS)
-        head, dim = columns // HEAD_SIZE, columns % HEAD_SIZE
-        inside = columns < WIDTH
+        """One node's keys or values; grid [N, B, 2]."""
+        node, batch = tl.program_id(0), tl.program_id(1)
+        head, dim = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+        inside = (head < HEADS) & (dim < HEAD_SIZE)
         slot = tl.load(lengths_ptr + batch) + pending + node
         store_ptr += batch.to(tl.int64) * store_stride_b + slot * store_stride_t
-        if part % 2 == 0:
-            x = tl.load(keys_ptr + batch * keys_stride_b + node * keys_stride_n + head * keys_stride_h + dim, mask=inside)
-            tl.store(store_ptr + columns, x, mask=inside)
+        place = head * HEAD_SIZE + dim
+        if tl.program_id(2) == 0:
+            x = tl.load(keys_ptr + batch * keys_stride_b + node * keys_stride_n + (head * keys_stride_h + dim), mask=inside)
+            tl.store(store_ptr + place, x, mask=inside)
         else:
             x = tl.load(
-                values_ptr + batch * values_stride_b + node * values_stride_n + head * values_stride_h + dim, mask=inside
+                values_ptr + batch * values_stride_b + node * values_stride_n + (head * values_stride_h + dim), mask=inside
             )
-            tl.store(store_ptr + store_stride_h + columns, x, mask=inside)
+            tl.store(store_ptr + store_stride_half + place, x, mask=inside)
 
 
 @torch.library.custom_op("spectrain::kv_append", mutates_args={"store"})
@@ -61,14 +59,12 @@ def _append(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pendin
     """Launch the kernel."""
     batch, heads, num_nodes, head_size = keys.shape
     keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (keys, values))
-    width = heads * head_size
     assert store[0, 0, 0].is_contiguous()
-    columns = min(COLUMNS, triton.next_power_of_2(width))
     with torch.cuda.device_of(store):
-        _append_kernel[(num_nodes, batch, 2 * triton.cdiv(width, columns))](
-            store, keys, values, lengths, pending,
-            *store.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
-            HEAD_SIZE=head_size, WIDTH=width, COLUMNS=columns, num_warps=4,
+        _append_kernel[(num_nodes, batch, 2)](
+            store, keys, values, lengths, pending, *store.stride()[:3], *keys.stride()[:3], *values.stride()[:3],
+            HEADS=heads, HEAD_SIZE=head_size,
+            BLOCK_H=triton.next_power_of_2(heads), BLOCK_D=triton.next_power_of_2(head_size), num_warps=4,
         )  # fmt: skip
 
 

@@ -33,9 +33,12 @@ class Work(TorchDispatchMode):
         held = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         out = func(*args, **(kwargs or {}))
         name = func.name().split(".")[0]
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in held]
-        assert all(tensor.device.type == "meta" for tensor in made), f"{name} makes a tensor on the host inside a round"
-        if (made or func._schema.is_mutable) and name not in SILENT:
+        given = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        # A single number of the host is passed by value; anything larger would be copied.
+        assert all(tensor.device.type == "meta" or tensor.dim() == 0 for tensor in given), f"{name} makes a tensor on the host"
+        made = [tensor for tensor in given if tensor.untyped_storage()._cdata not in held]
+        writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        if (made or writes) and name not in SILENT:
             self.launches[name] += LAUNCHES.get(name, 1)
         self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in made)
         return out

@@ -38,6 +38,8 @@ def why_not(rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder 
         return f"acceptance={rule.name} judges on the host"
     if drafter is not None and not drafter.is_captured:
         return f"drafter={type(drafter).__name__.lower()} asks the device while it drafts"
+    if drafter is not None and builder is not None and drafter.settles_drafts and not builder.keeps_drafted:
+        return f"tree={builder.name} leaves out nodes that drafter={type(drafter).__name__.lower()} has run"
     if builder is not None and not builder.is_fixed:
         return f"tree={builder.name} decides on the host how far to draft"
     return None
@@ -129,6 +131,7 @@ class State:
     stops: Tensor  # [S] stop tokens
     log: Log | None = None  # made when the first round tells how many tokens a round may emit
     drafter: dict[str, Any] = field(default_factory=dict)  # what the drafter keeps between rounds, such as its cache
+    carried: dict[str, Tensor] = field(default_factory=dict)  # what else it leaves from round to round, always in one place
     tree: TokenTree | None = None  # of the round that runs
     seen: Features | None = None
     warm: int = 0  # rounds run in the shapes that will be captured
@@ -156,7 +159,9 @@ class Engine:
             raise UserError(f"eval.engine=captured: {reason}; use eval.engine=eager")
         self.target, self.rule, self.drafter, self.builder, self.rounds = target, rule, drafter, builder, rounds
         self.layers = () if drafter is None else drafter.layers
-        self.backend = backend if backend != "auto" else "inductor" if target.device.type == "cuda" else None
+        if backend == "auto":
+            backend = "inductor" if target.device.type == "cuda" else None
+        self.backend = None if drafter is not None and drafter.adapts_layers else backend
         self._models = [] if drafter is None else [model for model in drafter.modules() if isinstance(model, Target)]
         self.states: dict[tuple[int, int], State] = {}
 
@@ -294,6 +299,10 @@ class Engine:
         tree, seen = state.tree, state.seen
         assert tree is not None and seen is not None
         emitted, counts = accept(state.context, self.rule, self.drafter, tree, seen, state.active)
+        for name in () if self.drafter is None else self.drafter.carried:
+            value = getattr(self.drafter, name)
+            held = state.carried.setdefault(name, torch.empty_like(value))
+            setattr(self.drafter, name, held.copy_(value))
         if state.log is None:
             state.log = Log(self.rounds, len(emitted), emitted.shape[1], emitted.device)
         state.log.write(tree, emitted, counts)

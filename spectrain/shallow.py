@@ -76,7 +76,9 @@ class Shallow:
         """Run those nodes of the tree that are missing up to `exit`, and let its nodes, in its order, be all there are."""
         places = self._find(tree)
         missing = (places < 0) & tree.valid
-        count, before = int(missing.sum(1).max()), self.tokens.shape[1]
+        before = self.tokens.shape[1]
+        # A cache that asks nothing is for trees that keep all that was drafted: what is left to run is known.
+        count = int(missing.sum(1).max()) if self.cache.bound is None else tree.tokens.shape[1] - before
         if count:
             assert self.cache.pending == before, "a settled tree can lose nodes, not gain any"
             order = missing.long().argsort(dim=1, descending=True, stable=True)[:, :count]  # rows that miss fewer repeat some
@@ -142,6 +144,6 @@ class Shallow:
         root = torch.zeros_like(alike)
         root[:, 0, 0] = True
         same = root
-        for _ in range(int(tree.depths.max())):  # equal where the tokens are and the parents were
+        for _ in range(tree.longest_path - 1):  # equal where the tokens are and the parents were
             same = root | (alike & below & same.gather(1, upwards[0]).gather(2, upwards[1]))
         return torch.where(same.any(-1), same.long().argmax(-1), -1)

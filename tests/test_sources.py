@@ -318,10 +318,10 @@ def row(tokens: list[int], logits: list[list[float]], temperature: float = 1.0) 
 class Likeliest:
     """Dice that always give the likeliest token and never toss a coin."""
 
-    def coin(self, chance: Any) -> bool:
+    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
         raise AssertionError("the rule tosses no coin")
 
-    def draw(self, weights: Tensor) -> int:
+    def draw(self, weights: Tensor, node: int) -> int:
         return int(weights.argmax())
 
 
@@ -357,7 +357,7 @@ def test_interleaved_draws_from_the_tempered_target() -> None:
     seen: list[Tensor] = []
 
     class Asked(Likeliest):
-        def draw(self, weights: Tensor) -> int:
+        def draw(self, weights: Tensor, node: int) -> int:
             seen.append(weights)
             return 0
 

@@ -1,4 +1,4 @@
-"""Every kernel against its definition in float64, on the same inputs widened.
+"""Every kernel against its definition in float64, on the same inputs widened; verdicts against their references.
 
 A check gives cases; a case gives what came out, what should have, and whether the kernel ran. Memory that outputs are likely
 to be allocated from holds NaN beforehand, and so do cache slots that nothing may read.
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.kernels import kv_commit, linear_divergence, tree_attention
+from spectrain.kernels import kv_append, kv_commit, linear_divergence, tree_attention, tree_verify
+from spectrain.kernels.counter import host_key
 
 from ..tree import TokenTree
 from .attention import random_tree
@@ -158,6 +159,37 @@ def commit(
     return Outcome(found, dict(zip(names, (wide[0], wide[1], wide[4 + 1]))), kv_commit._runs_kernel(storage))
 
 
+def append(dtype: torch.dtype, device: torch.device, batch: int, nodes: int, heads: int, width: int) -> Outcome:
+    """Writing new keys and values behind ragged rows: copies, which must be equal."""
+    store = torch.randn(2, batch, 300 + nodes, heads, width, device=device).to(dtype)
+    keys, values = (torch.randn(batch, nodes, heads, width, device=device).to(dtype).transpose(1, 2) for _ in range(2))
+    lengths = torch.randint(0, 290, (batch,), device=device)
+    wide = store.double()
+    kv_append.kv_append_reference(wide, keys.double(), values.double(), lengths, 10)
+    kv_append.kv_append(store, keys, values, lengths, 10)
+    return Outcome({"store": store}, {"store": wide}, kv_append._runs_kernel(store))
+
+
+def verdict(
+    dtype: torch.dtype, device: torch.device, rule: str, batch: int, nodes: int, vocab: int, cut: tuple[int, float] = (0, 1.0)
+) -> Outcome:
+    """Path, counts and next token by rule: of spread logits, so that no rounding decides, the same as the reference's."""
+    tree = random_tree(batch, nodes, device)
+    logits = torch.randn(batch, nodes, vocab, device=device).mul_(2).to(dtype)
+    likely = logits.argmax(-1).gather(1, tree.parents.clamp(min=0))
+    tokens = torch.where(torch.rand(batch, nodes, device=device) < 0.6, likely, tree.tokens % vocab)
+    height = int(tree.depths.max())
+    trees = tree_verify.Nodes(tokens, tree.parents, torch.ones_like(tokens, dtype=torch.bool), height, nodes)
+    positions = 100 + tree.depths
+    draws = tree_verify.Draws(host_key(9, 1), torch.arange(batch, device=device), positions, 0.5, *cut)
+    q = torch.randn(batch, nodes, vocab, device=device).softmax(-1)
+    arguments: dict[str, tuple[Any, ...]] = {"greedy": (), "match": (draws,), "recursive": (q, None, False, draws)}
+    poison(device, batch * nodes * 8, batch * vocab * 4)
+    expected = getattr(tree_verify, f"tree_{rule}_reference")(trees, logits, *arguments[rule])
+    found = getattr(tree_verify, f"tree_{rule}")(trees, logits, *arguments[rule])
+    return Outcome(found._asdict(), expected._asdict(), tree_verify._runs_kernel(logits))
+
+
 CHECKS: dict[str, Check] = {
     "tree_attention": Check(
         tree_attention,
@@ -199,6 +231,29 @@ CHECKS: dict[str, Check] = {
             "3 layers, N=100": partial(commit, nodes=100, counts=(0, 100), layers=3, heads=2, width=80),
         },
         {"2 layers, N=9": partial(commit, nodes=9, counts=(1, 4), layers=2, heads=2, width=16)},
+    ),
+    "kv_append": Check(
+        kv_append,
+        {
+            "B=8 N=64": partial(append, batch=8, nodes=64, heads=8, width=128),
+            "B=2 N=3, 5 heads of 96": partial(append, batch=2, nodes=3, heads=5, width=96),
+        },
+        {"B=2 N=3": partial(append, batch=2, nodes=3, heads=2, width=16)},
+    ),
+    "tree_verify": Check(
+        tree_verify,
+        {
+            "greedy, B=8 N=64": partial(verdict, rule="greedy", batch=8, nodes=64, vocab=128256),
+            "greedy, B=1 N=256": partial(verdict, rule="greedy", batch=1, nodes=256, vocab=32000),
+            "match, B=8 N=64": partial(verdict, rule="match", batch=8, nodes=64, vocab=128256),
+            "match, top-k 50 top-p 0.9": partial(verdict, rule="match", batch=4, nodes=16, vocab=128256, cut=(50, 0.9)),
+            "recursive, B=4 N=16": partial(verdict, rule="recursive", batch=4, nodes=16, vocab=128256),
+        },
+        {
+            "greedy": partial(verdict, rule="greedy", batch=2, nodes=9, vocab=50),
+            "match, top-k 9": partial(verdict, rule="match", batch=2, nodes=9, vocab=50, cut=(9, 1.0)),
+            "recursive": partial(verdict, rule="recursive", batch=2, nodes=5, vocab=50),
+        },
     ),
 }
 """What is checked; a new kernel is one entry more."""

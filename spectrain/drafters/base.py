@@ -49,6 +49,11 @@ class Drafter(nn.Module, ABC):
     has_exits: bool = False  # it can draft from any layer: `at_exit`
     learns_replays: bool = False  # its loss tells what a replayed draft got wrong (Batch.distance)
     is_captured: bool = False  # it drafts without asking the device for anything, so that a CUDA graph can hold a round
+    settles_drafts: bool = (
+        False  # it verifies from where its drafts stopped, so trees must keep them for a round to be captured
+    )
+    adapts_layers: bool = False  # it changes what single layers of the target compute, so no compilation serves them all
+    carried: tuple[str, ...] = ()  # attributes with tensors that one round leaves to the next, besides caches
     copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and drafts are not drawn
 
     @property

@@ -78,6 +78,8 @@ class GatedLora(Drafter):
     """
 
     shape = ("num_masks", "rank", "alpha", "sampler")
+    adapts_layers = True
+    carried = ("states", "ready_at")
 
     def __init__(
         self,
@@ -148,9 +150,11 @@ class GatedLora(Drafter):
     # The gate
 
     @contextmanager
-    def gated(self, target: Target, numbers: Tensor) -> Iterator[None]:
-        """Run the target with mask vectors and LoRA where `numbers` [B, N] names a mask; elsewhere nothing is added."""
-        rows = (numbers >= 0).flatten().nonzero()[:, 0]
+    def gated(self, target: Target, numbers: Tensor, last: int | None = None) -> Iterator[None]:
+        """Run the target with mask vectors and LoRA where `numbers` [B, N] names a mask; elsewhere nothing is added. The masks
+        may be said to be the `last` places of every row, and nothing is asked."""
+        places = torch.arange(numbers.numel(), device=numbers.device)
+        rows = places[(numbers >= 0).flatten()] if last is None else places.view_as(numbers)[:, -last:].flatten()
         scale = self.alpha / self.rank
 
         def added(name: str, factors: nn.Module) -> Any:
@@ -230,6 +234,8 @@ class GatedLora(Drafter):
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
         """Draft from the masks behind the last accepted node, where there were any; then put masks behind the new nodes."""
+        if context.cache.bound is not None:
+            return self._propose_captured(context, budget)
         ready = torch.zeros_like(context.root, dtype=torch.bool)
         if context.round and self.ready_at is not None and len(self.ready_at) == len(ready):
             ready = self.ready_at == context.cache.lengths
@@ -240,6 +246,22 @@ class GatedLora(Drafter):
         tree = budget.grow(context, _Masks(self, self.states, context.root))
         first = torch.arange(tree.tokens.shape[1], device=ready.device) == 0
         return self._with_masks(tree.select(tree.valid & (ready[:, None] | first)))
+
+    @property
+    def is_captured(self) -> bool:  # type: ignore[override]
+        """Masks behind every node are ready whatever is accepted; behind one node, the host must know whether they are."""
+        return self.strategy == "quadratic"
+
+    def _propose_captured(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        """The same without a question: with masks behind every node every row is ready, but in the first round none is, whose
+        tree has the same size and nothing valid but its root."""
+        if not context.round:
+            self.states = context.fresh.hidden.new_zeros(len(context.root), self.num_masks, self.masks.shape[1])
+        assert self.states is not None
+        tree = budget.grow(context, _Masks(self, self.states, context.root))
+        if not context.round:
+            tree = replace(tree, valid=tree.valid & (torch.arange(tree.tokens.shape[1], device=tree.tokens.device) == 0))
+        return self._with_masks(tree)
 
     def _with_masks(self, tree: TokenTree) -> TokenTree:
         """The tree's nodes, then each host's masks as a chain below it, never emitted."""
@@ -264,16 +286,18 @@ class GatedLora(Drafter):
             tree.children,
             q,
             tree.draft_ids,
+            None if tree.height is None else tree.height + self.num_masks,
+            None if tree.most_children is None else tree.most_children + 1,
         )
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         """Logits at the nodes that can be emitted; those of masks are left at zero, for nothing reads them."""
         assert self.numbers is not None and self.hosts is not None
         positions = context.cache.lengths[:, None] + tree.depths
-        with self.gated(context.target, self.numbers):
+        num_masks = self.hosts.shape[1] * self.num_masks
+        with self.gated(context.target, self.numbers, num_masks):
             seen = context.target.run(tree.tokens, positions, tree.ancestors, context.cache, ("final",))
         final = seen.at("final")
-        num_masks = self.hosts.shape[1] * self.num_masks
         self.states = final[:, -num_masks:].unflatten(1, (self.hosts.shape[1], self.num_masks))
         logits = self.head.logits(final[:, :-num_masks])
         return Features(tree.tokens, seen.layers, seen.hidden, F.pad(logits, (0, 0, 0, num_masks)))

@@ -62,11 +62,10 @@ def add_blocks(batch: Batch, prefixes: list[list[tuple[int, int]]]) -> Blocks:
 @contextmanager
 def mask_embeddings(embedding: nn.Module, vectors: Tensor, numbers: Tensor) -> Iterator[None]:
     """Let the tokens that `numbers` [B, N] marks be embedded as mask vectors [K, D]; with one vector, all of them as that."""
-    masks = numbers >= 0
-    rows = numbers[masks].clamp(max=len(vectors) - 1)
+    masks, rows = (numbers >= 0)[..., None], numbers.clamp(0, len(vectors) - 1)
 
     def replace(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return output.index_put((masks,), vectors[rows].to(output.dtype))
+        return torch.where(masks, nn.functional.embedding(rows, vectors).to(output.dtype), output)
 
     handle = embedding.register_forward_hook(replace)
     try:

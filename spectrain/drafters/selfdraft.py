@@ -28,6 +28,8 @@ class SelfDrafter(Drafter):
     exit_layer: int  # layers that a draft step runs lie before it
     skipped: Collection[int] = ()  # but not these
     head: Head
+    is_captured = True
+    settles_drafts = True
 
     @property
     def verified_from(self) -> int:  # type: ignore[override]

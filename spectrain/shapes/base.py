@@ -93,6 +93,7 @@ class TreeBuilder(ABC):
     seed = 0
     is_chain = False
     by_level = True  # nodes that are given to a rollout together are equally deep
+    keeps_drafted = False  # every node that it gives to a rollout is in its tree
     is_fixed = False  # its trees have one size and depth, found without asking the device for anything
     needs: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency"
 

@@ -24,6 +24,7 @@ class Chain(TreeBuilder):
 
     name = "chain"
     is_chain = True
+    keeps_drafted = True
 
     def __init__(
         self,

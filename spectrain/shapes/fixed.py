@@ -33,6 +33,7 @@ class Static(TreeBuilder):
 
     name = "static"
     is_fixed = True
+    keeps_drafted = True
 
     def __init__(
         self,

@@ -83,7 +83,7 @@ def open_gate(drafter: GatedLora, patch: pytest.MonkeyPatch) -> None:
     gated = drafter.gated
 
     @contextmanager
-    def opened(target: Target, numbers: Tensor) -> Iterator[None]:
+    def opened(target: Target, numbers: Tensor, last: int | None = None) -> Iterator[None]:
         with patch.context() as inner:
             inner.setattr(gated_lora, "mask_embeddings", lambda e, vectors, _: mask_embeddings(e, vectors, numbers))
             stack = gated(target, torch.zeros_like(numbers))
@@ -674,6 +674,10 @@ class Always(Greedy):
 
     def choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         return torch.full(logits.shape[:-1], self.token)
+
+    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
+        wanted = torch.arange(logits.shape[-1]) == self.token
+        return super().__call__(tree, wanted.float().expand_as(logits), rows, positions)
 
 
 @STRATEGY

@@ -312,3 +312,33 @@ def test_bad_settings_are_refused(keywords: dict[str, Any], said: str) -> None:
     """A setting that can't be met is refused under its own key."""
     with pytest.raises(UserError, match=said):
         Evaluation(**keywords)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_the_engine_that_asks_nothing_scores_the_same(tiny: Target, tmp_path: Path, batch_size: int) -> None:
+    """eval.engine=captured changes no token and no count; what it cannot hold is decoded by the loop, and says so."""
+    eagle3 = Eagle3(tiny, vocab_size=512)
+    found = []
+    for engine in ("eager", "captured"):
+        scored = replace(evaluation(tmp_path, baselines=("chain", "ngram")), engine=engine, batch_size=batch_size)
+        found.append(scored.score(tiny, eagle3, Eagle2(3, 6, 2), Greedy(), tmp_path / engine, SETTING))
+    for summary, engine in zip(found, ("eager", "captured")):
+        assert summary["engine"] == summary["compared"]["chain"]["engine"] == summary["setting"]["engine"] == engine
+        assert summary["compared"]["ngram"]["engine"] == "eager"
+        assert summary["lossless"]["identical"] == summary["lossless"]["checked"] == 4
+    one, other = found
+    assert one["acceptance_length"] == other["acceptance_length"] and one["acceptance_by_depth"] == other["acceptance_by_depth"]
+    assert "eager" not in one["compared"]["ngram"]["label"] and "(eager)" in other["compared"]["ngram"]["label"]
+    assert "asks the device" in other["compared"]["ngram"]["eager_because"]
+    assert one["bounds"]["oracle"] > 0 and other["bounds"]["oracle"] is None
+
+
+def test_what_cannot_be_captured_is_refused_or_not_captured(tiny: Target, tmp_path: Path) -> None:
+    """eval.engine=captured names what asks the device; an unknown engine is refused with the choices."""
+    scored = replace(evaluation(tmp_path), engine="captured")
+    with pytest.raises(UserError, match="eval.engine=captured: drafter=ngram asks the device.*use eval.engine=eager"):
+        scored.score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "out", SETTING)
+    with pytest.raises(UserError, match="eval.engine=captured: eval.guard decides on the host"):
+        replace(scored, guard=True).score(tiny, Eagle3(tiny, vocab_size=64), Chain(2), Greedy(), tmp_path / "out", SETTING)
+    with pytest.raises(UserError, match="eval.engine=fast: choose from auto, captured, eager"):
+        replace(scored, engine="fast")  # type: ignore[arg-type]

@@ -4,7 +4,9 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import combinations, product
 from typing import Any, NamedTuple
 
@@ -14,9 +16,12 @@ import torch
 from torch import Tensor
 
 from spectrain.acceptance import Accepted, Greedy
-from spectrain.decode import Context, decode
+from spectrain.decode import Context, Generation, decode
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.engine import Engine
 from spectrain.features import Batch
+from spectrain.kernels import kv_append, kv_commit, tree_verify
 from spectrain.kernels import tree_attention as module
 from spectrain.kernels.tree_attention import (
     CONFIGS,
@@ -26,7 +31,7 @@ from spectrain.kernels.tree_attention import (
     tree_attention,
     tree_attention_reference,
 )
-from spectrain.shapes import Chain, TreeBuilder
+from spectrain.shapes import Chain, Eagle2, TreeBuilder
 from spectrain.target import Target
 from spectrain.tree import TokenTree
 
@@ -355,23 +360,33 @@ class Forked(Drafter):
     def commit(self, context: Context, accepted: Accepted) -> None: ...
 
 
-def test_decoding_through_the_kernel_equals_the_reference(
+def test_decoding_through_the_kernels_equals_the_references(
     tiny: Target, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ragged batch decoded greedily with little trees gives the same tokens, with the same ones accepted."""
+    """A ragged batch decoded greedily, by the loop with little trees and by the engine, gives the same tokens, with the same
+    ones accepted; every kernel of a round has run."""
     texts = ("The bees find the hive. The", "What is it?")
     prompts = [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    eagle3 = Eagle3(tiny, vocab_size=256).eval()
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "reference")
     plain = [found.output for found in decode(tiny, prompts, Greedy(), 8, ignore_eos=True)]
-    drafter = Forked([prompt + output for prompt, output in zip(prompts, plain)])
-    expected = decode(tiny, prompts, Greedy(), 7, drafter, Chain(4), ignore_eos=True)
-    calls: list[None] = []
+    forked = Forked([prompt + output for prompt, output in zip(prompts, plain)])
+    runs: list[Callable[[], list[Generation]]] = [
+        lambda: decode(tiny, prompts, Greedy(), 7, forked, Chain(4), ignore_eos=True),
+        lambda: Engine(tiny, Greedy(), eagle3, Eagle2(2, 5, 2)).decode(prompts, 3, ignore_eos=True),
+    ]
+    expected = [run() for run in runs]
+    ran: Counter[str] = Counter()
 
-    def attend(*arguments: Any) -> Tensor:
-        calls.append(None)
-        return tree_attention(*arguments)
+    def watch(name: str, launch: Callable[..., Any], *arguments: Any) -> Any:
+        ran[name] += 1
+        return launch(*arguments)
 
-    monkeypatch.setattr("spectrain.target.tree_attention_reference", attend)
-    found = decode(tiny, prompts, Greedy(), 7, drafter, Chain(4), ignore_eos=True)
-    assert [each.output for each in found] == [each.output for each in expected] == [output[:7] for output in plain]
-    assert [each.accepted for each in found] == [each.accepted for each in expected] == [[3, 3]] * 2
-    assert len(calls) == 3 * tiny.num_layers
+    for name, place in (("_attend", module), ("_append", kv_append), ("_commit", kv_commit), ("_match", tree_verify)):
+        monkeypatch.setattr(place, name, partial(watch, name, getattr(place, name)))
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    for run, wanted in zip(runs, expected):
+        found = run()
+        assert [each.output for each in found] == [each.output for each in wanted]
+        assert [each.accepted for each in found] == [each.accepted for each in wanted]
+    assert expected[0][0].output == plain[0][:7] and set(ran) == {"_attend", "_append", "_commit", "_match"}

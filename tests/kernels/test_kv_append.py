@@ -1,0 +1,99 @@
+"""Appending keys and values: the kernel, its reference and a loop agree, and the kernel compiles for sm_90."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import spectrain.kernels.kv_append as module
+from spectrain.kernels.kv_append import kv_append, kv_append_reference
+
+interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU machine compiles kernels")
+
+
+def looped(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
+    for half, new in enumerate((keys, values)):
+        for b in range(len(lengths)):
+            for head in range(new.shape[1]):
+                for node in range(new.shape[2]):
+                    store[half, b, int(lengths[b]) + pending + node, head] = new[b, head, node]
+
+
+def arguments(batch: int, heads: int, nodes: int, width: int, dtype: torch.dtype, strided: bool) -> tuple[Any, ...]:
+    """A store full of NaN, new keys and values, ragged lengths."""
+    store = torch.full((3, 2, batch, 40, heads, width), float("nan"), dtype=dtype)[1]
+    shape = (batch, nodes, heads, width) if strided else (batch, heads, nodes, width)
+    keys, values = (torch.randn(shape).to(dtype) for _ in range(2))
+    if strided:
+        keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    return store, keys, values, torch.randint(0, 20, (batch,)), 3
+
+
+@interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(("batch", "heads", "nodes", "width"), [(1, 1, 1, 64), (3, 2, 5, 96), (2, 9, 3, 128), (1, 8, 16, 256)])
+def test_kernel_equals_reference_and_loop(
+    monkeypatch: pytest.MonkeyPatch, batch: int, heads: int, nodes: int, width: int, dtype: torch.dtype, strided: bool
+) -> None:
+    """Bit for bit, other slots untouched, whatever the strides."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    store, *new = arguments(batch, heads, nodes, width, dtype, strided)
+    found = []
+    for append in (kv_append, kv_append_reference, looped):
+        copy = store.clone()
+        append(copy, *new)
+        found.append(copy)
+    assert found[0].isnan().sum() == store.numel() - 2 * batch * heads * nodes * width
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, rtol=0, atol=0, equal_nan=True)
+
+
+@interpreter
+def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator's schema says what it changes, and its fake stands in for it."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    store, *new = arguments(2, 2, 3, 16, torch.float32, False)
+    torch.library.opcheck(module._append, (store.nan_to_num(), *new))
+
+
+def test_only_the_path_asked_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU it is the reference unless SPECTRAIN_KERNELS=triton asks for the kernel."""
+    ran: list[str] = []
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(module, "_append", lambda *arguments: ran.append("kernel"))
+    monkeypatch.setattr(module, "kv_append_reference", lambda *arguments: ran.append("reference"))
+    for asked in (None, "reference", "triton"):
+        monkeypatch.setenv("SPECTRAIN_KERNELS", asked) if asked else monkeypatch.delenv("SPECTRAIN_KERNELS", raising=False)
+        kv_append(*arguments(1, 1, 1, 16, torch.float32, False))
+    assert ran == ["reference", "reference", "kernel"]
+
+
+def load(name: str) -> Any:
+    """A module beside this file."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    found = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_kernel_compiles_for_sm_90() -> None:
+    """No stack, no shared memory, and loads of 16 bytes where a node has as much for every thread."""
+    aot = load("aot")
+    requests = []
+    for dtype in ("bf16", "fp32"):
+        pointers = {name: f"*{dtype}" for name in ("store_ptr", "keys_ptr", "values_ptr")}
+        for heads, head_size in ((8, 128), (3, 64), (32, 96)):
+            blocks = {"BLOCK_H": 1 << (heads - 1).bit_length(), "BLOCK_D": 1 << (head_size - 1).bit_length()}
+            constants = {"HEADS": heads, "HEAD_SIZE": head_size, **blocks}
+            types = {**pointers, "lengths_ptr": "*i64"}
+            requests.append(aot.Request("spectrain.kernels.kv_append", "_append_kernel", types, constants, 4, 3))
+    for request, usage in zip(requests, aot.compile_all(requests)):
+        assert usage.stack == 0 and usage.shared == 0, usage
+        assert usage.wide > 0 or request.constants["HEADS"] == 3, usage
