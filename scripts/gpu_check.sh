@@ -11,8 +11,8 @@
 #
 # kernels, without a name all four, measures what $OUT/kernels.json has not yet, for 7 minutes at most, and says how much
 # is left; the same call again goes on. So does engine, with $OUT/engine.json, 6 minutes and what the last row takes. With toy
-# they take seconds, on any machine, to see that every line of them runs. kernels needs torch, triton and rich; the others
-# need what spectrain needs.
+# they take seconds, on any machine, to see that every line of them runs. kernels needs torch, triton and rich, engine
+# transformers and peft too; the others need what spectrain needs.
 # families scores drafters that were trained elsewhere, each in its run folder, through captured rounds.
 # TARGET is the target's directory in transformers format (weights brought along by hand serve; without it the converted
 # package is used). Needs no network. Each part stays under 9 minutes, and train, kernels and engine go on where they were
@@ -40,14 +40,15 @@ kernels() {
   "$PYTHON" -c "from spectrain.bench.report import Report; Report('$OUT').run()" > "$OUT/report.md"
 }
 
+# Without the command line too: transformers and peft besides.
 engine() {
-  local out="$OUT/engine.json" toy=false directory=()
+  local out="$OUT/engine.json" toy=False place=None
   [ $# -gt 0 ] || { echo "gpu_check.sh engine: say which, counts, identity, single, batched or training" >&2; exit 2; }
-  if [ "${2:-}" = toy ]; then out="$OUT/engine-toy.json" toy=true; fi
-  [ -n "${TARGET:-}" ] && directory=("bench.target=$TARGET")
-  timeout 530 "$PYTHON" -m spectrain bench engine bench.part="$1" bench.out="$out" bench.toy="$toy" "${directory[@]}" ||
+  if [ "${2:-}" = toy ]; then out="$OUT/engine-toy.json" toy=True; fi
+  [ -n "${TARGET:-}" ] && place="'$TARGET'"
+  timeout 530 "$PYTHON" -c "from spectrain.bench.engine import EngineBench as E; E('$1', '$out', $toy, 360, $place).run()" ||
     [ $? -eq 124 ]
-  "$PYTHON" -m spectrain bench report bench.results="$OUT" > "$OUT/report.md"
+  "$PYTHON" -c "from spectrain.bench.report import Report; Report('$OUT').run()" > "$OUT/report.md"
 }
 
 families() {
