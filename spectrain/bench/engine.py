@@ -22,6 +22,7 @@ from ..acceptance import Greedy
 from ..counting import count_round
 from ..drafters import eagle3
 from ..drafters.base import Drafter
+from ..drafters.eagle3 import Eagle3
 from ..engine import Engine
 from ..shapes import Chain, Eagle2, TreeBuilder
 from ..target import Target
@@ -137,14 +138,15 @@ class EngineBench(Bench):
         found = count_round(Engine(target, Greedy(), *self.drafting(name, drafter)))
         return {"parts": found, "launches": sum(part["launches"] for part in found.values()), "not_run": {}}
 
-    def drafting(self, name: str, drafter: Drafter) -> tuple[Drafter | None, TreeBuilder | None]:
+    def drafting(self, name: str, drafter: Eagle3) -> tuple[Drafter | None, TreeBuilder | None]:
         """Who drafts, and what, in rows of this name."""
         if name == AR:
             return None, None
         trees = self.sizes.trees()
         if name in trees:
             return drafter, trees[name]
-        return Given(), given_tree(int(name.removeprefix("N=")), self.sizes.depth)
+        given = given_tree(int(name.removeprefix("N=")), self.sizes.depth)
+        return Given(given, drafter.draft_ids.device), given
 
     def identity(self) -> Iterator[Step]:
         source = digest(identity, engine, compiled, decode)
@@ -187,7 +189,7 @@ class EngineBench(Bench):
         return Step(name, digest(*code), measure)
 
     @cached_property
-    def models(self) -> tuple[Target, Drafter]:
+    def models(self) -> tuple[Target, Eagle3]:
         torch.manual_seed(0)
         target = random_target(self.sizes.model, self.device, self.dtype)
         return target, random_drafter(target, self.sizes.model, self.dtype)

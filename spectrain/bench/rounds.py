@@ -8,7 +8,7 @@ follows a script (`Forced`). So a real model's time a round is measured with no 
 import time
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..decode import PARTS, Context, Generation
 from ..drafters.base import Drafter
 from ..engine import Engine, Marks, State, bucket
 from ..machine import wait
-from ..shapes import Rollout, Static, TreeBuilder
+from ..shapes import Static, TreeBuilder
 from ..target import Target
 from ..tree import TokenTree
 from .measure import check_alive, reason
@@ -28,7 +28,6 @@ from .measure import check_alive, reason
 SHORT = 8  # tokens of the prompt that is read before the prefix is made up
 SPARE = 192  # slots behind the bound of a cache that several engines share: more than any of their rounds needs
 ENDLESS = 1 << 30  # tokens that a row may emit
-CHOICES = 64  # children that a node of a given tree may have
 
 
 class Forced(AcceptanceRule):
@@ -78,25 +77,24 @@ def given_paths(nodes: int, depth: int) -> list[list[int]]:
 
 
 class Given(Drafter):
-    """Proposes a tree of its builder's shape, for next to nothing, so that what remains is what verifying it costs."""
+    """Proposes the tree of its builder, for next to nothing, so that what remains is what verifying it costs."""
 
     is_captured = True
+    parents: Tensor
+    choices: Tensor
+
+    def __init__(self, builder: Static, device: torch.device) -> None:
+        super().__init__()
+        places = {(): 0, **{path: place for place, path in enumerate(builder.paths, 1)}}
+        parents = [-1, *(places[path[:-1]] for path in builder.paths)]
+        self.register_buffer("parents", torch.tensor(parents, device=device))
+        self.register_buffer("choices", torch.tensor([path[-1] for path in builder.paths], device=device))
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        return budget.grow(context, _Even(context.root))
-
-
-class _Even(Rollout):
-    """All tokens are alike."""
-
-    def __init__(self, root: Tensor) -> None:
-        self.log_q = torch.zeros(len(root), 1, CHOICES, device=root.device)
-
-    def start(self) -> Tensor:
-        return self.log_q
-
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self.log_q.expand(-1, tokens.shape[1], -1)
+        root = context.root[:, None]
+        tokens = torch.cat([root, self.choices.expand(len(root), -1)], dim=1)
+        tree = TokenTree.of(tokens, self.parents.expand_as(tokens))
+        return replace(tree, height=budget.depth, most_children=budget.budget)
 
 
 def given_tree(nodes: int, depth: int) -> Static:

@@ -123,8 +123,9 @@ def course(drafter: Drafter | None, builder: TreeBuilder | None, batch: int = 2,
 @torch.inference_mode()
 def test_scripts_are_kept_to(name: str, most: int) -> None:
     """Round for round each row emits what the script says, a mean that is no whole number included."""
-    drafter = Given() if name == "given" else toy()[1]
-    builders = {"given": given_tree(9, 3), "chain": Chain(3), "eagle2": Eagle2(4, 12)}
+    given = given_tree(9, 3)
+    drafter = Given(given, CPU) if name == "given" else toy()[1]
+    builders = {"given": given, "chain": Chain(3), "eagle2": Eagle2(4, 12)}
     made = course(drafter, builders[name])
     for tau in (1.0, 2.0, 2.5, float(most)):
         made.reset(tau)
@@ -160,7 +161,11 @@ def test_given_trees_have_their_size() -> None:
     for nodes in (2, 5, 9, 64):
         paths = given_paths(nodes, 5)
         assert len(paths) == nodes - 1 and max(map(len, paths)) == min(5, nodes - 1)
-        assert given_tree(nodes, 5).budget == nodes
+        builder = given_tree(nodes, 5)
+        tree = Given(builder, CPU).propose(SimpleNamespace(root=torch.tensor([7, 8])), builder)  # type: ignore[arg-type]
+        tree.check()
+        assert tree.tokens.shape == (2, nodes) and int(tree.depths.max()) == builder.depth == min(5, nodes - 1)
+        assert tree.tokens[:, 0].tolist() == [7, 8] and builder.budget == nodes
 
 
 @torch.inference_mode()
