@@ -1,15 +1,22 @@
 #!/usr/bin/env bash
-# What only a GPU can tell: whether the kernels are right and how near their floors they come; and EAGLE-3 on SmolLM2,
-# trained and scored in bf16 with T = 7 and the whole embedded set.
+# What only a GPU can tell: whether the kernels are right and how near their floors they come, what the engine reaches at 8B
+# size, and EAGLE-3 on SmolLM2, trained and scored in bf16 with T = 7 and the whole embedded set.
+# Minutes: kernels 7; engine 15 (counts and identity 1, single 6, batched 6, training 2); families 3: 25 in all. More where
+# there is time: train 9, score 5, bench 5.
 #
 #   OUT=eval/results bash scripts/gpu_check.sh kernels [ceilings|correctness|table|divergence] [toy]
+#   OUT=eval/results bash scripts/gpu_check.sh engine counts|identity|single|batched|training [toy]
+#   RUNS="DIR ..." OUT=eval/results bash scripts/gpu_check.sh families
 #   TARGET=DIR OUT=eval/results bash scripts/gpu_check.sh bench|train|score
 #
 # kernels, without a name all four, measures what $OUT/kernels.json has not yet, for 7 minutes at most, and says how much
-# is left; the same call again goes on. With toy it takes seconds, on any machine, to see that every line of it runs.
+# is left; the same call again goes on. So does engine, with $OUT/engine.json, 6 minutes and what the last row takes. With toy
+# they take seconds, on any machine, to see that every line of them runs. kernels needs torch, triton and rich, engine
+# transformers and peft too; the others need what spectrain needs.
+# families scores drafters that were trained elsewhere, each in its run folder, through captured rounds.
 # TARGET is the target's directory in transformers format (weights brought along by hand serve; without it the converted
-# package is used). Needs no network. Each part stays under 9 minutes, and train and kernels go on where they were cut
-# off, so the parts can run one by one, or the same one again. JSON with its setting goes to OUT.
+# package is used). Needs no network. Each part stays under 9 minutes, and train, kernels and engine go on where they were
+# cut off, so the parts can run one by one, or the same one again. JSON with its setting goes to OUT.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PART=${1:-}
@@ -33,6 +40,28 @@ kernels() {
   "$PYTHON" -c "from spectrain.bench.report import Report; Report('$OUT').run()" > "$OUT/report.md"
 }
 
+# Without the command line too: transformers and peft besides.
+engine() {
+  local out="$OUT/engine.json" toy=False place=None
+  [ $# -gt 0 ] || { echo "gpu_check.sh engine: say which, counts, identity, single, batched or training" >&2; exit 2; }
+  if [ "${2:-}" = toy ]; then out="$OUT/engine-toy.json" toy=True; fi
+  [ -n "${TARGET:-}" ] && place="'$TARGET'"
+  timeout 530 "$PYTHON" -c "from spectrain.bench.engine import EngineBench as E; E('$1', '$out', $toy, 360, $place).run()" ||
+    [ $? -eq 124 ]
+  "$PYTHON" -c "from spectrain.bench.report import Report; Report('$OUT').run()" > "$OUT/report.md"
+}
+
+families() {
+  local place=()
+  [ -n "${RUNS:-}" ] || { echo "gpu_check.sh families: name run folders in RUNS" >&2; exit 2; }
+  [ -n "${TARGET:-}" ] && place=("target.path=$TARGET")
+  for run in $RUNS; do
+    timeout 120 "$PYTHON" -m spectrain eval run="$run" "${place[@]}" eval.engine=captured eval.name=captured \
+      eval.limit=10 eval.max_new_tokens=64 || { echo "gpu_check.sh families: $run failed" >&2; continue; }
+    cp "$run/eval/captured/summary.json" "$OUT/gpu-$(basename "$run")-captured.json"
+  done
+}
+
 train() {
   timeout 530 "$PYTHON" -m spectrain train recipe=eagle3 "${target[@]}" run="$RUN" eval=none \
     trainer.epochs="$EPOCHS" trainer.save_every=200 trainer.resume=auto || [ $? -eq 124 ]
@@ -53,8 +82,10 @@ bench() {
 
 case "$PART" in
   kernels) kernels "${@:2}" ;;
+  engine) engine "${@:2}" ;;
+  families) families ;;
   train) train ;;
   score) score ;;
   bench) bench ;;
-  *) echo "gpu_check.sh: $PART is no part; use kernels, bench, train or score" >&2; exit 2 ;;
+  *) echo "gpu_check.sh: $PART is no part; use kernels, engine, families, bench, train or score" >&2; exit 2 ;;
 esac

@@ -16,7 +16,8 @@ USAGE = """spectrain: train drafters for speculative decoding and prove what the
   spectrain eval run=runs/NAME                     score it again: other prompts, tree, acceptance rule
   spectrain data inspect data=jsonl data.path=F    a conversation, its supervised tokens in colour
   spectrain bench decode | train                   time against rows; training tokens per second
-  spectrain bench kernels | report                 kernels against their floors; what eval/results holds against its goals
+  spectrain bench kernels | engine                 kernels and the decoding engine, against their floors
+  spectrain bench report                           what eval/results holds, against its goals
   spectrain doctor                                 what this machine has, and what is missing
 
 Settings are key=value; spectrain train --help lists their groups."""
@@ -50,6 +51,7 @@ def dispatch(arguments: list[str]) -> None:
         "bench decode": ("train", bench_decode),
         "bench train": ("train", bench_train),
         "bench kernels": ("bench_kernels", bench_machine),
+        "bench engine": ("bench_engine", bench_machine),
         "bench report": ("bench_report", bench_machine),
         "doctor": (None, doctor),
     }

@@ -179,12 +179,7 @@ class Engine:
         state.active.copy_(torch.tensor([not generation.done for generation in generations]))
         prefilled = time.perf_counter() - began
         while not all(generation.done for generation in generations):
-            began = time.perf_counter()
-            marks = Marks(self.target.device)
-            count = self._run(state, marks, max(max_new_tokens - len(one.output) for one in generations if not one.done))
-            assert state.log is not None
-            rounds = state.log.look(count)
-            self._note(generations, rounds, marks.laps(), time.perf_counter() - began, stop_ids, max_new_tokens)
+            self._advance(state, generations, stop_ids, max_new_tokens)
         longest = max((generation.times for generation in generations), key=len)
         total = {part: sum(times[part] for times in longest) for part in PARTS}
         for generation in generations:
@@ -224,6 +219,15 @@ class Engine:
             self.states[batch, bound] = State(context, rows.bool(), left, stops)
         return self.states[batch, bound]
 
+    def _advance(self, state: State, generations: list[Generation], stop_ids: frozenset[int], max_new_tokens: int) -> None:
+        """Run rounds up to the host's next look, and note what they gave."""
+        began = time.perf_counter()
+        marks = Marks(self.target.device)
+        count = self._run(state, marks, max(max_new_tokens - len(one.output) for one in generations if not one.done))
+        assert state.log is not None
+        rounds = state.log.look(count)
+        self._note(generations, rounds, marks.laps(), time.perf_counter() - began, stop_ids, max_new_tokens)
+
     def _run(self, state: State, marks: Marks, left: int) -> int:
         """Run rounds until the host must look: `left` tokens are the most that a row may still emit. How many rounds."""
         first = state.log is None or (self.drafter is not None and state.context.round == 0)
@@ -240,12 +244,13 @@ class Engine:
         return count
 
     def _round(self, state: State, marks: Marks) -> None:
+        reads_prompt = self.drafter is not None and state.context.round == 0  # so it has other shapes
         marks()
         with self._compiling(state):
             for part in self._parts:
                 part(state)
                 marks()
-        state.warm += state.context.round != 1  # the first one of a drafter has other shapes
+        state.warm += not reads_prompt
 
     def _replay(self, state: State, marks: Marks) -> None:
         marks()

@@ -106,6 +106,16 @@ def test_drawn_tokens_equal_those_of_the_loop(tiny: Target, drafter: str, rule: 
     same(tiny, rule, DRAFTERS[drafter](tiny).eval(), builder)
 
 
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_rounds_that_can_be_captured_are_counted(tiny: Target, drafter: str | None) -> None:
+    """All of them, but for the one in which a drafter reads the prompt: a capture waits for two."""
+    made = None if drafter is None else DRAFTERS[drafter](tiny).eval()
+    engine = Engine(tiny, Greedy(), made, None if made is None else Chain(2), rounds=1)
+    (done,) = engine.decode(PROMPTS[:1], 12, ignore_eos=True)
+    (state,) = engine.states.values()
+    assert state.warm == len(done.accepted) - (made is not None)
+
+
 @pytest.mark.parametrize("rounds", [1, 3, 8])
 def test_autoregressive_decoding_equals_the_loop(tiny: Target, rounds: int) -> None:
     """However seldom the host looks."""

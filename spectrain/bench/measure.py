@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from ..provenance import provenance
 Work = Callable[[int], Any]
 """One call of what is timed; the number says which of several equal inputs to take, so that no cache holds them."""
 
+Sample = TypeVar("Sample")
 LONGEST_REPLAY = 0.05  # seconds; slow work is launched fewer times a replay
 SAME_MACHINE = ("gpu", "driver", "processor", "torch", "triton", "dtype", "toy")
 
@@ -57,6 +58,7 @@ class Results:
         self.path, self.setting = path, here
         self.rows: dict[str, dict[str, Any]] = {}
         self.attempts: dict[str, int] = {}  # of what was begun and not yet seen to end
+        self.lines: dict[str, float] = {}  # what the rows say about goals, where the report does not find it in them
         if path.exists():
             self._read()
 
@@ -71,15 +73,12 @@ class Results:
             what = ", ".join(f"{key} {theirs.get(key)}, here {self.setting[key]}" for key in unlike)
             raise UserError(f"bench.out={self.path}: it was measured elsewhere ({what}); give another name")
         self.rows, self.attempts, self.setting = rows, found.get("attempts", {}), theirs
+        self.lines = found.get("lines", {})
 
     def has(self, name: str, source: str | None) -> bool:
         """Whether a row is measured, of the same source."""
         row = self.rows.get(name, {"failed": "not measured"})
         return "failed" not in row and row.get("source") == source
-
-    def add(self, name: str, row: dict[str, Any]) -> None:
-        self.rows[name] = row
-        self.write()
 
     def begin(self, name: str) -> int:
         """Note that something risky begins, before it can end the process; how often it had begun and never ended."""
@@ -98,6 +97,7 @@ class Results:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = self.path.with_name(f".{self.path.name}.tmp")
         content = {"setting": self.setting, "rows": self.rows, "attempts": self.attempts}
+        content |= {"lines": self.lines} if self.lines else {}
         unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
         os.replace(unfinished, self.path)
 
@@ -143,12 +143,17 @@ class Replay:
 
 def interleaved(replays: dict[str, Replay], repeats: int) -> dict[str, list[float]]:
     """Seconds a launch, `repeats` samples of each, in an order drawn anew every time."""
-    order, draw = list(replays), random.Random(0)
-    samples: dict[str, list[float]] = {name: [] for name in replays}
+    return shuffled({name: replay.seconds for name, replay in replays.items()}, repeats)
+
+
+def shuffled(works: dict[str, Callable[[], Sample]], repeats: int) -> dict[str, list[Sample]]:
+    """What each gave in `repeats` calls, in an order drawn anew every time."""
+    order, draw = list(works), random.Random(0)
+    samples: dict[str, list[Sample]] = {name: [] for name in works}
     for _ in range(repeats):
         draw.shuffle(order)
         for name in order:
-            samples[name].append(replays[name].seconds())
+            samples[name].append(works[name]())
     return samples
 
 

@@ -14,7 +14,8 @@ from spectrain.kernels import linear_divergence, tree_attention
 
 from ..errors import UserError
 from .correctness import CHECKS, named
-from .kernels import Sizes, digest
+from .kernels import Sizes
+from .steps import digest
 
 GOALS = Path(__file__).parents[1] / "eval" / "results" / "goals.json"
 SIGNS = {"at least": ">=", "above": ">", "at most": "<="}
@@ -136,7 +137,8 @@ def section(evidence: Evidence) -> str:
         ", ".join(f"{name} {setting.get(name)}" for name in ("torch", "triton", "driver")) for setting in evidence.settings
     )
     title = f"## {evidence.gpu}" + (f" ({'; '.join(software)})" if software else "")
-    return "\n\n".join([title, goal_table(evidence), attention_table(evidence), divergence_table(evidence), *notes(evidence)])
+    tables = [part(evidence) for part in (goal_table, attention_table, divergence_table, rounds_table)]
+    return "\n\n".join([title, *tables, *notes(evidence)])
 
 
 def table(titles: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -183,6 +185,28 @@ def divergence_table(evidence: Evidence) -> str:
         cells = [NOT_MEASURED, "", ""] if row is None else [side(row, way) for way in ("fused", "unfused", "unfused_compiled")]
         lines.append([name, *cells])
     return table(["fused loss, rows / vocabulary", "fused", "unfused", "unfused, compiled"], lines)
+
+
+def rounds_table(evidence: Evidence) -> str:
+    """EAGLE-3 rounds of the engine with scripted acceptance, whichever were measured."""
+    titles = [
+        "engine, 8B geometry, random weights",
+        "tau",
+        "tokens/s",
+        "speedup",
+        "model of its parts",
+        "speedup / tau",
+        "roofline",
+    ]
+    lines = []
+    for name in sorted(name for name in evidence.rows if name.startswith("engine/")):
+        row = evidence.measured(name) or {}
+        for script, speedup in row.get("speedup", {}).items():
+            cells = [f"{row['tau'][script]:.2f}", f"{row['tokens_per_second'][script]:.0f}"]
+            cells += [f"{speedup[of]:.2f}x" for of in ("measured", "model")]
+            cells += [f"{row['eta'][script]:.2f}", f"{row['eta_roofline']:.2f}"]
+            lines.append([f"{name.removeprefix('engine/')}, {script}", *cells])
+    return table(titles, lines)
 
 
 def side(row: dict[str, Any], way: str) -> str:

@@ -1,0 +1,65 @@
+"""The engine's greedy answers against those of the loop that asks the device, on one device, in float32."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..acceptance import Greedy
+from ..decode import decode
+from ..drafters.base import Drafter
+from ..drafters.causal import Causal
+from ..drafters.eagle3 import Eagle3
+from ..drafters.hydra import Hydra
+from ..drafters.medusa import Medusa
+from ..drafters.pard import Pard
+from ..engine import Engine
+from ..loading import load_hf, load_tiny
+from ..shapes import Chain, Eagle2, Static, TreeBuilder
+from ..target import Target
+
+PROMPTS = (7, 2, 40)  # tokens
+Family = Callable[[Target], tuple[Drafter | None, TreeBuilder | None]]
+FAMILIES: dict[str, Family] = {
+    "autoregressive": lambda target: (None, None),
+    "eagle3 eagle2": lambda target: (Eagle3(target, vocab_size=1024), Eagle2(4, 16)),
+    "eagle3 chain": lambda target: (Eagle3(target, vocab_size=1024), Chain(3)),
+    "medusa static": lambda target: (Medusa(target, num_heads=3, vocab_size=1024), Static(paths=[[0], [1], [0, 0], [0, 1]])),
+    "hydra eagle2": lambda target: (Hydra(target, num_heads=3, vocab_size=1024), Eagle2(3, 10, 3)),
+    "causal chain": lambda target: (Causal(target, num_layers=2), Chain(3)),
+    "pard chain": lambda target: (Pard(target, num_drafts=4, num_layers=2), Chain(4)),
+}
+"""Drafters that were never trained: some of their drafts are kept, most are not, and both must leave the answer as it is."""
+
+
+def targets(directory: str | None, device: torch.device) -> dict[str, Callable[[], Target]]:
+    """The tiny target, and one from a directory."""
+    place = str(device)
+    found: dict[str, Callable[[], Target]] = {"tiny": partial(load_tiny, "float32", place)}
+    if directory is not None:
+        found["directory"] = partial(load_hf, directory, None, "float32", place)
+    return found
+
+
+def identity_row(load: Callable[[], Target], family: str, new_tokens: int) -> dict[str, Any]:
+    """How many answers differ, of batches of three and of one, decoded again by the same engine, so from what it captured."""
+    torch.manual_seed(0)
+    target = load()
+    drafter, builder = FAMILIES[family](target)
+    if drafter is not None:
+        drafter.prepare(target, torch.ones(target.head.vocab_size))
+        drafter = drafter.to(target.device, target.dtype).eval()
+    prompts = [torch.randint(target.head.vocab_size, (length,)).tolist() for length in PROMPTS]
+    engine = Engine(target, Greedy(), drafter, builder)
+    pairs = []
+    for batch in (prompts, prompts[:1]):
+        expected = decode(target, batch, Greedy(), new_tokens, drafter, builder, ignore_eos=True)
+        for _ in range(2):
+            pairs += list(zip(engine.decode(batch, new_tokens, ignore_eos=True), expected))
+    rounds = [count for found, _ in pairs for count in found.whole_rounds]
+    return {
+        "target": target.name, "backend": engine.backend, "captured": any(state.graphs for state in engine.states.values()),
+        "answers": len(pairs), "tokens": sum(len(found.output) for found, _ in pairs),
+        "differing": sum(found.output != wanted.output for found, wanted in pairs), "tau": sum(rounds) / len(rounds),
+    }  # fmt: skip

@@ -1,0 +1,138 @@
+"""A benchmark as rows that are measured one after another, each written as it comes, the ceilings of the machine first."""
+
+import hashlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+
+from ..errors import UserError
+from .attention import CONSTANTS
+from .measure import Replay, Results, check_alive, reason, setting
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row to measure; `source` is a hash of the code whose change makes an old measurement void."""
+
+    name: str
+    source: str | None
+    measure: Callable[[], dict[str, Any]]
+
+
+def digest(*modules: ModuleType) -> str:
+    """A hash of these modules' files."""
+    found = hashlib.sha256()
+    for module in modules:
+        assert module.__file__ is not None
+        found.update(Path(module.__file__).read_bytes())
+    return found.hexdigest()[:12]
+
+
+class Ceilings(Protocol):
+    """How the machine's limits are measured."""
+
+    copied_bytes: int
+    product_width: int
+    repeats: int
+
+
+class Bench(ABC):
+    """Measure `part` and write each row into `out` as it comes; nothing new is begun after `seconds`."""
+
+    part: Any
+    out: str
+    toy: bool
+    seconds: float
+
+    @property
+    @abstractmethod
+    def sizes(self) -> Any:
+        """What is measured, and how often; it has the fields of `Ceilings`."""
+
+    @abstractmethod
+    def steps(self) -> Iterator[Step]:
+        """Everything that the part asks for, the ceilings first."""
+
+    def lines(self) -> dict[str, float]:
+        """What the rows say about goals that the report does not find by itself."""
+        return {}
+
+    def run(self) -> None:
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        if self.device.type != "cuda" and not self.toy:
+            raise UserError("bench.toy=false: there is no GPU here; bench.toy=true runs every line at small size")
+        self.results = Results(Path(self.out), setting(self.device, self.dtype, self.toy))
+        console, began = Console(soft_wrap=True), time.monotonic()
+        left = [step for step in self.steps() if not self.results.has(step.name, step.source)]
+        while left and time.monotonic() - began < self.seconds:
+            step = left.pop(0)
+            console.print(f"{step.name}: {self.measured(step)}", highlight=False, markup=False)
+        failed = sum("failed" in row for row in self.results.rows.values())
+        count = f"{len(self.results.rows)} rows are in {self.out}, {failed} of them failed"
+        console.print(f"{count}; {len(left)} are left: run it again" if left else f"{count}; none is left")
+
+    def measured(self, step: Step) -> str:
+        """Measure one row, failed or not, and write it; a line about it."""
+        try:
+            row = step.measure()
+        except Exception as error:
+            check_alive(self.device)
+            row = {"failed": reason(error)}
+        self.results.rows[step.name] = {"source": step.source, **row}
+        self.results.lines = self.lines()
+        self.results.write()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return summary(row)
+
+    def ceilings(self) -> Iterator[Step]:
+        yield Step("ceilings/copy", None, self.copy_rate)
+        yield Step("ceilings/product", None, self.product_rate)
+
+    def rates(self) -> dict[str, float]:
+        """The ceilings; where one could not be measured, an H200's."""
+        rows = self.results.rows
+        found = {"bytes_per_second": rows["ceilings/copy"], "flops_per_second": rows["ceilings/product"]}
+        return {name: row.get(name, CONSTANTS[name]) for name, row in found.items()}
+
+    def copy_rate(self) -> dict[str, Any]:
+        """Bytes a second, read and written, of a large copy."""
+        source = torch.ones(self.sizes.copied_bytes // 4, device=self.device)
+        target = torch.empty_like(source)
+        seconds = self.times(lambda i: target.copy_(source))
+        return {"bytes_per_second": 2 * source.nbytes / median(seconds), "bytes": 2 * source.nbytes}
+
+    def product_rate(self) -> dict[str, Any]:
+        """Operations a second of a large product of random matrices: of zeros it would be a seventh faster (H200)."""
+        width = self.sizes.product_width
+        left, right = (torch.randn(width, width, device=self.device).to(self.dtype) for _ in range(2))
+        out = torch.empty_like(left)
+        seconds = self.times(lambda i: torch.mm(left, right, out=out))
+        return {"flops_per_second": 2 * width**3 / median(seconds), "width": width}
+
+    def times(self, work: Callable[[int], Any]) -> list[float]:
+        replay = Replay(work, self.device, launches=4)
+        return [replay.seconds() for _ in range(self.sizes.repeats)]
+
+
+def summary(row: dict[str, Any]) -> str:
+    """What the console shows of a row."""
+    if "failed" in row:
+        return f"failed, {row['failed']}"
+    if "us" in row:
+        times = ", ".join(f"{name} {spread['median']:.1f}" for name, spread in row["us"].items())
+        without = f"; not run: {', '.join(row['not_run'])}" if row["not_run"] else ""
+        return f"{times} us{without}"
+    if "within" in row:
+        error = "NaN" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
+        return f"{'ok' if row['within'] else 'WRONG'}, {error}, by the {'kernel' if row['by_kernel'] else 'reference'}"
+    return ", ".join(f"{name} {value:.3g}" for name, value in row.items() if isinstance(value, int | float))

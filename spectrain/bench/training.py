@@ -1,0 +1,115 @@
+"""A drafter's training step without its target: EAGLE-3's unrolled loss and gradients on random features.
+
+Shapes: B conversations, T tokens, D width, V draft vocabulary.
+A twin computes the same loss from whole matrices of log-probabilities: how much faster the drafter's own is, fusion gains.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..drafters.eagle3 import Eagle3
+from ..features import Batch, Features
+from ..target import Target
+from .divergence import peak_memory
+from .measure import Replay, check_alive, interleaved, paired_ratio, reason, spread
+from .models import Model, random_drafter, random_target
+
+
+def random_batch(target: Target, drafter: Eagle3, conversations: int, length: int) -> Batch:
+    """Conversations whose every token is supervised, with features of any values."""
+    device = target.device
+    tokens = torch.randint(target.head.vocab_size, (conversations, length), device=device)
+    shape = (conversations, length, len(drafter.layers), target.width)
+    features = Features(tokens, drafter.layers, torch.randn(shape, device=device, dtype=target.dtype))
+    return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), features)
+
+
+def whole_loss(drafter: Eagle3, batch: Batch) -> Tensor:
+    """EAGLE-3's loss where every token is supervised: the sum over steps i of step_decay^i KL(p || q), in draft tokens.
+
+    p is the target's distribution among the draft vocabulary; where its first choice lies outside, nothing is learnt.
+    """
+    assert batch.features is not None
+    length = batch.tokens.shape[1]
+    with torch.no_grad():
+        logits = drafter.head.logits(batch.features.at("final"))
+        log_p, inside = logits[..., drafter.draft_ids].log_softmax(-1), drafter.t2d[logits.argmax(-1)]
+    hidden = drafter.fc(batch.features.fused(drafter.fused).to(drafter.fc.weight.dtype))
+    total = hidden.new_zeros((), dtype=torch.float32)
+    keys: list[Tensor] = []
+    values: list[Tensor] = []
+    positions = torch.arange(length, device=hidden.device)[None]
+    eye = torch.eye(length, dtype=torch.bool, device=hidden.device)
+    for step in range(min(drafter.ttt_steps, length - 2)):
+        embedded = drafter._embed(batch.tokens.roll(-1 - step, dims=1))
+        x = torch.cat([drafter.input_layernorm(embedded), drafter.hidden_norm(hidden)], dim=-1)
+        q, k, v = drafter.self_attn.project(x, drafter.rotary(x, positions + step))
+        keys, values = [*keys, k], [*values, v]
+        mask = torch.cat([torch.ones_like(eye).tril(), *[eye] * step], dim=1) if step else None
+        hidden = drafter._feed_forward(hidden + drafter.self_attn.masked(q, torch.cat(keys, 2), torch.cat(values, 2), mask))
+        told = slice(step + 1, length - 1)  # index t answers for token t + 2 + step, and its target's state is at t + 1 + step
+        log_q = drafter.lm_head(drafter.norm(hidden[:, : length - 2 - step])).float().log_softmax(-1)
+        losses = F.kl_div(log_q, log_p[:, told], reduction="none", log_target=True).sum(-1)
+        total = total + drafter.step_decay**step * torch.where(inside[:, told], losses, 0.0).sum()
+    return total
+
+
+def precision(device: torch.device) -> AbstractContextManager[Any]:
+    """As the trainer computes: on a GPU in bfloat16 where that is safe, from weights in float32."""
+    return torch.autocast("cuda", torch.bfloat16) if device.type == "cuda" else nullcontext()
+
+
+def losses(drafter: Eagle3, target: Target, batch: Batch) -> dict[str, Callable[[], Tensor]]:
+    return {"drafter": lambda: drafter.loss(batch, target).total, "unfused": lambda: whole_loss(drafter, batch)}
+
+
+def gradients(loss: Callable[[], Tensor], drafter: Eagle3, number: int = 0) -> None:
+    """The step that is timed, whatever its number."""
+    with precision(drafter.fc.weight.device):
+        found = loss()
+    torch.autograd.grad(found, list(drafter.parameters()))
+
+
+def training_row(
+    model: Model, conversations: int, length: int, repeats: int, rate: float, dtype: torch.dtype, device: torch.device
+) -> dict[str, Any]:
+    """Times, interleaved, and peaks of the drafter's own loss and of the twin, and the share of a large product's rate."""
+    target = random_target(replace(model, layers=3), device, dtype)  # as few as give three features
+    drafter = random_drafter(target, model, torch.float32)
+    batch = random_batch(target, drafter, conversations, length)
+    ways = losses(drafter, target, batch)
+    with FlopCounterMode(display=False) as counter:
+        gradients(ways["unfused"], drafter)
+    replays: dict[str, Replay] = {}
+    peaks: dict[str, int | None] = {}
+    failed: dict[str, str] = {}
+    for name, loss in ways.items():
+        try:
+            peaks[name] = peak_memory(partial(gradients, loss, drafter), device)
+            replays[name] = Replay(partial(gradients, loss, drafter), device, launches=1, graph=False)
+        except Exception as error:
+            failed[name] = reason(error)
+            check_alive(device)
+    samples = interleaved(replays, repeats)
+    tokens, flops = batch.tokens.numel(), counter.get_total_flops()
+    row: dict[str, Any] = {
+        "conversations": conversations, "length": length, "ttt_steps": drafter.ttt_steps, "flops": flops, "not_run": failed,
+        "us": {name: spread(seconds) for name, seconds in samples.items()}, "peak_bytes": peaks, "repeats": repeats,
+    }  # fmt: skip
+    if failed:
+        return {**row, "failed": "; ".join(failed.values())}
+    seconds = {name: us["median"] / 1e6 for name, us in row["us"].items()}
+    row["tokens_per_second"] = {name: tokens / time for name, time in seconds.items()}
+    row["flops_per_second"] = {name: flops / time for name, time in seconds.items()}
+    row["share_of_product_rate"] = flops / seconds["drafter"] / rate
+    row["time_ratio"] = paired_ratio(samples["unfused"], samples["drafter"])
+    row["memory_ratio"] = peaks["drafter"] / peaks["unfused"] if peaks["drafter"] and peaks["unfused"] else None
+    return row

@@ -1,0 +1,327 @@
+"""Measuring the engine: a toy run writes every row, scripted acceptance is exact, and ratios follow from the times."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.acceptance import Greedy
+from spectrain.bench import rounds
+from spectrain.bench.engine import TOY, EngineBench, Sizes
+from spectrain.bench.identity import FAMILIES
+from spectrain.bench.models import Model, random_drafter, random_target
+from spectrain.bench.report import GOALS, gather, markdown, values
+from spectrain.bench.rounds import Course, Forced, Given, Place, Sample, engine_maker, evenly, given_paths, given_tree, set_out
+from spectrain.bench.speedup import AR, Parts, Roofline, gains, lines
+from spectrain.bench.training import gradients, losses, random_batch
+from spectrain.cli import main
+from spectrain.decode import prefill, propose
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.engine import Engine
+from spectrain.shapes import Chain, Eagle2, TreeBuilder
+from spectrain.target import Target
+
+CPU = torch.device("cpu")
+SETTING = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "570", "toy": False, "date": "2026-01-01"}
+
+
+@cache
+def toy() -> tuple[Target, Eagle3]:
+    target = random_target(TOY.model, CPU, torch.float32)
+    return target, random_drafter(target, TOY.model, torch.float32)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a whole toy run."""
+    path = tmp_path_factory.mktemp("bench") / "engine.json"
+    EngineBench(out=str(path), toy=True).run()
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text()))
+
+
+def all_names() -> set[str]:
+    names = {"ceilings/copy", "ceilings/product", *(f"identity/tiny/{family}" for family in FAMILIES)}
+    names |= {f"counts/{name}" for name in (AR, f"N={TOY.nodes[-1]}", *TOY.trees())}
+    for batch, prefix in TOY.cells():
+        names |= {f"engine/B={batch} prefix={prefix}/{row}" for row in ("verify", *TOY.trees())}
+    conversations, length = TOY.conversations
+    names |= {f"engine/B={batch} prefix={TOY.prefixes[0]}/eager" for batch in TOY.batches}
+    return names | {f"training/eagle3 B={conversations} T={length}"}
+
+
+def test_toy_run_writes_every_row(written: Path) -> None:
+    """Counts, answers, verification, rounds with and without compilation, training; none failed, and all answers are right."""
+    content = read(written)
+    assert set(content["rows"]) == all_names()
+    assert not [row for row in content["rows"].values() if "failed" in row]
+    identical = [row for name, row in content["rows"].items() if name.startswith("identity/")]
+    assert all(row["differing"] == 0 and row["tokens"] == row["answers"] * TOY.new_tokens for row in identical)
+    assert "lines" not in content  # no goal is about toys
+
+
+def test_rows_hold_what_is_derived_from_them(written: Path) -> None:
+    """Parts add up to rounds, tau is the scripted one, and speedups, efficiencies and shares follow."""
+    rows = read(written)["rows"]
+    for batch, prefix in TOY.cells():
+        title = f"engine/B={batch} prefix={prefix}"
+        verify = rows[f"{title}/verify"]
+        names = {f"N={nodes}" for nodes in TOY.nodes}
+        assert set(verify["v"]) == set(verify["v_floor"]) == names and set(verify["us"]) == {AR, *names}
+        assert verify["share_of_floor"] == pytest.approx(verify["floor_us"] / verify["us"][AR]["median"])
+        for tree, builder in TOY.trees().items():
+            row = rows[f"{title}/{tree}"]
+            oracle = row["tau"]["oracle"]  # less than the depth allows where a dynamic tree was not that deep
+            assert row["tau"] == {AR: 1, "tau=2": 2, "oracle": oracle} and 2 < oracle <= builder.depth + 1
+            assert not builder.is_chain or oracle == builder.depth + 1
+            assert row["gamma"] == builder.depth and row["tree"]["budget"] == builder.budget
+            assert set(row["parts_us"]["oracle"]) == {"draft", "verify", "accept", "outside"}
+            for name, speedup in row["speedup"].items():
+                modelled = row["tau"][name] / (row["c"] * row["gamma"] + row["v"] + row["h"])
+                assert speedup["model"] == pytest.approx(modelled)
+                assert row["eta"][name] == pytest.approx(speedup["measured"] / row["tau"][name])
+                assert row["share_of_roofline"][name] == pytest.approx(row["eta"][name] / row["eta_roofline"])
+            assert row["host_synchronisations"] is None or torch.cuda.is_available()
+
+
+def test_another_run_measures_nothing_again(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row that is there is skipped; one that is gone is measured."""
+    content = read(written)
+    monkeypatch.setattr(EngineBench, "measured", lambda self, step: pytest.fail(f"{step.name} is there"))
+    EngineBench(out=str(written), toy=True).run()
+    assert read(written) == content
+
+
+@pytest.mark.parametrize(("part", "starts"), [("single", "engine/B=1 "), ("batched", "engine/B=2 "), ("counts", "counts/")])
+def test_a_part_brings_its_ceilings(part: Any, starts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part is measured alone, after the ceilings; what has a line comes before what has none."""
+    ran: list[str] = []
+    monkeypatch.setattr(EngineBench, "measured", lambda self, step: ran.append(step.name) or "")
+    EngineBench(part, str(tmp_path / "engine.json"), toy=True).run()
+    assert set(ran[2:]) == {name for name in all_names() if name.startswith(starts)}
+    wanted = [name in TOY.first() for name in ran if name.split("/")[-1] in TOY.trees()]
+    assert wanted == sorted(wanted, reverse=True)
+
+
+def course(drafter: Drafter | None, builder: TreeBuilder | None, batch: int = 2, prefix: int = 50) -> Course:
+    place = Place(toy()[0], batch, prefix, 40)
+    return Course(engine_maker(place, 2, drafter, builder)(Engine, None), place)
+
+
+@pytest.mark.parametrize(("name", "most"), [("given", 4), ("chain", 4), ("eagle2", 5)])
+@torch.inference_mode()
+def test_scripts_are_kept_to(name: str, most: int) -> None:
+    """Round for round each row emits what the script says, a mean that is no whole number included."""
+    given = given_tree(9, 3)
+    drafter = Given(given, CPU) if name == "given" else toy()[1]
+    builders = {"given": given, "chain": Chain(3), "eagle2": Eagle2(4, 12)}
+    made = course(drafter, builders[name])
+    for tau in (1.0, 2.0, 2.5, float(most)):
+        made.reset(tau)
+        assert made._look(looks=3).accepted == evenly(tau, 6)
+        assert (made.state.context.cache.lengths == 50 + sum(evenly(tau, 6))).all()
+        assert made.sample(tau).tau == tau
+
+
+@torch.inference_mode()
+def test_forced_verdicts_lie_on_the_first_path() -> None:
+    """The root, then each time the first child; the bonus is the best token after the last; no more than the tree has."""
+    target, drafter = toy()
+    rule = Forced(100, CPU)
+    rows = torch.arange(2)
+    context = prefill(target, [[5, 6, 7], [8]], Greedy(), 30, drafter.layers, Eagle2(3, 9, 3), rows, 9)
+    tree = propose(context, drafter, Eagle2(3, 9, 3))
+    logits = torch.randn(2, 9, TOY.model.vocab)
+    path = [[0], [0]]
+    for row in range(2):
+        while children := [node for node, parent in enumerate(tree.parents[row].tolist()) if parent == path[row][-1]]:
+            path[row].append(min(children))
+    for length in (1, 2, 3, 9):
+        rule.script(0, [length] * 10)
+        found = rule(tree, logits, rows, context.cache.lengths[:, None] + tree.depths + 1)
+        for row, nodes in enumerate(path):
+            kept = nodes[:length]
+            assert found.counts[row] == len(kept) and found.path[row, : len(kept)].tolist() == kept
+            assert found.bonus[row] == logits[row, kept[-1]].argmax()
+
+
+def test_given_trees_have_their_size() -> None:
+    """So many nodes, as deep as told, each behind its parent and its earlier sibling; Static agrees."""
+    for nodes in (2, 5, 9, 64):
+        paths = given_paths(nodes, 5)
+        assert len(paths) == nodes - 1 and max(map(len, paths)) == min(5, nodes - 1)
+        builder = given_tree(nodes, 5)
+        tree = Given(builder, CPU).propose(SimpleNamespace(root=torch.tensor([7, 8])), builder)  # type: ignore[arg-type]
+        tree.check()
+        assert tree.tokens.shape == (2, nodes) and int(tree.depths.max()) == builder.depth == min(5, nodes - 1)
+        assert tree.tokens[:, 0].tolist() == [7, 8] and builder.budget == nodes
+
+
+@torch.inference_mode()
+def test_parts_alone_leave_the_round_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are run or replayed as often as told; rounds go on as before."""
+    made = course(toy()[1], Chain(2))
+    for part in (0, 1, 2):
+        assert made.alone(part, launches=3) > 0
+    assert made.sample(2.0).tau == 2
+    replayed: list[int] = []
+    made.state.graphs = [SimpleNamespace(replay=lambda part=part: replayed.append(part)) for part in range(3)]
+    made.alone(1, launches=3)
+    assert replayed == [1, 1, 1]
+
+
+@torch.inference_mode()
+def test_waiting_inside_a_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an error mode raises is the answer, and the mode is left; without an error there is none."""
+    made, modes = course(None, None), []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    assert made.synchronisations() is None
+    monkeypatch.setattr(made.engine, "_round", lambda *arguments: 1 / 0)
+    assert str(made.synchronisations()).startswith("ZeroDivisionError")
+    assert modes == ["error", "default"] * 2
+
+
+@torch.inference_mode()
+def test_what_cannot_be_compiled_or_captured_runs_without() -> None:
+    """Compiled and captured, then captured only, then neither, each failure noted; where nothing runs, it is an error."""
+    place = Place(toy()[0], 1, 20, 40)
+    make = engine_maker(place, 2)
+
+    def failing(*broken: tuple[type[Engine], str | None]) -> Any:
+        return lambda kind, backend: 1 / 0 if (kind, backend) in broken else make(kind, backend)
+
+    notes: dict[str, str] = {}
+    assert type(set_out(failing(rounds.WAYS[0]), place, notes).engine) is Engine
+    assert notes == {"not compiled": "ZeroDivisionError: division by zero"}
+    assert type(set_out(failing(*rounds.WAYS[:2]), place, notes).engine) is rounds.Ungraphed
+    assert set(notes) == {"not compiled", "not captured"}
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        set_out(failing(*rounds.WAYS), place, notes)
+
+
+def test_speedup_is_tau_over_the_parts() -> None:
+    """S = tau / (c gamma + v + h), by hand: 4 / (5 * 0.05 + 1.2 + 0.15)."""
+    parts = Parts(autoregressive=0.004, draft=0.001, verify=0.0048, accept=0.0004, outside=0.0002, steps=5)
+    assert (parts.c, parts.v, parts.h) == (pytest.approx(0.05), pytest.approx(1.2), pytest.approx(0.15))
+    assert parts.speedup(4) == pytest.approx(4 / 1.6)
+    samples = {AR: [Sample(0.004, {}, 1.0)] * 2, "tau=4": [Sample(0.0064, {}, 4.0), Sample(0.008, {}, 4.0)]}
+    row = gains(samples, parts, ["tau=4"], best=0.8)
+    assert row["speedup"]["tau=4"] == {"measured": pytest.approx(2.25), "model": pytest.approx(2.5)}
+    assert row["eta"]["tau=4"] == pytest.approx(2.25 / 4) and row["share_of_roofline"]["tau=4"] == pytest.approx(2.25 / 3.2)
+
+
+def test_roofline_of_llama_8b_on_an_h200() -> None:
+    """Floors worked out by hand: 15.01 GB of weights at 4.3 TB/s, and 790 TFLOP/s where many nodes are run."""
+    best = Roofline(Model(), 4.3e12, 790e12)
+    assert best.verify(1, 1024, 1) * 1e3 == pytest.approx(3.52, abs=0.005)
+    assert best.verify(8, 32768, 1) * 1e3 == pytest.approx(11.48, abs=0.005)
+    assert best.verify(8, 1024, 64) / best.verify(8, 1024, 1) == pytest.approx(2.70, abs=0.01)
+    assert best.draft(1, 0, 7) * 1e3 == pytest.approx(1.24, abs=0.005)
+    assert [best.efficiency(1, 1024, 64, depth) for depth in (1, 3, 5, 7)] == pytest.approx([0.95, 0.87, 0.80, 0.74], abs=0.007)
+
+
+def test_roofline_counts_the_weights_that_are_there() -> None:
+    """All matrices but the embedding, and of the drafter its layer and head."""
+    model = replace(TOY.model, inner=48)
+    target = random_target(model, CPU, torch.float32)
+    drafter, best = random_drafter(target, model, torch.float32), Roofline(model, 1.0, 1.0)
+    read = sum(weight.numel() for weight in target.parameters() if weight.dim() > 1)
+    assert model.layers * best.layer + model.vocab * model.width == read - target.head.embedding.weight.numel()
+    layer = sum(w.numel() for part in (drafter.self_attn, drafter.mlp) for w in part.parameters())
+    assert best.drafter_layer == layer
+
+
+def whole_rows() -> dict[str, Any]:
+    """Every row that a line needs, written by hand."""
+    speedup = {
+        "speedup": {"tau=2": {"measured": 1.5, "model": 1.6}},
+        "share_of_roofline": {"tau=2": 0.9},
+        "tau": {"tau=2": 2.0},
+    }
+    rest = {"tokens_per_second": {"tau=2": 400.0}, "eta": {"tau=2": 0.75}, "eta_roofline": 0.83, "host_synchronisations": 0}
+    rows: dict[str, Any] = {name: {**speedup, **rest} for name in Sizes().first()}
+    rows["engine/B=1 prefix=1024/verify"] = {
+        "share_of_floor": 0.85, "tokens_per_second": {AR: 240.0}, "v": {"N=64": 1.1}, "host_synchronisations": 0,
+    }  # fmt: skip
+    rows["identity/tiny/eagle3"] = {"differing": 0}
+    rates = {"tokens_per_second": {"drafter": 26000.0}, "share_of_product_rate": 0.6}
+    rows["training/eagle3 B=4 T=2048"] = {**rates, "time_ratio": 0.9, "memory_ratio": 0.5}
+    return rows
+
+
+def test_lines_fill_every_goal(tmp_path: Path) -> None:
+    """Each goal of the engine and of training has its line, which the report prints and judges."""
+    rows = whole_rows()
+    found = lines(rows, Sizes().first())
+    assert set(found) == {
+        one["name"] for one in json.loads(GOALS.read_text()) if one["name"].startswith(("engine", "training"))
+    }
+    assert found["engine: measured speedup away from the model of its parts"] == pytest.approx(1 - 1.5 / 1.6)
+    assert found["engine: speedup over acceptance length, as a share of the roofline's"] == 0.9
+    (tmp_path / "engine.json").write_text(json.dumps({"setting": SETTING, "rows": rows, "lines": found}))
+    (evidence,) = gather(tmp_path)
+    assert all(values(evidence)[name] == value for name, value in found.items())
+    printed = markdown(tmp_path)
+    assert "| engine: host synchronisations a round | <= 0 | 0 | met |" in printed
+    assert "| B=1 prefix=1024/chain N=4, tau=2 | 2.00 | 400 | 1.50x | 1.60x | 0.75 | 0.83 |" in printed
+
+
+def test_lines_over_all_rows_need_them_all() -> None:
+    """Where one is missing or failed, or the waits are unknown, they are not measured."""
+    name, least = Sizes().first()[-1], "engine: speedup over acceptance length, as a share of the roofline's"
+    waits = "engine: host synchronisations a round"
+    for change in ({}, {name: {"failed": "out of memory"}}, {name: {**whole_rows()[name], "host_synchronisations": None}}):
+        found = lines({**whole_rows(), **change}, Sizes().first())
+        assert (least in found) == ("failed" not in change.get(name, {}))
+        assert (waits in found) == (not change)
+    assert lines({}, Sizes().first()) == {}
+
+
+def test_the_twin_computes_the_drafters_loss() -> None:
+    """Loss and gradients of whole matrices equal the drafter's own."""
+    target = random_target(replace(TOY.model, layers=3), CPU, torch.float32)
+    drafter = random_drafter(target, TOY.model, torch.float32)
+    ways = losses(drafter, target, random_batch(target, drafter, 2, 14))
+    found = {name: torch.autograd.grad(loss(), list(drafter.parameters())) for name, loss in ways.items()}
+    torch.testing.assert_close(ways["drafter"](), ways["unfused"]())
+    for ours, theirs in zip(*found.values()):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    gradients(ways["drafter"], drafter)
+
+
+def test_command_takes_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bench.part, bench.out and bench.toy reach it."""
+    path = tmp_path / "found.json"
+    words = ["spectrain", "bench", "engine", "bench.part=counts", f"bench.out={path}", "bench.toy=true"]
+    monkeypatch.setattr(sys, "argv", words)
+    main()
+    assert {name.split("/")[0] for name in read(path)["rows"]} == {"ceilings", "counts"}
+
+
+def test_gpu_check_runs_without_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script measures the engine at toy size where torch, transformers and peft are all that can be imported."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    missing = ("hydra", "omegaconf", "pydantic", "datasets", "gguf", "wandb")
+    (hidden / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({missing}))\n")
+    root = Path(rounds.__file__).parents[2]
+    for key, value in {"PYTHONPATH": f"{hidden}:{root}", "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}.items():
+        monkeypatch.setenv(key, value)
+    script = ["bash", str(root / "scripts" / "gpu_check.sh")]
+    ran = subprocess.run([*script, "engine", "counts", "toy"], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert len(read(tmp_path / "out" / "engine-toy.json")["rows"]) == 2 + 2 + len(TOY.trees())
+    assert "not measured" in (tmp_path / "out" / "report.md").read_text()
+    for words in (["engine"], ["families"]):
+        assert subprocess.run([*script, *words], capture_output=True, check=False).returncode == 2
