@@ -125,7 +125,7 @@ def test_autoregressive_decoding_equals_the_loop(tiny: Target, rounds: int) -> N
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("drafter", "builder", "models"),
-    [(None, None, 1), ("eagle3", "eagle2", 1), ("hydra++", "chain", 1), ("causal", "chain", 3)],
+    [(None, None, 1), ("eagle3", "eagle2", 1), ("medusa", "static", 1), ("hydra++", "chain", 1), ("causal", "chain", 3)],
 )
 def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None, models: int, backend: str) -> None:
     """All layers of a model that run the same shape share one compilation, and nothing that is compiled is cut in two."""

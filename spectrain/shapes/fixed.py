@@ -6,7 +6,6 @@ A shape is a list of paths: (0, 2) is the third choice below the first choice be
 from __future__ import annotations
 
 import heapq
-from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -48,6 +47,7 @@ class Static(TreeBuilder):
         self._check(depth=(depth, 1), budget=(budget, 2))
         self.drafted = budget
         self.paths: list[Path] = []
+        self.levels: dict[tuple[int, int, torch.device], list[Level]] = {}  # by vocabulary, depth and device
         if paths is not None:
             self._use([tuple(path) for path in paths])
         self.needs = () if self.paths else ("hits",)
@@ -65,6 +65,7 @@ class Static(TreeBuilder):
                 )
         self.paths = sorted(known - {()}, key=lambda path: (len(path), path))
         self.depth = max((len(path) for path in self.paths), default=1)
+        self.levels = {}
         self.budget = len(self.paths) + 1
         self.drafted = len({path[:-1] for path in self.paths}) - 1
 
@@ -95,7 +96,10 @@ class Static(TreeBuilder):
         draft = Draft(self, context, rollout)
         batch, device = context.root.shape[0], context.root.device
         keep = [torch.zeros(1, dtype=torch.int64, device=device)]
-        for width, nodes, inner in _levels(tuple(self.paths), draft.log_q.shape[-1], self.reach(rollout), device):
+        where = draft.log_q.shape[-1], self.reach(rollout), device
+        if where not in self.levels:  # made in a round that no graph and no compiler sees: it copies from the host
+            self.levels[where] = _levels(self.paths, *where)
+        for width, nodes, inner in self.levels[where]:
             draft.branch(width)
             keep.append(draft.newest + nodes)
             if len(inner):
@@ -198,15 +202,12 @@ def sequoia_paths(chances: list[float], nodes: int, levels: int) -> list[Path]:
     return paths
 
 
-@cache
-def _levels(
-    paths: tuple[Path, ...], vocab_size: int, depth: int, device: torch.device
-) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """By level: children drawn a frontier node, which of them are in the tree, and which of these have children.
+Level = tuple[int, torch.Tensor, torch.Tensor]
+"""Children drawn a frontier node, which of them are in the tree, and which of these have children."""
 
-    Choices beyond a small vocabulary or the drafter's reach are left out, with what is below them. Kept on the device, for a
-    CUDA graph copies nothing from the host.
-    """
+
+def _levels(paths: list[Path], vocab_size: int, depth: int, device: torch.device) -> list[Level]:
+    """By level; choices beyond a small vocabulary or the drafter's reach are left out, with what is below them."""
     possible = [path for path in paths if max(path) < vocab_size and len(path) <= depth]
     levels = []
     frontier: list[Path] = [()]
