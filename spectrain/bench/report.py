@@ -131,6 +131,11 @@ def markdown(folder: Path) -> str:
     return "\n\n".join(section(evidence) for evidence in gather(folder) or [Evidence("no GPU yet")])
 
 
+def against_goals(folder: Path) -> str:
+    """The first table of every section, which the README holds."""
+    return "\n\n".join(goal_table(evidence) for evidence in gather(folder) or [Evidence("no GPU yet")])
+
+
 def section(evidence: Evidence) -> str:
     """What one GPU showed, under its name and the software it ran with."""
     software = dict.fromkeys(

@@ -9,7 +9,7 @@ import pytest
 
 from spectrain.bench.correctness import CHECKS, named
 from spectrain.bench.kernels import Sizes
-from spectrain.bench.report import GOALS, Evidence, gather, markdown, meets, values
+from spectrain.bench.report import GOALS, Evidence, against_goals, gather, markdown, meets, values
 from spectrain.cli import main
 
 SETTING = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "570", "toy": False, "date": "2026-01-01"}
@@ -160,3 +160,10 @@ def test_command_prints_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
         with pytest.raises(SystemExit) as stopped:
             main()
         assert stopped.value.code == 2 and str(folder) in capsys.readouterr().err
+
+
+def test_the_readme_holds_what_was_measured() -> None:
+    """Its table is the one that `spectrain bench report` prints of the committed results, goals without data included."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    shown = text.split("<!-- goals -->\n")[1].split("\n<!-- /goals -->")[0]
+    assert shown == against_goals(GOALS.parent)
