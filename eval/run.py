@@ -216,7 +216,7 @@ class Evaluation:
             summary["online"] = {**online.summary(), "curves": curves}
             plot(folder / "online.svg", curves, self.online_every)
         self._judge_target(target, drafter, turns["drafter"], None if original is None else original(), folder, summary)
-        summary["setting"] = {**setting, **self._setting(rule, summary["tree"])}
+        summary["setting"] = {**setting, **self._setting(rule, summary["tree"]), "engine": summary["engine"]}
         summary["setting"]["drafter"] = {**setting.get("drafter", {}), **drafter.settings()}
         write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         write_whole(folder / "samples.jsonl", "".join(json.dumps(sample(turn)) + "\n" for turn in turns["drafter"]))
@@ -233,7 +233,11 @@ class Evaluation:
         why = decoder.why_eager(first)
         if self.engine == "captured" and why is not None:
             raise UserError(f"eval.engine=captured: {why}; use eval.engine=eager")
-        return decoder if why is None else Decoder(target, free)
+        if why is None:
+            return decoder
+        if decoder.wanted:
+            Console(stderr=True).print(f"decoded by the loop, and so is what it is compared with: {why}")
+        return Decoder(target, free)
 
     def _summary(
         self,
@@ -309,7 +313,6 @@ class Evaluation:
             "rule": rule.name,
             "tree": tree,
             "guard": self.guard,
-            "engine": self.engine,
             "threads": torch.get_num_threads(),
         }
 

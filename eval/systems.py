@@ -45,7 +45,10 @@ class Decoder:
             if name not in self.engines:
                 parts = (self.rule,) if system is None else (system.rule, system.drafter, system.builder)
                 self.engines[name] = Engine(self.target, *parts)
-            return self.engines[name].decode(prompts, limit, rows)
+            engine = self.engines[name]
+            if not engine.is_ready(prompts, limit):  # compile and capture outside of what is measured
+                engine.decode(prompts, limit, rows, ignore_eos=True)
+            return engine.decode(prompts, limit, rows)
         if system is None:
             return decode(self.target, prompts, self.rule, limit, rows=rows)
         how = (system.rule, limit, system.drafter, system.builder, rows, system.guard)
@@ -56,10 +59,10 @@ class Decoder:
         if not self.wanted:
             return "not asked for"
         if system is None:
-            return why_not(self.rule, None, None)
+            return why_not(self.target, self.rule, None, None)
         if system.guard is not None or system.pruning is not None:
             return f"eval.{'guard' if system.guard is not None else 'prune_layer'} decides on the host"
-        return why_not(system.rule, system.drafter, system.builder)
+        return why_not(self.target, system.rule, system.drafter, system.builder)
 
 
 def describe(builder: TreeBuilder) -> str:

@@ -25,8 +25,9 @@ known_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
 class TreeCache(Cache):
     """Keys and values of `num_layers` layers for `batch_size` rows of at most `max_length` tokens, tree nodes included.
 
-    The host knows `longest` exactly, for which a commit asks the device; or, with a `bound` that no row may pass, it knows
-    the bound only. Then nothing is ever asked, tensors stay where they are, and a CUDA graph may replay what was done.
+    The host knows `longest` exactly, for which a commit asks the device; or, with a `bound` that no row that is still decoded
+    passes, it knows the bound only. Then nothing is ever asked, tensors stay where they are, and a CUDA graph may replay
+    what was done.
     """
 
     def __init__(
@@ -43,14 +44,16 @@ class TreeCache(Cache):
         self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
         super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
 
-    def renewed(self, batch_size: int, max_length: int, bound: int | None) -> bool:
-        """Empty the cache, where it is of this size and bounded, so that what replays it finds it in its place."""
-        if bound is None or (len(self.lengths), self.max_length, self.bound) != (batch_size, max_length, bound):
-            return False
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TreeCache":
+        """An empty one: a copied drafter decodes for itself."""
+        return TreeCache(len(self.layers), len(self.lengths), self.max_length, self.lengths.device, self.bound)
+
+    def empty(self) -> None:
+        """Forget every token, in place, so that what replays it finds it there."""
         self.lengths.zero_()
+        self.longest = self.bound or 0
         self.forget()
         self.is_empty = True
-        return True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """What a layer of `transformers` calls; attention itself appends, so keys and values pass unchanged."""

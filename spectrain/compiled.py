@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,13 @@ def running(cache: TreeCache | None, visibility: Visibility | None, layers: Iter
         _running.pop()
 
 
+def passed(layer: int) -> None:
+    """Say that a layer attends by itself, uncompiled, so that the compiled ones behind it are not taken for it."""
+    if _running:
+        following = next(_running[-1].layers)
+        assert following == layer, f"layer {layer} runs where layer {following} was to run"
+
+
 @torch.library.custom_op("spectrain::attend_layer", mutates_args=())
 def attend_layer(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
     """Append the next layer's keys and values and attend, [B, N, H, D]."""
@@ -79,9 +87,11 @@ def _attend_behind(
     held = known_caches[number]
     before = held.lengths, held.pending
     held.lengths, held.pending = lengths, pending
-    seen = Visibility(lengths, held.reach(q.shape[2]), visible, lengths[:, None], None, held.bound is None)
-    attended = held.attend(layer, q, k, v, seen, scale)
-    held.lengths, held.pending = before
+    try:
+        seen = Visibility(lengths, held.reach(q.shape[2]), visible, lengths[:, None], None, held.bound is None)
+        attended = held.attend(layer, q, k, v, seen, scale)
+    finally:
+        held.lengths, held.pending = before
     return attended.transpose(1, 2).contiguous()
 
 
@@ -99,10 +109,11 @@ def _compile(backend: str) -> Any:
     return torch.compile(run, backend=backend, dynamic=False)
 
 
-@cache
 def compiled_call(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """The same function compiled, for calls of fixed shapes."""
-    return torch.compile(function, backend=backend, dynamic=False)
+    """The same function compiled, for calls of fixed shapes; with code of its own, so that its compilations count apart."""
+    assert isinstance(function, FunctionType)
+    mine = FunctionType(function.__code__.replace(), function.__globals__)
+    return torch.compile(mine, backend=backend, dynamic=False)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What a round of the engine costs in launches and memory, counted without a GPU and without running anything.
 
-The round runs on tensors that have shapes and no data ("meta"), by the path that a GPU takes. Whatever asked the device for
+The round runs on tensors that have shapes and no data ("meta"), by the kernels that a GPU runs, before anything is compiled:
+fused, it launches fewer. Whatever asked the device for
 a value would have none to get and fail, so a count is also a proof that the host waits for nothing inside a round.
 """
 
@@ -17,7 +18,14 @@ from torch.utils._pytree import tree_leaves
 from .decode import PARTS
 from .engine import Engine, Marks
 
-LAUNCHES = {"spectrain::tree_attention": 2}  # of our own operations, one where nothing is said: keys are split, then combined
+# Of our own operations, one where nothing is said. Attention splits keys and combines; a verdict chooses and walks; rejection
+# walks, draws and, beside kernels, looks the draft vocabulary up and picks the best part; a commit advances the lengths.
+LAUNCHES = {
+    "spectrain::tree_attention": 2,
+    "spectrain::tree_match": 2,
+    "spectrain::tree_recursive": 7,
+    "spectrain::kv_commit": 2,
+}
 SILENT = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
 
 

@@ -43,8 +43,11 @@ class Context:
         """An empty cache for a drafter, `extra` slots longer than the target's; the old one where its place must not change."""
         batch, length = len(self.counts), self.cache.max_length + extra
         bound = None if self.cache.bound is None else self.cache.bound + 1
-        if old is not None and len(old.layers) == num_layers and old.renewed(batch, length, bound):
-            return old
+        if old is not None and bound is not None:
+            sizes = len(old.layers), len(old.lengths), old.max_length, old.bound
+            if sizes == (num_layers, batch, length, bound):
+                old.empty()
+                return old
         return TreeCache(num_layers, batch, length, self.tokens.device, bound)
 
     @property

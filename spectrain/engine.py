@@ -32,8 +32,14 @@ NEVER = -1  # what no token equals
 WARM_UP = 2  # rounds of the final shapes before a capture, in which kernels are loaded
 
 
-def why_not(rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None) -> str | None:
+KEPT = 4  # sizes of batches whose caches and graphs an engine keeps
+
+
+def why_not(target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None) -> str | None:
     """Why such rounds cannot be held in a graph; None where they can."""
+    rope: Any = getattr(target.config, "rope_parameters", None) or {}
+    if any(kind.get("rope_type") == "dynamic" for kind in (rope, *rope.values()) if isinstance(kind, dict)):
+        return f"target {target.name} asks the device how long a text is, for its rotary embedding (rope_type=dynamic)"
     if not rule.on_device:
         return f"acceptance={rule.name} judges on the host"
     if drafter is not None and not drafter.is_captured:
@@ -81,6 +87,7 @@ class Log:
     """The lines of up to K rounds, kept on the device until the host looks: tokens, how many of them count, other numbers."""
 
     def __init__(self, rounds: int, batch: int, width: int, device: torch.device) -> None:
+        self.width = width
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
         self.lines = torch.zeros(rounds, batch, width + 4, dtype=torch.int64, device=device)
 
@@ -94,7 +101,7 @@ class Log:
         """The rounds since the last look, a line a row: the one place where the host waits for the device."""
         found = self.lines[:rounds].tolist()
         self.slot.zero_()
-        return [[Line(line[: line[-4]], *line[-3:]) for line in lines] for lines in found]
+        return [[Line(line[: line[self.width]], *line[self.width + 1 :]) for line in lines] for lines in found]
 
 
 class Marks:
@@ -130,8 +137,8 @@ class State:
     left: Tensor  # [B] tokens still to emit
     stops: Tensor  # [S] stop tokens
     log: Log | None = None  # made when the first round tells how many tokens a round may emit
-    drafter: dict[str, Any] = field(default_factory=dict)  # what the drafter keeps between rounds, such as its cache
-    carried: dict[str, Tensor] = field(default_factory=dict)  # what else it leaves from round to round, always in one place
+    carried: dict[str, Any] = field(default_factory=dict)  # what the drafter keeps between rounds, such as its cache
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the place of each tensor among them
     tree: TokenTree | None = None  # of the round that runs
     seen: Features | None = None
     warm: int = 0  # rounds run in the shapes that will be captured
@@ -142,7 +149,8 @@ class Engine:
     """Decodes batch after batch with one drafter, tree and rule; what is captured for a batch serves the next of its size.
 
     The host looks every `rounds` rounds, or as soon as all rows may have reached their limit. On a GPU, layers and a drafter
-    that runs no model are compiled, by a `backend` of torch.compile; None is for none.
+    that runs no model are compiled, by a `backend` of torch.compile; None is for none. Graphs hold the addresses of weights:
+    these may be written to, but not replaced by others, as a change of dtype or merged adapters do.
     """
 
     def __init__(
@@ -154,15 +162,19 @@ class Engine:
         rounds: int = 4,
         backend: str | None = "auto",
     ) -> None:
-        reason = why_not(rule, drafter, builder)
+        reason = why_not(target, rule, drafter, builder)
         if reason is not None:
             raise UserError(f"eval.engine=captured: {reason}; use eval.engine=eager")
+        if rounds < 1:
+            raise ValueError(f"rounds={rounds}: use 1 or more")
         self.target, self.rule, self.drafter, self.builder, self.rounds = target, rule, drafter, builder, rounds
         self.layers = () if drafter is None else drafter.layers
         if backend == "auto":
             backend = "inductor" if target.device.type == "cuda" else None
         self.backend = None if drafter is not None and drafter.adapts_layers else backend
         self._models = [] if drafter is None else [model for model in drafter.modules() if isinstance(model, Target)]
+        runs_model = drafter is None or self._models or drafter.settles_drafts  # whose layers are compiled, and nothing around
+        self._propose = propose if runs_model or self.backend is None else compiled_call(propose, self.backend)
         self.states: dict[tuple[int, int], State] = {}
 
     @torch.inference_mode()
@@ -170,34 +182,52 @@ class Engine:
         self, prompts: list[list[int]], max_new_tokens: int, rows: list[int] | None = None, ignore_eos: bool = False
     ) -> list[Generation]:
         """Continue every prompt, as `decode.decode` does."""
+        device = self.target.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where events and graphs are made
+            stop_ids: frozenset[int] = frozenset() if ignore_eos else self.target.stop_ids
+            return self._decode(prompts, max_new_tokens, rows, stop_ids)
+
+    def is_ready(self, prompts: list[list[int]], max_new_tokens: int) -> bool:
+        """Whether such a batch would begin with what it is decoded with: no compilation, capture or allocation is to come."""
+        state = self.states.get(self._size(prompts, max_new_tokens))
+        return self.target.device.type != "cuda" or (state is not None and bool(state.graphs))
+
+    def _decode(
+        self, prompts: list[list[int]], max_new_tokens: int, rows: list[int] | None, stop_ids: frozenset[int]
+    ) -> list[Generation]:
         generations = [Generation(prompt, batch=len(prompts)) for prompt in prompts]
         began = time.perf_counter()
-        stop_ids: frozenset[int] = frozenset() if ignore_eos else self.target.stop_ids
         state = self._begin(prompts, max_new_tokens, rows, stop_ids)
         for generation, token in zip(generations, state.context.root.tolist()):
             emit(generation, [token], stop_ids, max_new_tokens)
         state.active.copy_(torch.tensor([not generation.done for generation in generations]))
         prefilled = time.perf_counter() - began
-        while not all(generation.done for generation in generations):
-            self._advance(state, generations, stop_ids, max_new_tokens)
+        try:
+            while not all(generation.done for generation in generations):
+                self._advance(state, generations, stop_ids, max_new_tokens)
+        finally:
+            if self.drafter is not None:
+                state.carried = {name: getattr(self.drafter, name) for name in self.drafter.carried}
         longest = max((generation.times for generation in generations), key=len)
         total = {part: sum(times[part] for times in longest) for part in PARTS}
         for generation in generations:
             generation.seconds = {"prefill": prefilled, **total}
-        if self.drafter is not None:
-            state.drafter = {name: value for name, value in vars(self.drafter).items() if not name.startswith("_")}
         return generations
+
+    def _size(self, prompts: list[list[int]], max_new_tokens: int) -> tuple[int, int]:
+        return len(prompts), bucket(max(map(len, prompts)) + max_new_tokens + 1)
 
     def _begin(self, prompts: list[list[int]], max_new_tokens: int, rows: list[int] | None, stop_ids: frozenset[int]) -> State:
         """The state of this size, with the prompts read into it."""
-        longest = max(map(len, prompts))
-        check_room(self.target, longest, max_new_tokens)
-        state = self._state(len(prompts), bucket(longest + max_new_tokens + 1))
+        check_room(self.target, max(map(len, prompts)), max_new_tokens)
+        state = self._state(*self._size(prompts, max_new_tokens))
         context, cache = state.context, state.context.cache
-        if self.drafter is not None:  # others may have decoded with it in between
-            vars(self.drafter).update(state.drafter)
+        for name, value in state.carried.items():  # others may have decoded with the drafter in between
+            setattr(self.drafter, name, value)
+        if state.log is not None:
+            state.log.slot.zero_()  # a decode that was interrupted has left it anywhere
         context.rows.copy_(torch.tensor(list(range(len(prompts))) if rows is None else rows))
-        cache.renewed(len(prompts), cache.max_length, cache.bound)
+        cache.empty()
         context.fresh, context.counts = read(self.target, prompts, self.rule, self.layers, context.rows, cache, context.tokens)
         context.round, context.shallow = 0, None
         state.left.fill_(max_new_tokens - 1)
@@ -205,8 +235,10 @@ class Engine:
         return state
 
     def _state(self, batch: int, bound: int) -> State:
-        """Made once for a batch of so many rows of at most `bound` tokens."""
-        if (batch, bound) not in self.states:
+        """Made once for a batch of so many rows of at most `bound` tokens; of several sizes the latest are kept."""
+        if (batch, bound) in self.states:
+            self.states[batch, bound] = self.states.pop((batch, bound))
+        else:
             device, extra = self.target.device, nodes_a_round(self.builder) + 3
             if self.drafter is not None and self.builder is not None:
                 extra += self.drafter.extra_nodes(self.builder)
@@ -217,6 +249,8 @@ class Engine:
             stops = rows.new_full((len(self.target.stop_ids),), NEVER)
             context = HeldContext(self.target, cache, tokens, rows, nothing, counts)
             self.states[batch, bound] = State(context, rows.bool(), left, stops)
+            for size in list(self.states)[:-KEPT]:
+                del self.states[size]
         return self.states[batch, bound]
 
     def _advance(self, state: State, generations: list[Generation], stop_ids: frozenset[int], max_new_tokens: int) -> None:
@@ -237,8 +271,7 @@ class Engine:
         if self.target.device.type == "cuda" and not state.graphs and state.warm >= WARM_UP:
             self._capture(state)
         assert state.log is not None
-        width = state.log.lines.shape[2] - 4
-        count = max(1, min(self.rounds, -(-left // width)))
+        count = max(1, min(self.rounds, -(-left // state.log.width)))
         for _ in range(count):
             self._replay(state, marks) if state.graphs else self._round(state, marks)
         return count
@@ -260,13 +293,14 @@ class Engine:
 
     def _capture(self, state: State) -> None:
         """Record a round without running it, a graph a part; all of them share one pool of memory."""
-        pool = torch.cuda.graph_pool_handle()
+        pool, graphs = torch.cuda.graph_pool_handle(), []
         with self._compiling(state):
             for part in self._parts:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
                     part(state)
-                state.graphs.append(graph)
+                graphs.append(graph)
+        state.graphs = graphs
 
     def _backend(self, state: State) -> str | None:
         """What compiles: nothing where a drafter reads a prompt, whose length is its own."""
@@ -282,9 +316,7 @@ class Engine:
         return self._draft, self._verify, self._accept
 
     def _draft(self, state: State) -> None:
-        asks_model = self.drafter is None or self._models
-        backend = None if asks_model else self._backend(state)
-        draft = propose if backend is None else compiled_call(propose, backend)
+        draft = propose if self._backend(state) is None else self._propose
         state.tree = draft(state.context, self.drafter, self.builder)
 
     def _verify(self, state: State) -> None:
@@ -301,8 +333,10 @@ class Engine:
         emitted, counts = accept(state.context, self.rule, self.drafter, tree, seen, state.active)
         for name in () if self.drafter is None else self.drafter.carried:
             value = getattr(self.drafter, name)
-            held = state.carried.setdefault(name, torch.empty_like(value))
-            setattr(self.drafter, name, held.copy_(value))
+            if isinstance(value, Tensor):
+                if name not in state.tensors:
+                    state.tensors[name] = torch.empty_like(value)
+                setattr(self.drafter, name, state.tensors[name].copy_(value))
         if state.log is None:
             state.log = Log(self.rounds, len(emitted), emitted.shape[1], emitted.device)
         state.log.write(tree, emitted, counts)

@@ -20,7 +20,7 @@ from spectrain.kernels.linear_divergence import Projection
 from spectrain.kernels.tree_attention import Visibility, attend_softcapped, tree_attention
 
 from .cache import TreeCache
-from .compiled import attend_layer, running
+from .compiled import attend_layer, passed, running
 from .errors import UserError
 from .features import Features, Layer
 from .packing import pack_linears
@@ -54,6 +54,7 @@ def _attention(
         if tree_cache is not None and torch.compiler.is_compiling():
             return attend_layer(query, key, value, scale, sliding_window, softcap), None
         if tree_cache is not None:
+            passed(module.layer_idx)
             output = tree_cache.attend(module.layer_idx, query, key, value, visibility, scale, sliding_window, softcap)
         else:
             output = tree_attention(query, key, value, visibility, scale, sliding_window, softcap)

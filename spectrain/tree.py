@@ -27,7 +27,7 @@ class TokenTree:
     q: Tensor | None = None  # [B, N, V] the distribution each node's children were drawn from, over draft ids
     draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
     height: int | None = None  # no node is deeper, where the host knows it
-    most_children: int | None = None  # no node has more, where the host knows it
+    most_children: int | None = None  # no node has more that can be emitted, where the host knows it
 
     @classmethod
     def of(cls, tokens: Tensor, parents: Tensor, valid: Tensor | None = None) -> "TokenTree":

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.acceptance import AcceptanceRule, Greedy, Match, Recursive
+from spectrain.acceptance import AcceptanceRule, Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.counting import Work, count_round
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
@@ -44,6 +44,11 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, Tree
     ),
     "causal, chain of 3": (Greedy(), lambda target: Causal(target, num_layers=2), Chain(3)),
     "early exit, chain of 3": (Greedy(), lambda target: EarlyExit(target, exit_layer=3), Chain(3)),
+    "gated lora, drawn chain of 3": (
+        SpeculativeSampling(),
+        lambda target: GatedLora(target, num_masks=3),
+        Chain(3, "sampled"),
+    ),
     "gated lora, chain of 3": (Greedy(), lambda target: GatedLora(target, num_masks=3), Chain(3)),
     "pard, chain of 3": (Greedy(), lambda target: Pard(target, num_drafts=4, num_layers=2), Chain(3)),
 }

@@ -1,5 +1,6 @@
 """The engine that never asks the device gives what the loop gives."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from spectrain.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.compiled import compiled_layers
 from spectrain.decode import Generation, decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
@@ -19,7 +21,7 @@ from spectrain.drafters.layer_skip import LayerSkipping
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.pard import Pard
-from spectrain.engine import Engine
+from spectrain.engine import KEPT, Engine, State
 from spectrain.errors import UserError
 from spectrain.loading import load_tiny
 from spectrain.shapes import Chain, Eagle2, TreeBuilder
@@ -100,7 +102,7 @@ def test_every_family_and_tree_equals_the_loop(tiny: Target, drafter: str, build
     ],
     ids=["match-eagle2", "match-drawn", "without-replacement", "with-replacement", "speculative-sampling"],
 )
-@pytest.mark.parametrize("drafter", ["eagle3", "causal"])
+@pytest.mark.parametrize("drafter", ["eagle3", "causal", "gated_lora"])
 def test_drawn_tokens_equal_those_of_the_loop(tiny: Target, drafter: str, rule: AcceptanceRule, builder: TreeBuilder) -> None:
     """Random numbers come from counters of sequence and place, so both draw the same trees and tokens."""
     same(tiny, rule, DRAFTERS[drafter](tiny).eval(), builder)
@@ -125,7 +127,15 @@ def test_autoregressive_decoding_equals_the_loop(tiny: Target, rounds: int) -> N
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("drafter", "builder", "models"),
-    [(None, None, 1), ("eagle3", "eagle2", 1), ("medusa", "static", 1), ("hydra++", "chain", 1), ("causal", "chain", 3)],
+    [
+        (None, None, 1),
+        ("eagle3", "eagle2", 1),
+        ("medusa", "static", 1),
+        ("hydra++", "chain", 1),
+        ("causal", "chain", 3),
+        ("early_exit", "chain", 2),
+        ("kangaroo", "chain", 2),
+    ],
 )
 def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None, models: int, backend: str) -> None:
     """All layers of a model that run the same shape share one compilation, and nothing that is compiled is cut in two."""
@@ -139,7 +149,7 @@ def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None
     for _ in range(2):
         assert facts(engine.decode(PROMPTS[:2], 16)) == facts(expected)
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == models + (made is not None and not engine._models)
+    assert counters["stats"]["unique_graphs"] == models + (made is not None and not engine._models and not made.settles_drafts)
 
 
 def test_a_drafter_that_others_use_in_between_finds_its_caches_again(tiny: Target) -> None:
@@ -152,8 +162,67 @@ def test_a_drafter_that_others_use_in_between_finds_its_caches_again(tiny: Targe
             expected = decode(tiny, PROMPTS, Greedy(), 12, drafter, builder)
             assert facts(engine.decode(PROMPTS, 12)) == facts(expected)
             (state,) = engine.states.values()
-            held.append(state.drafter["cache"].storage.data_ptr())
+            held.append(state.carried["cache"].storage.data_ptr())
     assert held == held[:2] * 3 and held[0] != held[1]
+
+
+def test_layers_that_are_not_compiled_do_not_shift_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only some layers of a forward are compiled, as beyond the limit of shapes, every one attends in its own place."""
+    torch._dynamo.reset()
+    target = load_tiny()
+    expected = decode(target, PROMPTS[:1], Greedy(), 12)
+    forwards = [layer.forward for layer in target.layers]
+    with compiled_layers([target], "eager"):
+        for layer, forward in list(zip(target.layers, forwards))[::2]:
+            layer.forward = forward
+        found = decode(target, PROMPTS[:1], Greedy(), 12)
+    assert facts(found) == facts(expected)
+
+
+@pytest.mark.parametrize("drafter", [None, "eagle3", "gated_lora"])
+def test_an_interrupted_decode_leaves_nothing_behind(
+    tiny: Target, drafter: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the middle of rounds that the host has not looked at, the next decode gives what it would have given."""
+    made = None if drafter is None else DRAFTERS[drafter](tiny).eval()
+    builder = None if made is None else Chain(3)
+    expected = decode(tiny, PROMPTS, Greedy(), 20, made, builder)
+    engine = Engine(tiny, Greedy(), made, builder)
+    rounds, verify = [0], engine._verify
+
+    def stopped(state: State) -> None:
+        rounds[0] += 1
+        if rounds[0] == 4:
+            raise KeyboardInterrupt
+        verify(state)
+
+    monkeypatch.setattr(engine, "_verify", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        engine.decode(PROMPTS, 20)
+    if made is not None:
+        decode(tiny, PROMPTS, Greedy(), 9, made, builder)  # takes the drafter's attributes for itself
+    for _ in range(2):
+        assert facts(engine.decode(PROMPTS, 20)) == facts(expected)
+
+
+def test_a_drafter_keeps_its_settings(tiny: Target) -> None:
+    """Between decodes an engine gives a drafter its caches back and nothing else."""
+    drafter = Eagle3(tiny, vocab_size=64)
+    engine = Engine(tiny, Greedy(), drafter, Chain(2))
+    engine.decode(PROMPTS[:1], 6)
+    drafter.progress, drafter.training = 0.5, True
+    engine.decode(PROMPTS[:1], 6)
+    assert drafter.progress == 0.5 and drafter.training
+    copied = copy.deepcopy(drafter)
+    assert copied.cache is not None and copied.cache.number != drafter.cache.number and copied.cache.storage is None
+
+
+def test_old_sizes_are_given_up(tiny: Target) -> None:
+    """Of many sizes of batches the latest stay."""
+    engine = Engine(tiny, Greedy())
+    for batch in (1, 2, 1, 3, 4, 5):
+        engine.decode([[5, 6]] * batch, 3)
+    assert [batch for batch, _ in engine.states] == [1, 3, 4, 5][-KEPT:]
 
 
 @pytest.mark.parametrize(
@@ -171,6 +240,14 @@ def test_what_cannot_be_held_in_a_graph_is_refused(
     """With the reason, and what to do."""
     with pytest.raises(UserError, match=f"eval.engine=captured: {words}.*use eval.engine=eager"):
         Engine(tiny, rule, None if drafter is None else drafter(tiny), builder)
+
+
+def test_a_target_that_asks_the_device_is_refused() -> None:
+    """A dynamic rotary embedding looks at the longest position in every forward."""
+    target = load_tiny()
+    target.config.rope_parameters = {**target.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    with pytest.raises(UserError, match="eval.engine=captured: target tiny asks the device.*use eval.engine=eager"):
+        Engine(target, Greedy())
 
 
 def test_time_is_shared_out_without_a_rest(tiny: Target) -> None:

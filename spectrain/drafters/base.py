@@ -53,7 +53,7 @@ class Drafter(nn.Module, ABC):
         False  # it verifies from where its drafts stopped, so trees must keep them for a round to be captured
     )
     adapts_layers: bool = False  # it changes what single layers of the target compute, so no compilation serves them all
-    carried: tuple[str, ...] = ()  # attributes with tensors that one round leaves to the next, besides caches
+    carried: tuple[str, ...] = ()  # attributes that one round leaves to the next: its cache, or tensors
     copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and drafts are not drawn
 
     @property

@@ -39,6 +39,7 @@ class Causal(Drafter):
 
     shape = ("architecture", "num_layers", "model")
     is_captured = True
+    carried = ("cache",)
     learns_replays = True
 
     def __init__(

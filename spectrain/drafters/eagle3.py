@@ -34,6 +34,7 @@ class Eagle3(VocabularyDrafter):
 
     shape = ("vocab_size", "layers")
     is_captured = True
+    carried = ("cache",)
 
     def __init__(
         self,

@@ -288,7 +288,7 @@ class GatedLora(Drafter):
             q,
             tree.draft_ids,
             None if tree.height is None else tree.height + self.num_masks,
-            None if tree.most_children is None else tree.most_children + 1,
+            tree.most_children,
         )
 
     def verify(self, context: Context, tree: TokenTree) -> Features:

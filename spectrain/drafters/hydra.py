@@ -88,6 +88,7 @@ class Hydra(HeadsDrafter):
     layers: tuple[Layer, ...] = ("final",)
     shape = ("num_heads", "num_layers", "vocab_size", "prefix_attention")
     is_captured = True
+    carried = ("cache",)
 
     def __init__(
         self,

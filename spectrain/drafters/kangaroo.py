@@ -36,6 +36,7 @@ class Kangaroo(SelfDrafter):
     """
 
     shape = ("exit_layer",)
+    carried = ("cache",)
     learns_replays = True
 
     def __init__(self, target: Target, exit_layer: int | None = None, loss: Loss = "forward_kl") -> None:

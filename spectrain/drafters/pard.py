@@ -39,6 +39,7 @@ class Pard(Drafter):
 
     shape = ("architecture", "num_layers", "model")
     is_captured = True
+    carried = ("cache",)
 
     def __init__(
         self,
