@@ -104,7 +104,8 @@ def tree_recursive_reference(
     """Recursive rejection sampling (SpecInfer, Miao et al., 2023; RSD, Jeon et al., 2024): keep child x, in the order drawn,
     with probability min(1, P(x) / Q(x)), else P becomes the normalised max(P - Q, 0) and, drawn without replacement, Q loses x.
 
-    logits [B, N, V]; q [B, N, U] is what children were drawn from, over the target tokens `draft_ids` [U]. Coin i of a node is
+    logits [B, N, V]; q [B, N, U] is what children were drawn from, over the target tokens `draft_ids` [U], each chance 0 or at
+    least 1e-30, so that float32 holds what is left of it. Coin i of a node is
     number i of its key, the token after the last one Gumbel-max under that key folded with 1. Where rounding leaves nothing of
     the residual, P is Q and the child is kept.
     """

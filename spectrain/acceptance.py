@@ -47,7 +47,7 @@ class Accepted:
 
 def _nodes(tree: TokenTree) -> Nodes:
     """The tree as kernels take it."""
-    most_children = tree.tokens.shape[1] if tree.most_children is None else tree.most_children
+    most_children = tree.tokens.shape[1] - 1 if tree.most_children is None else tree.most_children
     return Nodes(tree.tokens, tree.parents, tree.valid & tree.emitted, tree.longest_path - 1, most_children)
 
 

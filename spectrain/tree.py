@@ -39,7 +39,11 @@ class TokenTree:
     def chain(cls, tokens: Tensor, valid: Tensor | None = None) -> "TokenTree":
         """A tree of width one from `tokens` [B, N]; a single column is plain autoregressive decoding."""
         parents = torch.arange(-1, tokens.shape[1] - 1, device=tokens.device)
-        return replace(cls.of(tokens, parents.expand_as(tokens), valid), height=tokens.shape[1] - 1, most_children=1)
+        return replace(
+            cls.of(tokens, parents.expand_as(tokens), valid),
+            height=tokens.shape[1] - 1,
+            most_children=min(1, tokens.shape[1] - 1),
+        )
 
     @property
     def longest_path(self) -> int:

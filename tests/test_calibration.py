@@ -104,13 +104,13 @@ def test_forced_rounds_keep_everything(
 def ranks(tiny: Target, eagle3: Eagle3, text: list[int], step: int) -> list[int]:
     """The drafter's tokens from the likeliest on, after a text whose last `step` tokens are drafted; by the training loss."""
     logits: list[Tensor] = []
-    hook = eagle3.lm_head.register_forward_hook(lambda module, args, output: logits.append(output))
+    hook = eagle3.norm.register_forward_hook(lambda module, args, output: logits.append(eagle3.lm_head(output)))
     tokens = torch.tensor([[*text, 0]])
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     mask[:, -1] = True  # every step then has one row
     eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny)
     hook.remove()
-    return eagle3.draft_ids[logits[step][0].argsort(descending=True)].tolist()
+    return eagle3.draft_ids[logits[0][step].argsort(descending=True)].tolist()
 
 
 @pytest.mark.parametrize("depth", [1, 3])

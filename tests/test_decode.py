@@ -259,7 +259,7 @@ def test_eagle3_decodes_as_it_was_trained(
     eagle3, builder = drafters["eagle3"], Given(depth=2, budget=6, top_k=3)
     (found,) = decode(tiny, prompts[:1], Greedy(), num_rounds + 1, eagle3, builder)
     logits: list[Tensor] = []
-    hook = eagle3.lm_head.register_forward_hook(lambda module, args, output: logits.append(output))
+    hook = eagle3.norm.register_forward_hook(lambda module, args, output: logits.append(eagle3.lm_head(output)))
     for path, log_q in builder.log_q.items():
         tokens = torch.tensor([prompts[0] + found.output[:-1] + list(path) + [0]])
         mask = torch.zeros_like(tokens, dtype=torch.bool)
@@ -267,7 +267,7 @@ def test_eagle3_decodes_as_it_was_trained(
         logits.clear()
         with torch.no_grad():
             eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny)
-        torch.testing.assert_close(logits[len(path)].log_softmax(-1)[0], log_q, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits[0][len(path)].log_softmax(-1), log_q, rtol=1e-4, atol=1e-4)
     hook.remove()
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..decode import Context
 
 NEVER = float("-inf")
+LEAST = 1e-20  # chance of a token that can be drawn; far below what a draw meets, far above where float32 ends
 
 
 class Rollout(ABC):
@@ -124,6 +125,13 @@ class TreeBuilder(ABC):
             raise UserError(f"tree.temperature={self.temperature}: use more than 0, or tree.children=deterministic")
 
 
+def drawable(log_q: Tensor, temperature: float) -> Tensor:
+    """What children are drawn from: q at a temperature, without what is all but impossible. A rule divides by what is left
+    of q once likelier children are rejected, in float32, and a child that q never offers would always be kept."""
+    q = (log_q / temperature).softmax(-1)
+    return q.masked_fill(q < LEAST, 0)
+
+
 class Draft:
     """A tree while it grows, level by level; the nodes whose distribution is known and unused are the frontier.
 
@@ -203,9 +211,9 @@ class Draft:
         if self.builder.children == "deterministic":
             best = self.log_q.topk(width, dim=-1)
             return best.indices, best.values
-        q = (self.log_q / self.builder.temperature).softmax(-1)
+        q = drawable(self.log_q, self.builder.temperature)
         self.drawn_from.append((self.frontier, q))
-        log_q = q.log()  # what underflows in q can't be drawn: a rule would take a child that q never offers
+        log_q = q.log()
         keys, size = fold(self.key[:, None], self.frontier), log_q.shape[-1]  # a node's own
         if self.builder.children == "without_replacement":
             ids = (log_q + gumbel(keys, size)).topk(width, dim=-1).indices

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..randomness import DRAFT, generator, gumbel
 from ..tree import TokenTree
-from .base import NEVER, Draft, Rollout, TreeBuilder
+from .base import NEVER, Draft, Rollout, TreeBuilder, drawable
 
 if TYPE_CHECKING:
     from ..decode import Context
@@ -129,7 +129,7 @@ class DySpec(TreeBuilder):
         log_q = rollout.start()
         asked = [[0] for _ in rows]
         while True:
-            for row, nodes, q in zip(rows, asked, (log_q / self.temperature).softmax(-1)):
+            for row, nodes, q in zip(rows, asked, drawable(log_q, self.temperature)):
                 for place, node in enumerate(nodes):
                     row.fed[node], row.q[node] = num_fed + place, q[place]
                 row.fill(rollout)
