@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 
 from spectrain.acceptance import AcceptanceRule
-from spectrain.calibration import Calibration, Forced, calibrate
+from spectrain.calibration import Calibration, Forced, Known, calibrate
 from spectrain.data.chat import render
 from spectrain.decode import Generation
 from spectrain.drafters.base import Drafter
@@ -269,8 +269,7 @@ class Evaluation:
         rolled_out = forced is not None and any(forced.counts)
         if forced is not None and rolled_out:
             summary["forced"] = on_known_text(forced, summary)
-        comparable = rolled_out and summary["engine"] == "eager"  # what is known is drafted by the loop
-        summary["bounds"] = bounds(target, first.drafter, mine, oracle if comparable else [])
+        summary["bounds"] = bounds(target, first.drafter, mine, oracle if rolled_out else [])
         if guard is not None:
             summary["guard"] = guard
         if not first.rule.lossless:
@@ -357,6 +356,7 @@ class Evaluation:
         turns: dict[str, list[Turn]] = {system.name: [] for system in systems}
         contenders: list[System | None] = [None, *systems]
         target = decoder.target
+        known = Known(forced) if forced is not None and decoder.why_eager(systems[0]) is None else None
         opening = prompt_tokens(target, self.chosen[0].opening)
         for system in contenders:  # warm up, outside every timer
             decoder(system, [opening], min(8, self.max_new_tokens), [0])
@@ -384,6 +384,8 @@ class Evaluation:
                     forced.sequences = {key: answer.prompt + answer.output for key, answer in answers}
                     oracle = System("oracle", "every draft right", systems[0].drafter, forced, decoder.rule)
                     runs["oracle"] = decoder(oracle, batch, self.max_new_tokens, rows)
+                    if known is not None:  # the loop has taken notes; the time is that of the engine
+                        runs["oracle"] = decoder(replace(oracle, builder=known), batch, self.max_new_tokens, rows)
                     forced = forced if any(forced.counts) else None  # the drafter drafts by itself: nothing can be forced on it
                 for name in runs.keys() - {"autoregressive"}:
                     for job, plain, drafted in zip(jobs, runs["autoregressive"], runs[name]):

@@ -196,6 +196,33 @@ class Forced(TreeBuilder):
         return chances
 
 
+class Known(TreeBuilder):
+    """The same chain for rounds that ask the device nothing: what is known is there beforehand, and nothing is noted."""
+
+    name = "known"
+    is_chain = True
+    is_fixed = True
+    keeps_drafted = True
+
+    def __init__(self, forced: Forced) -> None:
+        self.forced, self.depth, self.budget, self.drafted = forced, forced.depth, forced.budget, forced.drafted
+        self.texts: dict[tuple[int, int], Tensor] = {}  # by size, always in one place; beyond a text's end there are zeros
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        batch, length = context.tokens.shape
+        if not context.round:
+            texts = [self.forced.sequences[row][:length] for row in context.rows.tolist()]
+            text = torch.tensor([text + [0] * (length - len(text)) for text in texts], device=context.tokens.device)
+            self.texts.setdefault((batch, length), torch.empty_like(text)).copy_(text)
+        depth = self.reach(rollout)
+        places = context.cache.lengths[:, None] + 1 + torch.arange(depth, device=context.tokens.device)
+        tokens = self.texts[batch, length].gather(1, places.clamp(max=length - 1))
+        rollout.start()
+        for level in range(depth - 1):
+            rollout.extend(tokens[:, level : level + 1], torch.full_like(tokens[:, :1], level))
+        return TokenTree.chain(torch.cat([context.root[:, None], tokens], dim=1))
+
+
 def measure_latency(
     target: Target, drafter: Drafter, prompts: list[list[int]], builder: TreeBuilder, repeats: int = 5
 ) -> Latency:

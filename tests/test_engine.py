@@ -8,6 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from spectrain.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.calibration import Forced, Known
 from spectrain.compiled import compiled_layers
 from spectrain.decode import Generation, decode
 from spectrain.drafters.base import Drafter
@@ -215,6 +216,23 @@ def test_a_drafter_keeps_its_settings(tiny: Target) -> None:
     assert drafter.progress == 0.5 and drafter.training
     copied = copy.deepcopy(drafter)
     assert copied.cache is not None and copied.cache.number != drafter.cache.number and copied.cache.storage is None
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "causal", "early_exit", "hydra"])
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_what_is_known_is_kept_whole(drafter: str, backend: str | None) -> None:
+    """With every draft right a round emits as deep as the drafter reaches and one more, batch after batch."""
+    torch._dynamo.reset()
+    target = load_tiny()
+    made, builder = DRAFTERS[drafter](target).eval(), Chain(3)
+    forced = Forced({}, builder, Greedy())
+    engine = Engine(target, Greedy(), made, Known(forced), backend=backend)
+    for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS):
+        plain = decode(target, prompts, Greedy(), 24, ignore_eos=True)
+        forced.sequences = dict(enumerate(one.prompt + one.output for one in plain))
+        found = engine.decode(prompts, 17, ignore_eos=True)
+        assert [one.output for one in found] == [one.output[:17] for one in plain]
+        assert all(one.accepted == [4] * 4 for one in found)
 
 
 def test_old_sizes_are_given_up(tiny: Target) -> None:
