@@ -32,7 +32,7 @@ class _TrainedLinear(torch.autograd.Function):
         gradient = gradients[0].reshape(-1, weight.shape[0]).contiguous()
         for_input = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
-            for_input = product(gradient, weight.t().contiguous()).view(input.shape)
+            for_input = product(gradient, weight.t()).view(input.shape)
         if ctx.needs_input_grad[1]:
             # contiguous: oneDNN multiplies rows with gaps between them a hundred times slower
             for_weight = product(gradient.t(), input.reshape(-1, weight.shape[1]).contiguous().t())
