@@ -9,12 +9,10 @@ Torch has no uint64 arithmetic, so there int64 stands for it: products and sums 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
+
+from .dispatch import jit
 
 try:
     import triton
@@ -95,13 +93,7 @@ def gumbel(key: Tensor, size: int) -> Tensor:
     return uniform(key[..., None], counter).neg_().log1p_().neg_().log_().neg_()
 
 
-def _jit(function: Callable[..., Any]) -> Any:
-    """triton.jit, where there is one. Counts and keys change from call to call, so none of them is compiled in."""
-    changing = [name for name in inspect.signature(function).parameters if name.startswith(("num_", "key"))]
-    return function if triton is None else triton.jit(function, do_not_specialize=changing)
-
-
-@_jit
+@jit
 def fold_in_kernel(key, part):  # type: ignore[no-untyped-def]
     """`fold`, uint64."""
     state = tl.cast(key, tl.uint64) + tl.cast(part, tl.uint64) + 0x9E3779B97F4A7C15
@@ -110,7 +102,7 @@ def fold_in_kernel(key, part):  # type: ignore[no-untyped-def]
     return (state ^ (state >> 31)) | 1
 
 
-@_jit
+@jit
 def bits_in_kernel(key, counter):  # type: ignore[no-untyped-def]
     """`bits`, uint32."""
     key = tl.cast(key, tl.uint64)
@@ -125,19 +117,19 @@ def bits_in_kernel(key, counter):  # type: ignore[no-untyped-def]
     return ((x * x + other) >> 32).to(tl.uint32)
 
 
-@_jit
+@jit
 def unit_in_kernel(bits):  # type: ignore[no-untyped-def]
     """`unit`."""
     return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
 
 
-@_jit
+@jit
 def uniform_in_kernel(key, counter):  # type: ignore[no-untyped-def]
     """`uniform`."""
     return unit_in_kernel(bits_in_kernel(key, counter))
 
 
-@_jit
+@jit
 def gumbel_in_kernel(key, counter):  # type: ignore[no-untyped-def]
     """Number `counter` of `gumbel`. log1p(-u) = log(w) u / (1 - w) with w = 1 - u as rounded (Kahan)."""
     u = uniform_in_kernel(key, counter)

@@ -4,13 +4,12 @@ Shapes: B batch, T slots, H key-value heads, D head size, N new nodes. The refer
 on a CPU. It takes two indexed writes and the arithmetic of their slots, in every layer of every forward; the kernel one launch.
 """
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .tree_attention import _has_kernel
+from .dispatch import runs_on
 
 try:
     import triton
@@ -73,17 +72,9 @@ def _(*args: Any) -> None:
     return None
 
 
-def _runs_kernel(store: Tensor) -> bool:
-    """On a GPU, unless SPECTRAIN_KERNELS=reference; on a CPU where SPECTRAIN_KERNELS=triton and triton interprets."""
-    asked = os.environ.get("SPECTRAIN_KERNELS")
-    if triton is None or asked == "reference":
-        return False
-    return _has_kernel(store.device) or (asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
-
-
 def kv_append(store: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, pending: int) -> None:
     """What `kv_append_reference` does, in one launch where the kernel runs."""
-    if _runs_kernel(store):
+    if runs_on(store.device):
         _append(store, keys, values, lengths, pending)
     else:
         kv_append_reference(store, keys, values, lengths, pending)

@@ -6,13 +6,12 @@ torch comes first; it is also the path on a CPU. In the kernel a program owns so
 of one row, or of its features, so nothing that it reads is written by another program.
 """
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .tree_attention import _has_kernel
+from .dispatch import runs_on
 
 try:
     import triton
@@ -126,19 +125,11 @@ def _(*args: Any) -> None:
     return None
 
 
-def _runs_kernel(storage: Tensor) -> bool:
-    """On a GPU, unless SPECTRAIN_KERNELS=reference; on a CPU where SPECTRAIN_KERNELS=triton and triton interprets."""
-    asked = os.environ.get("SPECTRAIN_KERNELS")
-    if triton is None or asked == "reference":
-        return False
-    return _has_kernel(storage.device) or (asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1")
-
-
 def kv_commit(
     storage: Tensor, lengths: Tensor, path: Tensor, counts: Tensor, hidden: Tensor | None = None, fresh: Tensor | None = None
 ) -> None:
     """What `kv_commit_reference` does, in place and without waiting for the device, in one launch where the kernel runs."""
-    if _runs_kernel(storage):
+    if runs_on(storage.device):
         _commit(storage, lengths, path, counts, hidden, fresh)
     else:
         kv_commit_reference(storage, lengths, path, counts, hidden, fresh)

@@ -10,7 +10,6 @@ fusion (H100, width 4,096, vocabulary 128,256, by Liger's own benchmark; a chunk
 still allocate a loss [R, V] in float32, and know no draft vocabulary that is smaller than the target's.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spectrain.kernels.onednn import linear
+from .dispatch import wanted
+from .onednn import linear
 
 try:
     import triton
@@ -332,13 +332,8 @@ def _(product: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _runs_kernel(product: Tensor) -> bool:
-    """On a GPU, unless SPECTRAIN_KERNELS=reference; on a CPU where SPECTRAIN_KERNELS=triton and triton interprets."""
-    asked = os.environ.get("SPECTRAIN_KERNELS")
-    if triton is None or product.dtype == torch.float64:
-        return False
-    if product.device.type in ("cuda", "meta"):  # meta stands for a GPU where memory is counted
-        return asked != "reference"
-    return asked == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether the kernel is wanted; unlike attention it needs nothing of a GPU that an older one lacks."""
+    return wanted(product.device) and product.dtype != torch.float64
 
 
 def most_likely(final: Tensor, head: Projection, chunk: int | None = None) -> tuple[Tensor, Tensor]:

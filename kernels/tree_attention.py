@@ -11,23 +11,29 @@ Lengths stay on the device. `tree_attention` chooses the path; SPECTRAIN_KERNELS
 
 from __future__ import annotations
 
-import inspect
 import math
-import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .dispatch import jit, runs_on
+
 try:
     import triton
     import triton.language as tl
 except ImportError:  # not on Linux: the reference is all there is
     triton = None
+
+
+def pack_words(mask: Tensor) -> Tensor:
+    """[..., M] bool -> [..., W] int64, entry 64 w + j in bit j of word w."""
+    padded = F.pad(mask.to(torch.uint8), (0, -mask.shape[-1] % 64))
+    shifts = torch.arange(8, dtype=torch.uint8, device=mask.device)
+    packed = (padded.unflatten(-1, (-1, 8)) << shifts).sum(-1, dtype=torch.uint8)  # the low byte of a word is first
+    return packed.view(torch.int64)
 
 
 @dataclass
@@ -52,10 +58,7 @@ class Visibility:
     def words(self) -> Tensor:
         """[B, N, W] int64: bit j of word w is set where the new node sees appended node 64 w + j; built once."""
         if self._words is None:
-            padded = F.pad(self.tree.to(torch.uint8), (0, -self.tree.shape[2] % 64))
-            shifts = torch.arange(8, dtype=torch.uint8, device=self.tree.device)
-            packed = (padded.unflatten(2, (-1, 8)) << shifts).sum(-1, dtype=torch.uint8)  # the low byte of a word is first
-            self._words = packed.view(torch.int64)
+            self._words = pack_words(self.tree)
         return self._words
 
     def _build(self, window: int | None) -> Tensor | None:
@@ -152,13 +155,7 @@ def choose_splits(num_programs: int, num_keys: int) -> int:
     return splits
 
 
-def _jit(function: Callable[..., Any]) -> Any:
-    """triton.jit, where there is one. Counts change from tree to tree, so none of them is compiled in."""
-    counts = [name for name in inspect.signature(function).parameters if name.startswith("num_")]
-    return function if triton is None else triton.jit(function, do_not_specialize=counts)
-
-
-@_jit
+@jit
 def _attend_block(  # type: ignore[no-untyped-def]
     q, best, total, summed, k_ptr, v_ptr, slot, present, seen, dims, k_stride, v_stride, scale, softcap,
     HEAD_SIZE: tl.constexpr,
@@ -182,7 +179,7 @@ def _attend_block(  # type: ignore[no-untyped-def]
     return new_best, total * fade + tl.sum(weights, 1), summed
 
 
-@_jit
+@jit
 def _split_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, logs_ptr, words_ptr, lengths_ptr, query_positions_ptr, key_positions_ptr,
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
@@ -255,7 +252,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + place[:, None] * HEAD_SIZE + dims[None, :], out, mask=stored)
 
 
-@_jit
+@jit
 def _combine_kernel(  # type: ignore[no-untyped-def]
     parts_ptr, logs_ptr, out_ptr, num_rows, num_splits,
     HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -339,25 +336,13 @@ def _unfilled(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(batch, num_nodes, num_heads, head_size).transpose(1, 2)
 
 
-@cache
-def _has_kernel(device: torch.device) -> bool:
-    """Whether this is a GPU that the configurations were made for; "meta" stands for one where launches are counted."""
-    if device.type == "meta":
-        return True
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
 def _runs_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels can run here and are wanted; they have no backward pass."""
-    choice = os.environ.get("SPECTRAIN_KERNELS")
-    if triton is None or choice == "reference" or q.shape[-1] > max(CONFIGS):
+    if q.shape[-1] > max(CONFIGS) or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
         return False
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu":  # interpreted, it comes out wrong without a word (Triton 3.9)
         return False
-    if q.device.type == "cpu":  # interpreted, where bfloat16 comes out wrong without a word (Triton 3.9)
-        interpreted = choice == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-        return interpreted and q.dtype in (torch.float32, torch.float16)
-    return _has_kernel(q.device) and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return runs_on(q.device) and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def tree_attention(

@@ -13,7 +13,6 @@ Nothing waits for the host and every shape is fixed beforehand. SPECTRAIN_KERNEL
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .counter import _jit, fold, fold_in_kernel, gumbel, gumbel_in_kernel, uniform, uniform_in_kernel
-from .tree_attention import _has_kernel
+from .counter import fold, fold_in_kernel, gumbel, gumbel_in_kernel, uniform, uniform_in_kernel
+from .dispatch import jit, runs_on
 
 try:
     import triton
@@ -217,27 +216,27 @@ WALK = Config(16, 1)  # reads no row; a tree's nodes lie in one warp, whose redu
 CUT = Config(4096, 16)  # a row on one multiprocessor: 8 tokens a thread, and 4 counts of each
 
 
-@_jit
+@jit
 def _read(row_ptr, start, vocabulary, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A block of logits, -inf past the end, and which tokens they are of."""
     columns = start + tl.arange(0, BLOCK)
     return tl.load(row_ptr + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32), columns
 
 
-@_jit
+@jit
 def _order(x, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Integers in the order of the numbers, without the low bits that half precision leaves empty."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
-@_jit
+@jit
 def _chances(x, top, cut, temperature, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """exp((x - top) / temperature), 0 below the cut."""
     return tl.where(_order(x, SHIFT) >= cut, tl.exp((x - top) / temperature), 0.0)
 
 
-@_jit
+@jit
 def _mass(row_ptr, vocabulary, top, cut, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The sum of a row's chances."""
     total = tl.zeros([BLOCK], tl.float32)
@@ -247,7 +246,7 @@ def _mass(row_ptr, vocabulary, top, cut, temperature, SHIFT: tl.constexpr, BLOCK
     return tl.sum(total, 0)
 
 
-@_jit
+@jit
 def _bisect(  # type: ignore[no-untyped-def]
     row_ptr, vocabulary, low, high, limit, top, temperature, WEIGHTED: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -279,7 +278,7 @@ def _bisect(  # type: ignore[no-untyped-def]
     return low
 
 
-@_jit
+@jit
 def _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """A row's largest logit and the order of the least one that top-k and top-p keep."""
     best = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -297,7 +296,7 @@ def _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT: tl.constex
     return top, cut
 
 
-@_jit
+@jit
 def _choose_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, best_ptr, place_ptr, rows_ptr, positions_ptr, logits_stride_b, logits_stride_n,
     num_nodes, vocabulary, num_shared, key, temperature,
@@ -327,7 +326,7 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
         tl.store(place_ptr + slot, part * BLOCK + place)
 
 
-@_jit
+@jit
 def _draw_kept(  # type: ignore[no-untyped-def]
     row_ptr, vocabulary, choice, key, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -346,7 +345,7 @@ def _draw_kept(  # type: ignore[no-untyped-def]
     return choice
 
 
-@_jit
+@jit
 def _walk_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr, parents_ptr, allowed_ptr, best_ptr, place_ptr, path_ptr, counts_ptr, bonus_ptr,
     logits_ptr, rows_ptr, positions_ptr, logits_stride_b, logits_stride_n,
@@ -444,7 +443,7 @@ def _unfilled(
     return tokens.new_empty(batch, height + 1), tokens.new_empty(batch), tokens.new_empty(batch)
 
 
-@_jit
+@jit
 def _subtract(  # type: ignore[no-untyped-def]
     row_ptr, q_ptr, places_ptr, residual_ptr, vocabulary, token, following, reduced, top, cut, temperature, scale, odds,
     WITHOUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
@@ -478,7 +477,7 @@ def _subtract(  # type: ignore[no-untyped-def]
     return tl.sum(total, 0), tl.sum(ahead, 0), tl.sum(left, 0)
 
 
-@_jit
+@jit
 def _drawn_from(q_ptr, places_ptr, tokens, inside):  # type: ignore[no-untyped-def]
     """q of target tokens, 0 where the draft vocabulary lacks them."""
     if places_ptr is not None:
@@ -487,7 +486,7 @@ def _drawn_from(q_ptr, places_ptr, tokens, inside):  # type: ignore[no-untyped-d
     return tl.load(q_ptr + tokens, mask=inside, other=0.0).to(tl.float32)
 
 
-@_jit
+@jit
 def _reject_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr, parents_ptr, allowed_ptr, logits_ptr, q_ptr, places_ptr, rows_ptr, positions_ptr, residual_ptr,
     path_ptr, counts_ptr, state_ptr, logits_stride_b, logits_stride_n, q_stride_b, q_stride_n,
@@ -545,7 +544,7 @@ def _reject_kernel(  # type: ignore[no-untyped-def]
         tl.store(path_ptr + level, tl.cast(last, tl.int64))
 
 
-@_jit
+@jit
 def _bonus_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, residual_ptr, path_ptr, state_ptr, rows_ptr, positions_ptr, best_ptr, place_ptr,
     logits_stride_b, logits_stride_n, num_nodes, vocabulary, num_levels, key, temperature,
@@ -624,13 +623,8 @@ EMPTY_BITS = {torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # of a n
 
 
 def _runs_kernel(logits: Tensor) -> bool:
-    """Whether the kernels can run here and are wanted."""
-    choice = os.environ.get("SPECTRAIN_KERNELS")
-    if triton is None or choice == "reference" or logits.dtype not in EMPTY_BITS:
-        return False
-    if logits.device.type == "cpu":  # interpreted; bfloat16 too, which is only read: its arithmetic would come out wrong
-        return choice == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    return _has_kernel(logits.device)
+    """Whether the kernels can run here and are wanted; bfloat16 interpreted too, for it is only read."""
+    return runs_on(logits.device) and logits.dtype in EMPTY_BITS
 
 
 def _tensors(nodes: Nodes, logits: Tensor) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from spectrain.kernels import counter
 from spectrain.kernels.counter import fold, gumbel, host_key, uniform
 from spectrain.kernels.tree_verify import Draws, Nodes, shape_logits, tree_greedy, tree_match, tree_recursive
 
@@ -123,8 +124,8 @@ class Sampling(AcceptanceRule):
         return Match(self.temperature, self.top_k, self.top_p, self.seed)
 
     def choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        keys = fold(fold(host_key(SAMPLE, self.seed), rows[:, None]), positions)
-        return (self.shape(logits) + gumbel(keys, logits.shape[-1])).argmax(-1)
+        noise = gumbel(counter.key(SAMPLE, self.seed, rows[:, None], positions), logits.shape[-1])
+        return (self.shape(logits) + noise).argmax(-1)
 
     def draws(self, purpose: int, rows: Tensor, positions: Tensor) -> Draws:
         return Draws(host_key(purpose, self.seed), rows, positions, self.temperature, self.top_k, self.top_p)

@@ -42,7 +42,7 @@ class TreeCache(Cache):
         self.pending = 0  # nodes appended behind the committed tokens and not yet committed or forgotten
         self.positions: Tensor | None = None  # [B, pending] the position ids of these nodes, as the target gave them
         self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
-        super().__init__(layers=[_Layer(self, index) for index in range(num_layers)])
+        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TreeCache":
         """An empty one: a copied drafter decodes for itself."""
@@ -68,6 +68,12 @@ class TreeCache(Cache):
     def slots(self, num_nodes: int) -> Tensor:
         """[B, N] where the next `num_nodes` nodes of every row will be written."""
         return (self.lengths + self.pending)[:, None] + torch.arange(num_nodes, device=self.lengths.device)
+
+    def sees(self, tree: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None) -> Visibility:
+        """What new nodes see: the committed tokens, and of the appended nodes those in `tree` [B, N, M]. Positions [B, N] and
+        [B, M] are for sliding windows."""
+        positions = self.lengths[:, None] if query_positions is None else query_positions
+        return Visibility(self.lengths, self.reach(tree.shape[1]), tree, positions, key_positions, self.bound is None)
 
     def attend(
         self,
@@ -146,9 +152,9 @@ class _Layer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, owner: TreeCache, index: int) -> None:
+    def __init__(self, owner: TreeCache) -> None:
         super().__init__()
-        self.owner, self.index = owner, index
+        self.owner = owner
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...

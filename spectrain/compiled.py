@@ -69,7 +69,7 @@ def attend_layer(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | No
 
 
 @attend_layer.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def _unfilled(q: Tensor, *args: Any) -> Tensor:
     batch, heads, nodes, width = q.shape
     return q.new_empty(batch, nodes, heads, width)
 
@@ -88,17 +88,13 @@ def _attend_behind(
     before = held.lengths, held.pending
     held.lengths, held.pending = lengths, pending
     try:
-        seen = Visibility(lengths, held.reach(q.shape[2]), visible, lengths[:, None], None, held.bound is None)
-        attended = held.attend(layer, q, k, v, seen, scale)
+        attended = held.attend(layer, q, k, v, held.sees(visible), scale)
     finally:
         held.lengths, held.pending = before
     return attended.transpose(1, 2).contiguous()
 
 
-@_attend_behind.register_fake
-def _(q: Tensor, *args: Any) -> Tensor:
-    batch, heads, nodes, width = q.shape
-    return q.new_empty(batch, nodes, heads, width)
+_attend_behind.register_fake(_unfilled)
 
 
 @cache

@@ -105,6 +105,18 @@ class Generation:
     seconds: dict[str, float] = field(default_factory=dict)  # of the whole batch: the sums of all rounds, and prefill
     batch: int = 1  # prompts decoded together
 
+    def note(
+        self, accepted: int, depth: int, nodes: int, idle: int, times: dict[str, float], pruned: int = 0, judged: int = 0
+    ) -> None:
+        """Add a round."""
+        self.accepted.append(accepted)
+        self.depths.append(depth)
+        self.nodes.append(nodes)
+        self.idle.append(idle)
+        self.pruned.append(pruned)
+        self.judged.append(judged)
+        self.times.append(times)
+
     @property
     def decode_seconds(self) -> float:
         return sum(value for key, value in self.seconds.items() if key != "prefill")
@@ -199,13 +211,7 @@ def decode(
         seconds = clock.lap()
         for generation, tokens, count, depth, size, (drafting, left, asked_of) in rounds:
             if not generation.done:
-                generation.accepted.append(count)
-                generation.depths.append(depth)
-                generation.nodes.append(size)
-                generation.idle.append(drafting)
-                generation.pruned.append(left)
-                generation.judged.append(asked_of)
-                generation.times.append(seconds)
+                generation.note(count, depth, size, drafting, seconds, left, asked_of)
                 generation.cut = emit(generation, tokens[:count], stop_ids, max_new_tokens)
         if asked is not None and builder is not None:
             assert seen.logits is not None
@@ -213,6 +219,11 @@ def decode(
         if guard is not None:
             cost = sum(seconds.values()) if guard.cost is None else guard.cost(max(nodes))
             guard.record(asked is not None, float(counts.sum() / active.sum()), cost, bool((proposed.sum(1) * active).any()))
+    return timed(generations, prefilled)
+
+
+def timed(generations: list[Generation], prefilled: float) -> list[Generation]:
+    """The generations of a batch, with the seconds that it took as a whole."""
     longest = max((generation.times for generation in generations), key=len)
     total = {part: sum(times[part] for times in longest) for part in PARTS}
     for generation in generations:

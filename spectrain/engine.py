@@ -20,7 +20,7 @@ from torch import Tensor
 from .acceptance import AcceptanceRule
 from .cache import TreeCache
 from .compiled import compiled_call, compiled_layers
-from .decode import PARTS, Context, Generation, accept, check_room, emit, nodes_a_round, propose, read
+from .decode import PARTS, Context, Generation, accept, check_room, emit, nodes_a_round, propose, read, timed
 from .drafters.base import Drafter
 from .errors import UserError
 from .features import Features
@@ -30,8 +30,6 @@ from .tree import TokenTree
 
 NEVER = -1  # what no token equals
 WARM_UP = 2  # rounds of the final shapes before a capture, in which kernels are loaded
-
-
 KEPT = 4  # sizes of batches whose caches and graphs an engine keeps
 
 
@@ -208,11 +206,7 @@ class Engine:
         finally:
             if self.drafter is not None:
                 state.carried = {name: getattr(self.drafter, name) for name in self.drafter.carried}
-        longest = max((generation.times for generation in generations), key=len)
-        total = {part: sum(times[part] for times in longest) for part in PARTS}
-        for generation in generations:
-            generation.seconds = {"prefill": prefilled, **total}
-        return generations
+        return timed(generations, prefilled)
 
     def _size(self, prompts: list[list[int]], max_new_tokens: int) -> tuple[int, int]:
         return len(prompts), bucket(max(map(len, prompts)) + max_new_tokens + 1)
@@ -359,13 +353,7 @@ class Engine:
         for lines, parts in zip(rounds, laps):
             going = [(one, line) for one, line in zip(generations, lines) if not one.done]
             for one, line in going:
-                one.accepted.append(len(line.tokens))
-                one.depths.append(line.depth)
-                one.nodes.append(line.nodes)
-                one.idle.append(line.idle)
-                one.pruned.append(0)
-                one.judged.append(0)
-                one.times.append(parts)
+                one.note(len(line.tokens), line.depth, line.nodes, line.idle, parts)
                 one.cut = emit(one, line.tokens, stop_ids, max_new_tokens)
             used += [parts] if going else []
         outside = (seconds - sum(sum(parts.values()) for parts in used)) / len(used)

@@ -291,7 +291,7 @@ class Target(nn.Module):
             mask = ones.tril(cache.pending).expand(position_ids.shape[0], -1, -1)
         previous = cache.positions
         cache.positions = position_ids if previous is None else torch.cat([previous, position_ids], dim=1)
-        return Visibility(cache.lengths, cache.reach(num_new), mask, position_ids, cache.positions, cache.bound is None)
+        return cache.sees(mask, position_ids, cache.positions)
 
     @contextmanager
     def _capture(self, layers: tuple[Layer, ...]) -> Iterator[dict[Layer, Tensor]]:

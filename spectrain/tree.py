@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spectrain.kernels.tree_attention import pack_words
+
 Children = Literal["deterministic", "sampled", "without_replacement"]
 """How the children of a node were chosen; an acceptance rule is valid for some of these only."""
 
@@ -96,12 +98,7 @@ class TokenTree:
     @cached_property
     def words(self) -> Tensor:
         """[B, N, W] int64: bit j of word w of node i is set where node 64 w + j is i or an ancestor of it."""
-        batch, num_nodes, _ = self.ancestors.shape
-        num_words = (num_nodes + 63) // 64
-        bits = torch.zeros(batch, num_nodes, num_words * 64, dtype=torch.int64, device=self.tokens.device)
-        bits[..., :num_nodes] = self.ancestors
-        shifts = torch.arange(64, device=self.tokens.device)
-        return (bits.view(batch, num_nodes, num_words, 64) << shifts).sum(-1)
+        return pack_words(self.ancestors)
 
     def check(self) -> None:
         """Raise AssertionError where the tree breaks what kernels and rules rely on."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spectrain.kernels import kv_append, kv_commit, linear_divergence, tree_attention, tree_verify
 from spectrain.kernels.counter import host_key
+from spectrain.kernels.dispatch import runs_on
 
 from ..tree import TokenTree
 from .attention import random_tree
@@ -156,7 +157,7 @@ def commit(
     kv_commit.kv_commit(storage, lengths, moves, wide[3], hidden, fresh)
     names = ("storage", "lengths", "fresh")
     found = dict(zip(names, (storage, lengths, fresh)))
-    return Outcome(found, dict(zip(names, (wide[0], wide[1], wide[4 + 1]))), kv_commit._runs_kernel(storage))
+    return Outcome(found, dict(zip(names, (wide[0], wide[1], wide[4 + 1]))), runs_on(storage.device))
 
 
 def append(dtype: torch.dtype, device: torch.device, batch: int, nodes: int, heads: int, width: int) -> Outcome:
@@ -167,7 +168,7 @@ def append(dtype: torch.dtype, device: torch.device, batch: int, nodes: int, hea
     wide = store.double()
     kv_append.kv_append_reference(wide, keys.double(), values.double(), lengths, 10)
     kv_append.kv_append(store, keys, values, lengths, 10)
-    return Outcome({"store": store}, {"store": wide}, kv_append._runs_kernel(store))
+    return Outcome({"store": store}, {"store": wide}, runs_on(store.device))
 
 
 def verdict(

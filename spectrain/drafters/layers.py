@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from spectrain.kernels.tree_attention import Visibility
-
 from ..compiled import attend_behind
 
 if TYPE_CHECKING:
@@ -79,9 +77,7 @@ class Attention(nn.Module):
             visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(batch, -1, -1)
         if torch.compiler.is_compiling():
             return self.o_proj(attend_behind(q, k, v, visible, cache, layer, self.head_dim**-0.5).flatten(2))
-        lengths = cache.lengths
-        seen = Visibility(lengths, cache.reach(length), visible, lengths[:, None], None, cache.bound is None)
-        return self.output(cache.attend(layer, q, k, v, seen, self.head_dim**-0.5))
+        return self.output(cache.attend(layer, q, k, v, cache.sees(visible), self.head_dim**-0.5))
 
 
 class Mlp(nn.Module):

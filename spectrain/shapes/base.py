@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spectrain.kernels.counter import fold, gumbel, host_key
+from spectrain.kernels import counter
+from spectrain.kernels.counter import fold, gumbel
 
 from ..errors import UserError
 from ..randomness import DRAFT
@@ -151,7 +152,7 @@ class Draft:
         self.log_q = rollout.start()
         self.levels = self.widest = 0
         self.drawn_from: list[tuple[Tensor, Tensor]] = []  # frontier nodes and the q that their children were drawn from
-        self.key = fold(fold(host_key(DRAFT, builder.seed), context.rows), context.cache.lengths)  # [B] of this round's draws
+        self.key = counter.key(DRAFT, builder.seed, context.rows, context.cache.lengths)  # [B] of this round's draws
 
     def branch(self, width: int, allowed: Tensor | None = None) -> Tensor:
         """Add `width` children to every frontier node; where `allowed` [B, F, K] is False they stay padding.

@@ -3,33 +3,17 @@
 Nothing runs here; what the compiler says of registers, shared memory and tensor cores must be as the configurations mean it.
 """
 
-import importlib.util
-import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from spectrain.kernels.tree_attention import COMBINED_ROWS, CONFIGS, choose_config
+from tests.kernels import aot
 
 pytest.importorskip("triton", reason="triton is not installed, so there is nothing to compile")
-
-
-def load(name: str) -> ModuleType:
-    """A helper beside this file, which is in no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-aot = load("aot")
 
 MODULE = "spectrain.kernels.tree_attention"
 TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}

@@ -1,9 +1,6 @@
 """Appending keys and values: the kernel, its reference and a loop agree, and the kernel compiles for sm_90."""
 
-import importlib.util
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +9,7 @@ from torch import Tensor
 
 import spectrain.kernels.kv_append as module
 from spectrain.kernels.kv_append import kv_append, kv_append_reference
+from tests.kernels import aot
 
 interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU machine compiles kernels")
 
@@ -74,18 +72,8 @@ def test_only_the_path_asked_for_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran == ["reference", "reference", "kernel"]
 
 
-def load(name: str) -> Any:
-    """A module beside this file."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    found = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
 def test_kernel_compiles_for_sm_90() -> None:
     """No stack, no shared memory, and loads of 16 bytes where a node has as much for every thread."""
-    aot = load("aot")
     requests = []
     for dtype in ("bf16", "fp32"):
         pointers = {name: f"*{dtype}" for name in ("store_ptr", "keys_ptr", "values_ptr")}

@@ -1,10 +1,7 @@
 """Moving the accepted path: kernel = reference = a loop over layers, rows and steps, bit for bit."""
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy
 import pytest
@@ -13,6 +10,7 @@ from torch import Tensor
 
 from spectrain.kernels import kv_commit as module
 from spectrain.kernels.kv_commit import kv_commit, kv_commit_reference
+from tests.kernels import aot
 
 triton = pytest.importorskip("triton", reason="triton is not installed, so there is no kernel to interpret")
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -183,19 +181,8 @@ def test_reference_never_asks_the_device() -> None:
     kv_commit_reference(*(x if x is None else x.to("meta") for x in verified()))
 
 
-def load(name: str) -> Any:
-    """A helper beside this file, which is in no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    helper = importlib.util.module_from_spec(spec)
-    sys.modules[name] = helper  # dataclasses look their module up there
-    spec.loader.exec_module(helper)
-    return helper
-
-
 def test_kernel_fits_sm90() -> None:
     """Compiled for an H100 or H200, at any dtype, with features or without, nothing spills and no shared memory is taken."""
-    aot = load("aot")
     requests = []
     for dtype in ("*bf16", "*fp32"):
         for features in (12288, 0):

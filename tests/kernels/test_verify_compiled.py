@@ -1,31 +1,15 @@
 """The verification kernels as an H100 or H200 would run them: compiled for sm_90 in their default configurations."""
 
-import importlib.util
-import sys
 from itertools import product
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from spectrain.kernels.tree_verify import ARGMAX, CUT, DRAWN, EMPTY_BITS, WALK, Config
+from tests.kernels import aot
 
 pytest.importorskip("triton", reason="triton is not installed, so there is nothing to compile")
-
-
-def load(name: str) -> ModuleType:
-    """A helper beside this file, which is in no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-aot = load("aot")
 
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 NUM_TOKENS = 128256  # of Llama 3
