@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.kernels.linear_divergence import HeadTarget
@@ -17,7 +16,7 @@ from ..cache import TreeCache
 from ..errors import UserError
 from ..features import Batch, Layer
 from ..losses import Loss, head_loss
-from ..shapes.base import Rollout, TreeBuilder
+from ..shapes.base import Branches, Rollout, TreeBuilder
 from ..tree import TokenTree
 from .base import Drafter, Losses
 from .models import small_model
@@ -118,21 +117,13 @@ class _Nodes(Rollout):
 
     def __init__(self, drafter: Causal, cache: TreeCache, log_q: Tensor) -> None:
         self.drafter, self.cache, self.log_q = drafter, cache, log_q  # [B, 1, V]
-        batch, device = len(log_q), log_q.device
-        self.visible = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
-        self.depth = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self.branches = Branches(len(log_q), log_q.device)
 
     def start(self) -> Tensor:
         return self.log_q
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        batch, num_new = tokens.shape
-        above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
-        itself = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
-        visible = torch.cat([above, itself], dim=2)
-        depth = self.depth.gather(1, parents) + 1
+        depth, visible = self.branches.add(parents)
         positions = self.cache.lengths[:, None] - 1 + depth
         seen = self.drafter.model.run(tokens, positions, visible, self.cache, ("final",))
-        self.visible = torch.cat([F.pad(self.visible, (0, num_new)), visible], dim=1)
-        self.depth = torch.cat([self.depth, depth], dim=1)
         return self.drafter.log_q(seen.at("final"))

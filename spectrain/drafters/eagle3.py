@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..cache import TreeCache
 from ..features import Batch, Layer
 from ..losses import Loss
-from ..shapes.base import Rollout, TreeBuilder
+from ..shapes.base import Branches, Rollout, TreeBuilder
 from ..tree import TokenTree
 from .base import Losses
 from .layers import Attention, Mlp, llama_config, norm_scale, rotary
@@ -169,24 +169,15 @@ class _Eagle3Rollout(Rollout):
         self.drafter, self.cache = drafter, cache
         self.draft_ids = drafter.draft_ids
         self.hidden = root  # [B, nodes given so far, D]
-        batch = root.shape[0]
-        self.depth = torch.zeros(batch, 1, dtype=torch.int64, device=root.device)
-        self.visible = torch.zeros(batch, 1, 0, dtype=torch.bool, device=root.device)  # the root itself is committed
+        self.branches = Branches(len(root), root.device)  # the root itself is committed
 
     def start(self) -> Tensor:
         return self.drafter.log_q(self.hidden)
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        batch, num_new = tokens.shape
         hidden = self.hidden.gather(1, parents[..., None].expand(-1, -1, self.hidden.shape[-1]))
-        depth = self.depth.gather(1, parents) + 1
-        above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
-        itself = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
-        visible = torch.cat([above, itself], dim=2)
+        depth, visible = self.branches.add(parents)
         positions = self.cache.lengths[:, None] - 1 + depth
         output = self.drafter.decode(tokens, hidden, positions, self.cache, visible)
-        padded = torch.nn.functional.pad(self.visible, (0, num_new))
-        self.visible = torch.cat([padded, visible], dim=1)
         self.hidden = torch.cat([self.hidden, output], dim=1)
-        self.depth = torch.cat([self.depth, depth], dim=1)
         return self.drafter.log_q(output)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spectrain.kernels import counter
@@ -45,6 +46,26 @@ class Rollout(ABC):
     def to_target(self, ids: Tensor) -> Tensor:
         """Target ids of draft ids."""
         return ids if self.draft_ids is None else self.draft_ids[ids]
+
+
+class Branches:
+    """Nodes that a drafter runs behind a cache which holds the root: of each its depth, and which nodes it sees, in the order
+    in which they were given."""
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.depth = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, nodes given so far]
+        self.visible = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, nodes, nodes without the root]
+
+    def add(self, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """The depth [B, F] of new nodes below `parents` [B, F], and which nodes they see, [B, F, M], themselves the last."""
+        batch, num_new = parents.shape
+        depth = self.depth.gather(1, parents) + 1
+        above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
+        itself = torch.eye(num_new, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+        visible = torch.cat([above, itself], dim=2)
+        self.visible = torch.cat([F.pad(self.visible, (0, num_new)), visible], dim=1)
+        self.depth = torch.cat([self.depth, depth], dim=1)
+        return depth, visible
 
 
 class DepthRollout(Rollout):
