@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .acceptance import Greedy, Interleaved, Match
 from .data.chat import Example
-from .data.dataset import Dataset, collate
+from .data.dataset import collate
 from .decode import decode
 from .drafters.base import Drafter
 from .errors import UserError
@@ -28,8 +28,7 @@ class Source(ABC):
     @abstractmethod
     def batch(
         self,
-        dataset: Dataset,
-        indices: list[int],
+        examples: list[Example],
         target: Target,
         layers: tuple[Layer, ...],
         drafter: Drafter | None = None,
@@ -43,37 +42,36 @@ class Live(Source):
 
     def __init__(self, keep_gb: float = 0.0) -> None:
         self.keep_bytes = int(keep_gb * 1e9)
-        self.kept: dict[int, Tensor] = {}  # example -> [T, L, D]
+        self.kept: dict[str, Tensor] = {}  # an example's key -> [T, L, D]
         self.bytes = 0
 
     def batch(
         self,
-        dataset: Dataset,
-        indices: list[int],
+        examples: list[Example],
         target: Target,
         layers: tuple[Layer, ...],
         drafter: Drafter | None = None,
         step: int = 0,
     ) -> Batch:
-        batch = dataset.batch(indices).to(target.device)
+        batch = collate(examples).to(target.device)
         if not layers:
             return batch
-        if all(index in self.kept for index in indices):
+        if all(example.key in self.kept for example in examples):
             width = batch.tokens.shape[1]
-            rows = [self.kept[index] for index in indices]
+            rows = [self.kept[example.key] for example in examples]
             hidden = torch.stack([torch.nn.functional.pad(row, (0, 0, 0, 0, 0, width - len(row))) for row in rows])
             features = Features(batch.tokens, layers, hidden.to(target.device))
         else:
             features = target.features(batch.tokens, layers)
-            self._keep(dataset, indices, features.hidden)
+            self._keep(examples, features.hidden)
         return Batch(batch.tokens, batch.loss_mask, features)
 
-    def _keep(self, dataset: Dataset, indices: list[int], hidden: Tensor) -> None:
-        for row, index in enumerate(indices):
-            kept = hidden[row, : len(dataset.examples[index].tokens)]
+    def _keep(self, examples: list[Example], hidden: Tensor) -> None:
+        for row, example in zip(hidden, examples):
+            kept = row[: len(example.tokens)]
             size = kept.numel() * kept.element_size()
-            if index not in self.kept and self.bytes + size <= self.keep_bytes:
-                self.kept[index] = kept.to("cpu", copy=True)
+            if example.key not in self.kept and self.bytes + size <= self.keep_bytes:
+                self.kept[example.key] = kept.to("cpu", copy=True)
                 self.bytes += size
 
 
@@ -82,9 +80,9 @@ class Generated(Source):
 
     `by` the drafter (on-policy), the target, or interleaved (speculative knowledge distillation, Xu et al., 2024): the drafter
     writes and the target replaces what is not among its `top_k` likeliest tokens, checked `block` tokens at a time. An
-    answer is written for the first prompt of a conversation, at most `max_new_tokens` long and no longer than the longest of
-    the data's that it is written with; a prompt that leaves no room for two tokens keeps the data's. By replay,
-    the target decodes greedily with chains of `block` drafts, and a draft of that is learnt from with Draft-OPD's split loss.
+    answer is written for the first prompt of a conversation, at most `max_new_tokens` long and no longer than the data's own; a
+    prompt that leaves no room for two tokens keeps the data's. By replay, the target decodes greedily with chains of `block` drafts,
+    and a draft of that is learnt from with Draft-OPD's split loss.
     """
 
     def __init__(
@@ -109,23 +107,26 @@ class Generated(Source):
 
     def batch(
         self,
-        dataset: Dataset,
-        indices: list[int],
+        examples: list[Example],
         target: Target,
         layers: tuple[Layer, ...],
         drafter: Drafter | None = None,
         step: int = 0,
     ) -> Batch:
-        examples = {index: dataset.examples[index] for index in indices}
-        random = Random(f"{self.seed}/{step}/{indices}")
-        anew = [index for index in indices if random.random() < self.fraction and self._fits(examples[index], target, drafter)]
+        draws = [Random(f"{self.seed}/{step}/{example.key}") for example in examples]  # whatever is batched with what
+        anew = [
+            index
+            for index, example in enumerate(examples)
+            if draws[index].random() < self.fraction and self._fits(example, target, drafter)
+        ]
         if self.by == "replay":
-            batch = self._replay(examples, anew, target, drafter, random)
+            batch = self._replay(examples, anew, target, drafter, draws)
         else:
             if anew:
                 assert drafter is not None
-                examples |= self._write({index: examples[index] for index in anew}, target, drafter, step)
-            batch = collate(list(examples.values()))
+                written = dict(zip(anew, self._write([examples[index] for index in anew], target, drafter, step)))
+                examples = [written.get(index, example) for index, example in enumerate(examples)]
+            batch = collate(examples)
         batch = batch.to(target.device)
         return batch if not layers else replace(batch, features=target.features(batch.tokens, layers))
 
@@ -139,10 +140,10 @@ class Generated(Source):
         return max(2, min(self.max_new_tokens, writer.max_length - max(map(len, prompts))))
 
     def _replay(
-        self, examples: dict[int, Example], anew: list[int], target: Target, drafter: Drafter | None, random: Random
+        self, examples: list[Example], anew: list[int], target: Target, drafter: Drafter | None, draws: list[Random]
     ) -> Batch:
         """The data's sequences, nothing of them rejected, and replayed drafts in place of some."""
-        found = {index: Replay(example, [KEPT] * len(example.tokens)) for index, example in examples.items()}
+        found = [Replay(example, [KEPT] * len(example.tokens)) for example in examples]
         if anew:
             assert drafter is not None
             if not drafter.learns_replays:
@@ -152,19 +153,19 @@ class Generated(Source):
             with evaluating(drafter):
                 written = decode(target, prompts, Greedy(), self._limit(target, prompts), drafter, recorder)
             for index, generation, rounds in zip(anew, written, recorder.rounds):
-                for replay in replays(generation, rounds, 1, random):
+                for replay in replays(generation, rounds, 1, draws[index]):
                     found[index] = replay
-        return collate_replays(list(found.values()))
+        return collate_replays(found)
 
-    def _write(self, examples: dict[int, Example], target: Target, drafter: Drafter, step: int) -> dict[int, Example]:
-        """New answers to the same prompts, by the examples' numbers."""
-        rows = list(examples)
-        prompts = [example.prompt for example in examples.values()]
-        longest = max(len(example.tokens) - len(prompt) for example, prompt in zip(examples.values(), prompts))
+    def _write(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:
+        """New answers to the same prompts, each drawn by its example's key, so that no batching changes it."""
+        rows = [int(example.key[:7], 16) for example in examples]
+        prompts = [example.prompt for example in examples]
+        most = [max(2, len(example.tokens) - len(prompt)) for example, prompt in zip(examples, prompts)]
         writer = target if self.by != "drafter" else drafter.writer()
         if writer is None:
             raise UserError("source.by=drafter: this family cannot write by itself; use source.by=target or interleaved")
-        limit = max(2, min(longest, self._limit(writer, prompts)))
+        limit = max(2, min(max(most), self._limit(writer, prompts)))
         seed = self.seed + 1_000_003 * step
         with evaluating(drafter):
             if self.by == "interleaved":
@@ -173,10 +174,10 @@ class Generated(Source):
                 found = decode(target, prompts, rule, limit, drafter, chain, rows)
             else:
                 found = decode(writer, prompts, Match(self.temperature, seed=seed), limit, rows=rows)
-        return {
-            row: Example(prompt + one.output, [False] * len(prompt) + [True] * len(one.output))
-            for row, prompt, one in zip(rows, prompts, found)
-        }
+        answers = [one.output[:length] for one, length in zip(found, most)]
+        return [
+            Example(prompt + answer, [False] * len(prompt) + [True] * len(answer)) for prompt, answer in zip(prompts, answers)
+        ]
 
 
 @contextmanager

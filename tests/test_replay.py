@@ -234,7 +234,7 @@ def test_with_nothing_rejected_it_is_half_the_forward_kl(tiny: Target, family: s
     found = []
     for source in (Live(), Generated(0.0, "replay")):
         drafter = make(family, tiny)
-        losses = drafter.loss(source.batch(data, [0, 1, 2], tiny, drafter.features_in(0)), tiny)
+        losses = drafter.loss(source.batch(data[[0, 1, 2]], tiny, drafter.features_in(0)), tiny)
         losses.total.backward()
         found.append((losses.total.detach(), [p.grad for p in drafter.parameters() if p.grad is not None]))
     torch.testing.assert_close(0.5 * found[0][0], found[1][0])
@@ -248,8 +248,8 @@ def test_replayed_batches_train(tiny: Target, family: str) -> None:
     rows = torch.randint(3, 2000, (3, 20)).tolist()
     data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
     drafter = make(family, tiny).train()
-    batch = Generated(1.0, "replay", max_new_tokens=12, block=3).batch(
-        data, [0, 1, 2], tiny, drafter.features_in(0), drafter, 0
+    batch = Generated(1.0, "replay", max_new_tokens=12, block=3, seed=2).batch(
+        data[[0, 1, 2]], tiny, drafter.features_in(0), drafter, 0
     )
     assert batch.distance is not None and int(batch.distance.max()) in (0, 1, 2)
     assert [row[:5] for row in batch.tokens.tolist()] == [row[:5] for row in rows] and not batch.loss_mask[:, :5].any()

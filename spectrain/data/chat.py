@@ -4,7 +4,10 @@ Few templates mark the assistant's part, so it is found by rendering growing pre
 """
 
 import os
+from array import array
 from dataclasses import dataclass
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,6 +23,11 @@ class Example:
 
     tokens: list[int]
     mask: list[bool]
+
+    @cached_property
+    def key(self) -> str:
+        """A hash of the tokens: what is kept of a sequence is found by it, in whatever order or company it comes."""
+        return blake2b(array("q", self.tokens).tobytes(), digest_size=16).hexdigest()
 
     @property
     def prompt(self) -> list[int]:

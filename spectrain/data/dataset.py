@@ -65,9 +65,9 @@ class Dataset:
             counts += torch.bincount(kept, minlength=vocab_size)
         return counts
 
-    def batch(self, indices: list[int]) -> Batch:
-        """These examples, padded on the right."""
-        return collate([self.examples[index] for index in indices])
+    def __getitem__(self, indices: list[int]) -> list[Example]:
+        """The examples of these numbers."""
+        return [self.examples[index] for index in indices]
 
     def epoch(self, epoch: int, batch_tokens: int, seed: int) -> list[list[int]]:
         """The batches of one epoch: examples of like length together, at most `batch_tokens` with padding, shuffled."""
@@ -87,7 +87,7 @@ class Dataset:
         random.shuffle(batches)
         return batches
 
-    def stream(self, batch_tokens: int, seed: int, skip: int = 0) -> Iterator[list[int]]:
+    def stream(self, batch_tokens: int, seed: int, skip: int = 0) -> Iterator[list[Example]]:
         """Batches of one epoch after another without end, leaving out the first `skip` of them."""
         epoch = 0
         while True:
@@ -95,7 +95,7 @@ class Dataset:
                 if skip > 0:
                     skip -= 1
                 else:
-                    yield batch
+                    yield self[batch]
             epoch += 1
 
 

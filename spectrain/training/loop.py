@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ..data.chat import Example
 from ..data.dataset import Dataset
 from ..drafters.base import Drafter
 from ..errors import RunError, UserError
@@ -186,12 +187,12 @@ class Trainer:
         groups = [{"lr_scale": 1.0, **group} for group in groups]
         return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
-    def _step(self, job: Job, share: list[list[int]], tally: Tally, step: int, layers: tuple[Layer, ...]) -> None:
+    def _step(self, job: Job, share: list[list[Example]], tally: Tally, step: int, layers: tuple[Layer, ...]) -> None:
         """One optimiser step over this process's share of batches."""
         accelerator, model, optimizer = job.accelerator, job.model, job.optimizer
         began = time.perf_counter()
         source = job.source
-        batches = [source.batch(job.dataset, indices, job.target, layers, job.drafter, step) for indices in share]
+        batches = [source.batch(examples, job.target, layers, job.drafter, step) for examples in share]
         tally.target_seconds += time.perf_counter() - began
         began = time.perf_counter()
         supervised = torch.tensor(sum(batch.num_supervised for batch in batches), device=accelerator.device)
@@ -211,7 +212,7 @@ class Trainer:
                 tally.terms[name] = term.detach().float() * scale / accelerator.num_processes + tally.terms.get(name, 0.0)
             tally.hits = losses.hits.detach().float() + (0 if tally.hits is None else tally.hits)
             tally.counts = losses.counts.detach().float() + (0 if tally.counts is None else tally.counts)
-            tally.tokens += sum(len(job.dataset.examples[index].tokens) for index in share[number])
+            tally.tokens += sum(len(example.tokens) for example in share[number])
         self._share_target_gradients(job)
         norm = accelerator.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], self.clip)
         if norm is not None and not torch.isfinite(torch.as_tensor(norm)):

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
 from spectrain.data.chat import Example, Message, tokenize
-from spectrain.data.dataset import Dataset
+from spectrain.data.dataset import Dataset, collate
 from spectrain.data.readers import Data
 from spectrain.errors import UserError
 
@@ -57,7 +57,7 @@ def test_every_example_once_and_within_the_budget(count: int, batch_tokens: int)
     batches = dataset.epoch(0, batch_tokens, seed=1)
     assert sorted(index for batch in batches for index in batch) == list(range(count))
     for batch in batches:
-        assert len(batch) == 1 or dataset.batch(batch).tokens.numel() <= batch_tokens
+        assert len(batch) == 1 or collate(dataset[batch]).tokens.numel() <= batch_tokens
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
@@ -80,7 +80,7 @@ def test_stream_after_skip_is_the_rest_of_the_stream(skip: int) -> None:
 def test_batch_pads_on_the_right_without_loss() -> None:
     """Rows are the examples, then zeros that carry no loss."""
     dataset = made(9)
-    batch = dataset.batch([4, 0, 7])
+    batch = collate(dataset[[4, 0, 7]])
     for row, index in enumerate([4, 0, 7]):
         example = dataset.examples[index]
         length = len(example.tokens)

@@ -97,7 +97,7 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
     for stage in sorted(set(stages(drafter, 8))):
         Trainer()._optimizer(drafter, target, stage).zero_grad()
         layers = drafter.features_in(stage)
-        batch = Live().batch(dataset, [0, 1], target, layers)
+        batch = Live().batch(dataset[[0, 1]], target, layers)
         assert (batch.features is None) == (layers == ())
         losses = drafter(batch, target)
         losses.total.backward()

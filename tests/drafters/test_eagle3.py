@@ -34,7 +34,7 @@ def make(tiny: Target, **options: object) -> Eagle3:
 
 
 def batch_of(dataset: Dataset, indices: list[int], tiny: Target, drafter: Eagle3) -> Batch:
-    return Live().batch(dataset, indices, tiny, drafter.layers)
+    return Live().batch(dataset[indices], tiny, drafter.layers)
 
 
 def gradients(drafter: Eagle3) -> Tensor:

@@ -67,7 +67,7 @@ def batch_of(drafter: Drafter, target: Target, stage: int = 0, replayed: bool = 
     rows = torch.randint(3, VOCAB, (3, length)).tolist()
     masks = [[1 <= i < length // 2 or i > length // 2 + 3 for i in range(length - 3 * row)] for row in range(3)]
     data = Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], 3, 0, 0)
-    batch = Live().batch(data, [0, 1, 2], target, drafter.features_in(stage))
+    batch = Live().batch(data[[0, 1, 2]], target, drafter.features_in(stage))
     return replace(batch, distance=torch.randint(-1, 4, batch.tokens.shape)) if replayed else batch
 
 

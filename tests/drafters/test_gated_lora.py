@@ -447,7 +447,7 @@ def fitted(tiny: Target) -> Fitted:
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
     drafter = GatedLora(tiny, num_masks=MASKS, rank=8, mask_ratio=3.0)
     drafter.prepare(tiny, torch.zeros(tiny.head.vocab_size))
-    batch = Live().batch(Dataset(rows, 3, 0, 0), [0, 1, 2], tiny, ())
+    batch = Live().batch(Dataset(rows, 3, 0, 0)[[0, 1, 2]], tiny, ())
     optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
     for step in range(10):  # so that some drafts are right
         drafter.step = step

@@ -57,7 +57,7 @@ def dataset(count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Medusa, stage: int) -> Batch:
-    return Live().batch(dataset(), [0, 1, 2], target, drafter.features_in(stage))
+    return Live().batch(dataset()[[0, 1, 2]], target, drafter.features_in(stage))
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ def dataset(count: int = 5) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Pard, rows: list[int]) -> Batch:
-    return Live().batch(dataset(), rows, target, drafter.features_in(0))
+    return Live().batch(dataset()[rows], target, drafter.features_in(0))
 
 
 def logits_of(drafter: Pard, text: list[int], count: int) -> Tensor:
