@@ -81,8 +81,8 @@ class Generated(Source):
     `by` the drafter (on-policy), the target, or interleaved (speculative knowledge distillation, Xu et al., 2024): the drafter
     writes and the target replaces what is not among its `top_k` likeliest tokens, checked `block` tokens at a time. An
     answer is written for the first prompt of a conversation, at most `max_new_tokens` long and no longer than the data's own; a
-    prompt that leaves no room for two tokens keeps the data's. By replay, the target decodes greedily with chains of `block` drafts,
-    and a draft of that is learnt from with Draft-OPD's split loss.
+    prompt that leaves no room for two tokens keeps the data's. By replay, the target decodes greedily with chains of `block`
+    drafts, and a draft of that is learnt from with Draft-OPD's split loss.
     """
 
     def __init__(
