@@ -25,6 +25,8 @@ from .target import Target
 class Source(ABC):
     """Turns examples into batches that hold the features a drafter reads."""
 
+    asks_drafter = False  # it lets the drafter write
+
     @abstractmethod
     def batch(
         self,
@@ -84,6 +86,8 @@ class Generated(Source):
     prompt that leaves no room for two tokens keeps the data's. By replay, the target decodes greedily with chains of `block`
     drafts, and a draft of that is learnt from with Draft-OPD's split loss.
     """
+
+    asks_drafter = True
 
     def __init__(
         self,

@@ -141,6 +141,9 @@ class Target(nn.Module):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name, self.path = name, path
+        self.tensor_parallel = 1  # how many processes run each layer together
+        self.recompute = False  # gradient checkpointing: layers that train are run again in the backward pass
+        self.in_step = False  # every process runs every layer, if on no row: their parameters are exchanged layer by layer
         if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
         self._check_attention()
@@ -337,9 +340,11 @@ class Target(nn.Module):
             def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
                 """The layer on the kept rows; whatever else has a row for each sequence is cut to the same ones."""
                 batch = len(hidden_states)
-                args, kwargs = (_rows_of(value, kept, batch) for value in (args, kwargs))
-                output = forward(hidden_states[kept], *args, **kwargs)
-                result = hidden_states.index_copy(0, kept, output[0] if self._returns_tuple else output)
+                rows = kept if len(kept) else kept.new_zeros(1)  # with no row to run, one that counts for nothing
+                args, kwargs = (_rows_of(value, rows, batch) for value in (args, kwargs))
+                output = forward(hidden_states[rows], *args, **kwargs)
+                states = output[0] if self._returns_tuple else output
+                result = hidden_states.index_copy(0, kept, states) if len(kept) else hidden_states + 0 * states.sum()
                 return (result, *output[1:]) if self._returns_tuple else result
 
             return run
@@ -347,7 +352,7 @@ class Target(nn.Module):
         replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
         for index, layer in enumerate(self.layers):
             kept = None if dropped is None else (~dropped[index]).nonzero()[:, 0].to(self.device)
-            if index not in working or (kept is not None and not len(kept)):
+            if index not in working or (kept is not None and not len(kept) and not self.in_step):
                 replaced.append((layer, skip))
             elif dropped is not None and kept is not None and len(kept) < dropped.shape[1]:
                 replaced.append((layer, run_rows(layer, kept)))
