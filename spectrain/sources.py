@@ -58,7 +58,7 @@ class Live(Source):
         batch = collate(examples).to(target.device)
         if not layers:
             return batch
-        if all(example.key in self.kept for example in examples):
+        if all(example.key in self.kept for example in examples) and not target.in_step:
             width = batch.tokens.shape[1]
             rows = [self.kept[example.key] for example in examples]
             hidden = torch.stack([torch.nn.functional.pad(row, (0, 0, 0, 0, 0, width - len(row))) for row in rows])
@@ -117,6 +117,10 @@ class Generated(Source):
         drafter: Drafter | None = None,
         step: int = 0,
     ) -> Batch:
+        if target.sharding == "fsdp2":
+            raise UserError(
+                "source=generated: answers take their time, and a target with sharding=fsdp2 runs in step; use tensor"
+            )
         draws = [Random(f"{self.seed}/{step}/{example.key}") for example in examples]  # whatever is batched with what
         anew = [
             index

@@ -21,6 +21,7 @@ from spectrain.kernels.tree_attention import Visibility, attend_softcapped, tree
 
 from .cache import TreeCache
 from .compiled import attend_layer, passed, running
+from .distributed import Sharding
 from .errors import UserError
 from .features import Features, Layer
 from .packing import pack_linears
@@ -136,14 +137,16 @@ class Head:
 class Target(nn.Module):
     """A causal LM whose output is wanted. Frozen unless a drafter's `param_groups` names its parameters."""
 
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, path: str) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, path: str, sharding: Sharding = "none"
+    ) -> None:
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name, self.path = name, path
-        self.tensor_parallel = 1  # how many processes run each layer together
+        self.sharding = sharding  # how the processes of the launch hold it together
         self.recompute = False  # gradient checkpointing: layers that train are run again in the backward pass
-        self.in_step = False  # every process runs every layer, if on no row: their parameters are exchanged layer by layer
+        self.in_step = sharding != "none"  # all processes run the same layers at the same time, if need be on no row
         if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
         self._check_attention()
@@ -199,7 +202,9 @@ class Target(nn.Module):
         return TreeCache(self.num_layers, batch_size, max_length, self.device)
 
     def pack(self) -> None:
-        """On a CPU, move decoding and feature capture to the faster linears."""
+        """On a CPU, move decoding and feature capture to the faster linears, where this process holds them."""
+        if self.sharding != "none":
+            return
         pack_linears(self.model)
 
     def features(self, tokens: Tensor, layers: tuple[Layer, ...]) -> Features:

@@ -153,7 +153,9 @@ class Trainer:
         SIGINT let the step end, save a checkpoint and raise `Stopped`.
         """
         run.mkdir(parents=True, exist_ok=True)
-        shared = parallel(accelerator or self.accelerator(), self.sharding, target.tensor_parallel)
+        accelerator = accelerator or self.accelerator()
+        same_data = accelerator.num_processes if target.sharding == "tensor" else 1
+        shared = parallel(accelerator, self.sharding, same_data)
         num_steps = self.num_steps(dataset, shared.data_count)
         torch.manual_seed(self.seed)
         drafter.recompute = target.recompute = self.gradient_checkpointing
