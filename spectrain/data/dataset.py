@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
-from ..features import Batch
+from ..features import Batch, laid_out
 from .chat import Example, tokenize
 from .readers import Data
 
@@ -99,12 +99,8 @@ class Dataset:
             epoch += 1
 
 
-def collate(examples: list[Example]) -> Batch:
-    """Examples as one batch, padded on the right."""
-    width = max(len(example.tokens) for example in examples)
-    tokens = torch.zeros(len(examples), width, dtype=torch.int64)
-    mask = torch.zeros(len(examples), width, dtype=torch.bool)
-    for row, example in enumerate(examples):
-        tokens[row, : len(example.tokens)] = torch.tensor(example.tokens)
-        mask[row, : len(example.mask)] = torch.tensor(example.mask)
-    return Batch(tokens, mask)
+def collate(examples: list[Example], packed: bool = False) -> Batch:
+    """Examples as one batch: a row each, padded on the right, or packed, one after another in one row."""
+    tokens = laid_out([torch.tensor(example.tokens) for example in examples], packed)
+    mask = laid_out([torch.tensor(example.mask) for example in examples], packed)
+    return Batch(tokens, mask, lengths=tuple(len(example.tokens) for example in examples) if packed else None)
