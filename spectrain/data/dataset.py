@@ -180,8 +180,6 @@ class Batches(ABC, Iterator[list[Example]]):
     Of the batches that follow those done, the j-th goes to process j % processes, whether a step takes one of them or more.
     """
 
-    left_out: int | None = None  # unusable conversations met so far, where they are met while training
-
     def __init__(self, process: int, processes: int, state: State | None) -> None:
         self.process, self.processes = process, processes
         self.done: int = state["batches_done"] if state else 0  # by all processes
@@ -203,6 +201,11 @@ class Batches(ABC, Iterator[list[Example]]):
     def merged(states: list[State]) -> State:
         """The state of all processes, which have taken equally many batches."""
         return states[0]
+
+    @staticmethod
+    def counts(merged: State) -> dict[str, int]:
+        """What metrics say of the data read so far, from the state of all processes."""
+        return {}
 
 
 class EpochBatches(Batches):

@@ -168,9 +168,7 @@ class Trainer:
                 step += 1
                 if step % self.log_every == 0 or step == num_steps or step == 1:
                     metrics = self._metrics(accelerator, tally, step, lr)
-                    if stream.left_out is not None:
-                        left_out = torch.tensor(stream.left_out, device=accelerator.device)
-                        metrics["left_out"] = int(accelerator.reduce(left_out, reduction="sum"))
+                    metrics |= stream.counts(stream.merged(gather_object([stream.state()])))
                     tally = Tally(began=time.perf_counter())
                     if metrics_file is not None:
                         metrics_file.write(metrics)
@@ -192,7 +190,7 @@ class Trainer:
         used, other = (
             f"{ways[way]} {dataset.efficiency(self.batch_tokens, self.seed, way)}" for way in (self.packing, not self.packing)
         )
-        return f"batches of up to {self.batch_tokens} tokens: {used} an epoch ({other})"
+        return f"batches of up to {self.batch_tokens} tokens: {used} ({other})"
 
     def _optimizer(self, drafter: Drafter, target: Target, stage: int) -> torch.optim.Optimizer:
         """AdamW over what a stage trains; every other parameter is frozen."""
