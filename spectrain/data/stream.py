@@ -48,7 +48,7 @@ class Stream(Data):
         subset: str | None = None,
         limit: int | None = None,
         max_length: int = 2048,
-        shards: int = 64,
+        shards: int = 16,
         window: int = 512,
         sample: int = 2000,
     ) -> None:
