@@ -236,3 +236,12 @@ def test_packed_training_is_padded_training(tiny: Target, tmp_path: Path) -> Non
         metrics = (tmp_path / str(packing) / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in metrics])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_sample_counts_what_was_cut(tokenizer: PreTrainedTokenizerBase) -> None:
+    """As a data set that is there whole does."""
+    long = {"messages": [{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]}
+    rows = [chat(0), {"messages": [chat(1)["messages"][0], {"role": "assistant", "content": "word " * 100}]}, long]
+    sample = streamed(tokenizer, rows, max_length=32)
+    assert (sample.num_conversations, sample.num_cut, sample.num_dropped) == (3, 2, 1)
+    assert "2 cut to data.max_length, 1 without an answer left out" in sample.summary()
