@@ -1,13 +1,12 @@
 """Where features come from. Shapes: B batch, T tokens, L layers, D target width."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from .acceptance import Greedy, Interleaved, Match
@@ -16,7 +15,7 @@ from .data.dataset import collate
 from .decode import decode
 from .drafters.base import Drafter
 from .errors import UserError
-from .features import Batch, Features, Layer
+from .features import Batch, Features, Layer, laid_out
 from .replay import KEPT, Recorder, Replay, collate_replays, replays
 from .shapes import Chain
 from .target import Target
@@ -35,8 +34,10 @@ class Source(ABC):
         layers: tuple[Layer, ...],
         drafter: Drafter | None = None,
         step: int = 0,
+        packed: bool = False,
     ) -> Batch:
-        """These examples with their features; without features where `layers` is empty. Some sources ask the drafter too."""
+        """These examples with their features, padded or packed; without features where `layers` is empty. Some sources ask
+        the drafter too."""
 
 
 class Live(Source):
@@ -54,21 +55,20 @@ class Live(Source):
         layers: tuple[Layer, ...],
         drafter: Drafter | None = None,
         step: int = 0,
+        packed: bool = False,
     ) -> Batch:
-        batch = collate(examples).to(target.device)
+        batch = collate(examples, packed).to(target.device)
         if not layers:
             return batch
         if all(example.key in self.kept for example in examples) and not target.in_step:
-            width = batch.tokens.shape[1]
-            rows = [self.kept[example.key] for example in examples]
-            hidden = torch.stack([torch.nn.functional.pad(row, (0, 0, 0, 0, 0, width - len(row))) for row in rows])
+            hidden = laid_out([self.kept[example.key] for example in examples], packed)
             features = Features(batch.tokens, layers, hidden.to(target.device))
         else:
-            features = target.features(batch.tokens, layers)
-            self._keep(examples, features.hidden)
-        return Batch(batch.tokens, batch.loss_mask, features)
+            features = target.features(batch.tokens, layers, batch.lengths)
+            self._keep(examples, features.hidden if batch.lengths is None else features.hidden[0].split(batch.lengths))
+        return replace(batch, features=features)
 
-    def _keep(self, examples: list[Example], hidden: Tensor) -> None:
+    def _keep(self, examples: list[Example], hidden: Iterable[Tensor]) -> None:
         for row, example in zip(hidden, examples):
             kept = row[: len(example.tokens)]
             size = kept.numel() * kept.element_size()
@@ -116,6 +116,7 @@ class Generated(Source):
         layers: tuple[Layer, ...],
         drafter: Drafter | None = None,
         step: int = 0,
+        packed: bool = False,
     ) -> Batch:
         if target.sharding == "fsdp2":
             raise UserError(
@@ -128,15 +129,15 @@ class Generated(Source):
             if draws[index].random() < self.fraction and self._fits(example, target, drafter)
         ]
         if self.by == "replay":
-            batch = self._replay(examples, anew, target, drafter, draws)
+            batch = self._replay(examples, anew, target, drafter, draws, packed)
         else:
             if anew:
                 assert drafter is not None
                 written = dict(zip(anew, self._write([examples[index] for index in anew], target, drafter, step)))
                 examples = [written.get(index, example) for index, example in enumerate(examples)]
-            batch = collate(examples)
+            batch = collate(examples, packed)
         batch = batch.to(target.device)
-        return batch if not layers else replace(batch, features=target.features(batch.tokens, layers))
+        return batch if not layers else replace(batch, features=target.features(batch.tokens, layers, batch.lengths))
 
     def _fits(self, example: Example, target: Target, drafter: Drafter | None) -> bool:
         """Whether an answer of two tokens has room behind the prompt."""
@@ -148,7 +149,13 @@ class Generated(Source):
         return max(2, min(self.max_new_tokens, writer.max_length - max(map(len, prompts))))
 
     def _replay(
-        self, examples: list[Example], anew: list[int], target: Target, drafter: Drafter | None, draws: list[Random]
+        self,
+        examples: list[Example],
+        anew: list[int],
+        target: Target,
+        drafter: Drafter | None,
+        draws: list[Random],
+        packed: bool,
     ) -> Batch:
         """The data's sequences, nothing of them rejected, and replayed drafts in place of some."""
         found = [Replay(example, [KEPT] * len(example.tokens)) for example in examples]
@@ -163,7 +170,7 @@ class Generated(Source):
             for index, generation, rounds in zip(anew, written, recorder.rounds):
                 for replay in replays(generation, rounds, 1, draws[index]):
                     found[index] = replay
-        return collate_replays(found)
+        return collate_replays(found, packed)
 
     def _write(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:
         """New answers to the same prompts, each drawn by its example's key, so that no batching changes it."""

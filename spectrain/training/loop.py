@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from ..data.chat import Example
-from ..data.dataset import Dataset
+from ..data.dataset import Batches, Dataset
 from ..drafters.base import Drafter
 from ..errors import RunError, Stopped, UserError
 from ..features import Layer
@@ -69,7 +69,7 @@ class Job:
     run: Path
     tally: Tally = field(default_factory=Tally)
     step: int = 0  # steps done
-    batches_done: int = 0  # batches of the data's order that they saw, on all processes
+    position: dict[str, Any] | None = None  # where this process stands in the data
     skipped: int = 0  # steps that changed nothing, because something was not finite
     skipped_in_a_row: int = 0
 
@@ -79,14 +79,16 @@ class Trainer:
     """AdamW with warm-up and cosine decay over `epochs` of the data, or `max_steps` steps where that is given.
 
     A step sees `accumulate` batches of up to `batch_tokens` tokens on each process, and its loss is divided by the number
-    of supervised tokens in all of them, so neither depends on how sequences were batched or on the number of processes. A step
-    whose gradient is not finite is left out; `max_skipped` of them in a row stop the run.
+    of supervised tokens in all of them, so neither depends on the number of processes or on how sequences were batched: padded,
+    in buckets of like length, or with `packing` one after another in one row, where they do not see each other. A step whose
+    gradient is not finite is left out; `max_skipped` of them in a row stop the run.
     """
 
     lr: float = 1e-4
     epochs: float = 1.0
     max_steps: int | None = None
     batch_tokens: int = 4096
+    packing: bool = False
     accumulate: int = 1
     warmup: float = 0.05
     min_lr: float = 0.0
@@ -126,7 +128,7 @@ class Trainer:
         """Optimiser steps of the whole run."""
         if self.max_steps is not None:
             return self.max_steps
-        batches = len(dataset.epoch(0, self.batch_tokens, self.seed))
+        batches = dataset.num_batches(self.batch_tokens, self.seed, self.packing)
         return max(1, math.ceil(self.epochs * batches / (self.accumulate * num_processes)))
 
     def lr_at(self, step: int, num_steps: int, stage_began: int = 0) -> float:
@@ -166,7 +168,7 @@ class Trainer:
         if begun is not None:
             weights, state, progress = load_checkpoint(begun)
             _load_weights(drafter, target, weights)
-            job.step, job.batches_done, job.skipped = progress["step"], progress["batches_done"], progress["skipped"]
+            job.step, job.position, job.skipped = progress["step"], progress["stream"], progress["skipped"]
             numbers = progress["optimizer"]
             job.tally = _tally_of(progress["tallies"], shared)
             _set_random_state({name: state.pop(name) for name in list(state) if name.startswith("rng.")}, shared.rank)
@@ -177,7 +179,11 @@ class Trainer:
         self._begin_stage(job, stage)
         if begun is not None:
             shared.load_optimizer(state, numbers)
-        stream = dataset.stream(self.batch_tokens, self.seed, skip=job.batches_done)
+        process = shared.data_rank, shared.data_count
+        stream = dataset.stream(self.batch_tokens, self.seed, self.packing, *process, job.position)
+        job.position = stream.state()
+        if shared.is_main and begun is None:
+            print(self._efficiency(dataset), flush=True)
         metrics_file = MetricsFile(run / "metrics.jsonl", job.step) if shared.is_main else None
         with (
             Progress(num_steps, job.step, enabled=shared.is_main) as progress_line,
@@ -194,21 +200,20 @@ class Trainer:
                     group["lr"] = lr * group["lr_scale"]
                 drafter.progress, drafter.step = step / num_steps, step
                 watch.at(step, "reading data")
-                share = list(islice(stream, self.accumulate * shared.data_count))
-                mine = share[shared.data_rank :: shared.data_count]
+                share = list(islice(stream, self.accumulate))
                 try:
-                    stopped = self._step(job, mine, drafter.features_in(stage), stop)
+                    stopped = self._step(job, share, drafter.features_in(stage), stop)
                 except RuntimeError as error:
                     raise _explained(error, job) from error
                 if stopped:
-                    self._stop(job, stop)
-                job.batches_done += len(share)
+                    self._stop(job, stream, stop)
+                job.position = stream.state()
                 job.step = step = step + 1
                 job.tally.seconds += time.perf_counter() - began
                 if job.skipped_in_a_row >= self.max_skipped:
                     self._give_up(job)
                 if step % self.log_every == 0 or step == num_steps or step == 1:
-                    metrics = self._metrics(job, lr)
+                    metrics = self._metrics(job, lr) | stream.counts(self._position(job, stream))
                     job.tally = Tally()
                     if metrics_file is not None:
                         metrics_file.write(metrics)
@@ -216,7 +221,7 @@ class Trainer:
                             tracker.log({k: v for k, v in metrics.items() if k != "step"}, step)
                     progress_line.update(step, metrics)
                 if self.save_every is not None and step % self.save_every == 0 and step < num_steps:
-                    self._save(job)
+                    self._save(job, stream)
                 if on_step is not None:
                     on_step(step)
         drafter.recompute = target.recompute = False
@@ -224,6 +229,18 @@ class Trainer:
         if shared.in_place or shared.is_main:
             drafter.finish(target)
         return shared
+
+    def _efficiency(self, dataset: Dataset) -> str:
+        """How full batches are, padded and packed."""
+        ways = {True: "packed", False: "padded"}
+        used, other = (
+            f"{ways[way]} {dataset.efficiency(self.batch_tokens, self.seed, way)}" for way in (self.packing, not self.packing)
+        )
+        return f"batches of up to {self.batch_tokens} tokens: {used} ({other})"
+
+    def _position(self, job: Job, stream: Batches) -> dict[str, Any]:
+        """Where the run stands in the data, from what all processes say; every process must call this."""
+        return stream.merged(job.shared.gathered(job.position)[:: job.shared.copies])
 
     def _begin_stage(self, job: Job, stage: int) -> None:
         """AdamW over what a stage trains; every other parameter is frozen."""
@@ -239,7 +256,7 @@ class Trainer:
         shared, drafter, target = job.shared, job.drafter, job.target
         now, began = Tally(steps=1), time.perf_counter()
         with shared.whole() if job.source.asks_drafter else nullcontext():
-            batches = [job.source.batch(examples, target, layers, drafter, job.step) for examples in share]
+            batches = [job.source.batch(examples, target, layers, drafter, job.step, self.packing) for examples in share]
         now.target_seconds = time.perf_counter() - began
         job.watch.at(job.step, WAITING)
         supervised, stops = shared.sums(sum(batch.num_supervised for batch in batches), float(stop.asked is not None))
@@ -300,25 +317,26 @@ class Trainer:
             },
         }
 
-    def _save(self, job: Job) -> None:
+    def _save(self, job: Job, stream: Batches) -> None:
         """A checkpoint of the whole run, written by the main process; every process must call this."""
         shared = job.shared
         weights = _weights(job)
         state, numbers = shared.optimizer_state()
         tallies = shared.gathered(asdict(job.tally))
         states = shared.gathered(_random_state())
+        position = self._position(job, stream)
         if shared.is_main:
             for rank, own in enumerate(states):
                 state |= {f"rng.{name}.{rank}": tensor for name, tensor in own.items()}
-            progress = {"step": job.step, "batches_done": job.batches_done, "skipped": job.skipped, "tallies": tallies}
+            progress = {"step": job.step, "stream": position, "skipped": job.skipped, "tallies": tallies}
             progress["optimizer"] = numbers
             save_checkpoint(checkpoint_path(job.run, job.step), weights, state, progress, self.keep_checkpoints)
         shared.wait()
 
-    def _stop(self, job: Job, stop: "StopSignals") -> None:
+    def _stop(self, job: Job, stream: Batches, stop: "StopSignals") -> None:
         """Save and leave, because a signal asked for it."""
         if job.step and not checkpoint_path(job.run, job.step).exists():
-            self._save(job)
+            self._save(job, stream)
         signals = [number for number in job.shared.gathered(stop.asked) if number is not None]
         name = signal.Signals(signals[0]).name
         how = f"stopped by {name} after step {job.step}, which is saved; go on with the same command, trainer.resume=auto"

@@ -35,6 +35,7 @@ class Progress:
         agreement = " ".join(f"{value:.2f}" for value in metrics["agreement"])
         loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.3f}"
         line = f"loss {loss}  agreement {agreement}  {metrics['tokens_per_second']:.0f} tokens/s"
+        line += f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else ""
         now = time.monotonic()
         if self.live:
             assert self.task is not None

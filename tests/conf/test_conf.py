@@ -47,6 +47,7 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
         ("target", "hf"): [f"target.model={TINY}"],
         ("data", "jsonl"): [f"data.path={tmp_path / 'chats.jsonl'}"],
         ("data", "hub"): [f"data.path={tmp_path / 'saved'}"],
+        ("data", "stream"): [f"data.path={tmp_path / 'chats.jsonl'}"],
     }
 
 
