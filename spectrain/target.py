@@ -7,12 +7,14 @@ Nothing here copies or patches model code: attention goes through `AttentionInte
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -280,6 +282,8 @@ class Target(nn.Module):
             captured = stack.enter_context(self._capture(layers))
             working = [layer for layer in range(first, last) if layer not in skipped]
             stack.enter_context(self._only(working, hidden, first, dropped, lengths))
+            if self.recompute and grad and cache is None:
+                stack.enter_context(self._remembered(working))
             stack.enter_context(running(cache, kwargs["visibility"], working))
             output = self.decoder(
                 input_ids=tokens,
@@ -415,6 +419,22 @@ class Target(nn.Module):
                     layer.forward = before
             if handle is not None:
                 handle.remove()
+
+    @contextmanager
+    def _remembered(self, working: Collection[int]) -> Iterator[None]:
+        """Gradient checkpointing: of each layer only the input is kept, and the backward pass runs it again."""
+        layers = [self.layers[index] for index in working]
+        before = [(layer.__dict__.get("forward"), layer.forward) for layer in layers]
+        for layer, (_, forward) in zip(layers, before):
+            layer.forward = partial(checkpoint, forward, use_reentrant=False)
+        try:
+            yield
+        finally:
+            for layer, (own, _) in zip(layers, before):
+                if own is None:
+                    del layer.forward
+                else:
+                    layer.forward = own
 
     def _check_attention(self) -> None:
         """Refuse a model whose attention does not go through the interface: a tree would be verified wrongly."""

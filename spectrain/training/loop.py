@@ -160,7 +160,12 @@ class Trainer:
         shared = parallel(accelerator, self.sharding, same_data)
         num_steps = self.num_steps(dataset, shared.data_count)
         torch.manual_seed(self.seed)
-        drafter.recompute = target.recompute = self.gradient_checkpointing
+        if self.gradient_checkpointing and drafter.adapts_layers:
+            raise UserError(
+                "trainer.gradient_checkpointing=true: this family adds to the target's layers while they run, so they cannot "
+                "be run again; leave it out and lower trainer.batch_tokens"
+            )
+        self._recompute(drafter, target, self.gradient_checkpointing)
         begun = latest_checkpoint(run)
         job = Job(drafter, target, source, shared, Watch(shared, self.patience), run)
         state: dict[str, Tensor] = {}
@@ -224,11 +229,17 @@ class Trainer:
                     self._save(job, stream)
                 if on_step is not None:
                     on_step(step)
-        drafter.recompute = target.recompute = False
+        self._recompute(drafter, target, False)
         shared.release()
         if shared.in_place or shared.is_main:
             drafter.finish(target)
         return shared
+
+    def _recompute(self, drafter: Drafter, target: Target, on: bool) -> None:
+        """Switch gradient checkpointing for whatever may train."""
+        for module in (target, *drafter.modules()):
+            if isinstance(module, (Drafter, Target)):
+                module.recompute = on
 
     def _efficiency(self, dataset: Dataset) -> str:
         """How full batches are, padded and packed."""
