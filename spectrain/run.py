@@ -1,7 +1,10 @@
 """Run folders, and the two things that are done in them: train a drafter, score a drafter."""
 
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from .provenance import processor, provenance, versions
 from .shapes import TreeBuilder
 from .target import Target
 from .training.checkpoints import latest_checkpoint, load_tensors, tensors_of, written_whole
+from .training.parallel import connect
 
 
 def train(config: DictConfig, asked: list[str]) -> Path:
@@ -39,8 +43,7 @@ def train(config: DictConfig, asked: list[str]) -> Path:
         print(f"{run} is finished and scored: see {run / 'eval'}")
         return run
     if finished:
-        if accelerator.is_main_process:
-            evaluate(config, run)
+        evaluate(config, run)
         return run
     data = build(config.data)
     data.conversations()
@@ -68,34 +71,51 @@ def train(config: DictConfig, asked: list[str]) -> Path:
     finally:
         if tracker is not None and accelerator.is_main_process:
             tracker.finish()
-    if not accelerator.is_main_process:
-        return run  # it waits for nobody: scoring may take longer than processes wait for each other
-    if drafter.trains_target:
-        with written_whole(run / "target") as scratch:
-            target.save(scratch)
-        target.name = f"{target.name}, trained"
-    save_drafter(run / "drafter", drafter, config)
-    if evaluation is not None and shared.in_place:
-        rule, builder = build(config.acceptance), build(config.tree)
-        score(config, run, target, drafter, evaluation, builder, rule, dataset)
-    elif evaluation is not None:
-        evaluate(config, run)  # what was sharded is loaded anew
+    if accelerator.is_main_process:
+        if drafter.trains_target:
+            with written_whole(run / "target") as scratch:
+                target.save(scratch)
+            target.name = f"{target.name}, trained"
+        save_drafter(run / "drafter", drafter, config)
+    if evaluation is None:
+        return run
+    if target.sharding != "none":
+        accelerator.wait_for_everyone()  # for the drafter, which each of them loads
+    if shared.in_place and target.sharding == "none" and accelerator.is_main_process:
+        score(config, run, target, drafter, evaluation, build(config.tree), build(config.acceptance), dataset)
+    elif not shared.in_place or target.sharding != "none":
+        evaluate(config, run, target if target.sharding != "none" else None)  # what was sharded is loaded anew
     return run
 
 
-def evaluate(config: DictConfig, run: Path) -> dict[str, Any]:
-    """Score the drafter of a run folder or of a drafter directory."""
+def evaluate(config: DictConfig, run: Path, target: Target | None = None) -> dict[str, Any]:
+    """Score the drafter of a run folder or of a drafter directory.
+
+    Of several processes the main one does it alone; where the target is spread over them, all do the same and it writes.
+    """
+    accelerator = connect("no", "auto")
+    sharded = config.target.get("sharding", "none") != "none"
+    if not accelerator.is_main_process and not sharded:
+        return {}  # it waits for nobody: scoring may take longer than processes wait for each other
     directory = drafter_directory(run)
     evaluation = build(config.eval)
     saved_target = trained_target(run)
-    if saved_target is None:
-        target: Target = build(config.target)
+    if target is not None:
+        pass
+    elif saved_target is None:
+        target = build(config.target)
     else:
         kept = {key: value for key, value in config.target.items() if key in ("dtype", "device", "trust_remote_code")}
         target = build({**kept, "_target_": "spectrain.loading.load_hf", "model": str(saved_target)})
         facts = saved_target.parent / "provenance.json"
         known = json.loads(facts.read_text()).get("target_name") if facts.exists() else None
         target.name = f"{known or target_name(config)}, trained"
+    assert target is not None
+    if sharded and (evaluation.guard or config.tree["_target_"].endswith((".Auto", ".Cast"))):
+        raise UserError(
+            f"target.sharding={target.sharding}: processes must draft the same trees, so no tree or guard can go by the clock; "
+            "use tree=eagle2 and no eval.guard"
+        )
     evaluation.check_prompts(target)
     dataset = None
     if config.get("data") and "_target_" in config.data:
@@ -107,7 +127,11 @@ def evaluate(config: DictConfig, run: Path) -> dict[str, Any]:
             raise UserError(
                 f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
             )
-    return score(config, run, target, drafter, evaluation, build(config.tree), build(config.acceptance), dataset)
+    rule, builder = build(config.acceptance), build(config.tree)
+    if accelerator.is_main_process:
+        return score(config, run, target, drafter, evaluation, builder, rule, dataset)
+    with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
+        return score(config, Path(scratch), target, drafter, evaluation, builder, rule, dataset)
 
 
 def score(

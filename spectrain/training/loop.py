@@ -114,6 +114,8 @@ class Trainer:
             whole = getattr(self, key)
             if whole is not None and whole < 1:
                 raise UserError(f"trainer.{key}={whole}: use 1 or more, or null")
+        if self.mixed_precision not in ("auto", "no", "bf16"):
+            raise UserError(f"trainer.mixed_precision={self.mixed_precision}: use auto, no or bf16")
         if self.resume not in (None, "auto"):
             raise UserError(f"trainer.resume={self.resume}: use auto, or leave it out")
 
@@ -188,7 +190,8 @@ class Trainer:
         stream = dataset.stream(self.batch_tokens, self.seed, self.packing, *process, job.position)
         job.position = stream.state()
         if shared.is_main and begun is None:
-            print(self._efficiency(dataset), flush=True)
+            how = f"{shared.count} processes, {shared.name}; " if shared.count > 1 else ""
+            print(how + self._efficiency(dataset), flush=True)
         metrics_file = MetricsFile(run / "metrics.jsonl", job.step) if shared.is_main else None
         with (
             Progress(num_steps, job.step, enabled=shared.is_main) as progress_line,

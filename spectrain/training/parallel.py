@@ -23,11 +23,26 @@ from ..target import Target
 from .checkpoints import flatten_optimizer, tensors_of, unflatten_optimizer
 
 Sharding = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
+# What an accelerate file may say of these; anything else would not be done.
+FOLLOWED: dict[str, tuple[tuple[str, ...], str]] = {
+    "ACCELERATE_MIXED_PRECISION": (("no", "bf16"), "mixed_precision: bf16"),
+    "ACCELERATE_DYNAMO_BACKEND": (("NO",), "dynamo_backend: 'NO'"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("1", "auto"), "trainer.accumulate instead"),
+    "ACCELERATE_GRADIENT_CLIPPING": (("none", "auto"), "trainer.clip instead"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (("none",), "none"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (("none",), "none"),
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": (("none",), "zero_stage in the accelerate file itself"),
+    "FSDP_OFFLOAD_PARAMS": (("false",), "fsdp_offload_params: false"),
+    "FSDP_ACTIVATION_CHECKPOINTING": (("false",), "trainer.gradient_checkpointing instead"),
+}
 torch.export.register_dataclass(Losses)  # so that FSDP2 finds the tensors in it
 
 
 def asked_for(sharding: Sharding) -> Sharding:
-    """What the launcher and `trainer.sharding` ask for; they must not disagree."""
+    """What the launcher and `trainer.sharding` ask for; they must not disagree, nor ask for what is not done."""
+    for variable, (known, instead) in FOLLOWED.items():
+        if (said := os.environ.get(variable)) is not None and said.lower() not in [value.lower() for value in known]:
+            raise UserError(f"launch: {variable}={said} would not be followed; use {instead}")
     launched: Sharding | None = None
     if _is_set("ACCELERATE_USE_FSDP"):
         if os.environ.get("FSDP_VERSION", "1") != "2":
@@ -371,7 +386,7 @@ class Zero(Parallel):
     def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        inner = self.optimizer.optimizer if hasattr(self.optimizer, "optimizer") else self.optimizer
+        inner: Any = self.optimizer.optimizer  # type: ignore[attr-defined]
         steps = [float(entry["step"]) for entry in inner.state.values() if "step" in entry]
         tensors = {}
         for index, parameter in enumerate(self.parameters if steps else []):
@@ -385,12 +400,13 @@ class Zero(Parallel):
 
         if not tensors:
             return
-        inner: Any = self.optimizer.optimizer if hasattr(self.optimizer, "optimizer") else self.optimizer
-        for group in inner.param_groups:  # the state that a first step would make
-            for part in group["params"]:
-                state = inner.state[part]
-                state["step"] = tensors["0.step"].clone()
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(part), torch.zeros_like(part)
+        outer: Any = self.optimizer
+        parts = outer.fp32_partitioned_groups_flat if self.stage == 3 else outer.single_partition_of_fp32_groups
+        for part in parts:  # this process's; their state is made by a first step otherwise
+            zeros = {"exp_avg": torch.zeros_like(part), "exp_avg_sq": torch.zeros_like(part)}
+            outer.optimizer.state[part] = {"step": tensors["0.step"].clone(), **zeros}
+        if self.stage == 2:
+            outer._lazy_init_hp_params_optimizer_state()  # lets each parameter find its piece of them
         for index, parameter in enumerate(self.parameters):
             for key in ("exp_avg", "exp_avg_sq"):
                 safe_set_full_optimizer_state(parameter, tensors[f"{index}.{key}"].to(self.device), key)

@@ -104,7 +104,7 @@ def test_every_family_shares_parameters_in_every_way(trained: Path) -> None:
 OPTIONS = {"batch_tokens": 32, "max_steps": 8, "save_every": 3, "log_every": 2}
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2", "zero2"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "zero2", "zero3"])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, way: str) -> None:
     """Two processes that leave after step 5, resumed from step 3: bit-identical losses and weights, no step twice."""
     if not possible([("eagle3", way)]):
