@@ -156,7 +156,7 @@ def inspect_data(config: Any) -> None:
 def regenerate_data(config: Any) -> None:
     from .data.regenerate import regenerate
 
-    regenerate(checked(config, ("target", "tree", "data", "writer", "sampling", "regenerate", "out", "check", "run")))
+    regenerate(checked(config, REGENERATE_KEYS))
 
 
 def bench_decode(config: Any) -> None:
@@ -196,6 +196,8 @@ TRAIN_KEYS = (
     "run",
     "recipe_name",
 )
+
+REGENERATE_KEYS = ("target", "tree", "data", "writer", "sampling", "regenerate", "out", "check", "run")
 
 
 def checked(config: Any, known: tuple[str, ...]) -> Any:

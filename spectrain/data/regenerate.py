@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from ..calibration import calibrate
 from ..config import build, check_config
 from ..errors import RunError, UserError
-from ..evaluation import complete
+from ..evaluation import complete as with_defaults
 from ..packing import pack_linears
 from ..provenance import provenance
 from ..run import drafter_directory, load_weights, trained_target
@@ -29,6 +30,37 @@ from .progress import Progress
 from .readers import Data
 from .shards import Lost, Row, Shard, Shards, Wanted
 from .writers import EngineWriter, Sampling, Writer, opening_prompts
+
+
+@dataclass
+class Ledger:
+    """Where every conversation goes once it is written or lost."""
+
+    shards: Shards
+    progress: Progress
+    stop_after: int
+    failed: int = 0  # one after another, up to now
+    complete: list[Shard] = field(default_factory=list)
+
+    def add(self, shard: Shard, outcome: Row | Lost) -> None:
+        self.failed = self.failed + 1 if isinstance(outcome, Lost) and outcome.kind == "failed" else 0
+        if isinstance(outcome, Lost) and self.failed >= self.stop_after:
+            raise RunError(
+                f"{self.failed} conversations failed one after another, the last, number {outcome.id}, for: {outcome.error}; "
+                "mend that and go on with the same command"
+            )
+        shard.add(outcome)
+        self.progress.count(outcome)
+        if shard.is_complete:
+            self.complete.append(shard)
+        if not self.failed:  # else what fails may be the end of the server, which is held against no conversation
+            self.finish()
+
+    def finish(self) -> None:
+        """Write the shards that are complete."""
+        while self.complete:
+            self.shards.finish(self.complete[0])
+            self.progress.finish(self.complete.pop(0))
 
 
 class Regeneration:
@@ -60,32 +92,22 @@ class Regeneration:
         """Make every shard that is not there, and say what came of it."""
         shards = Shards(out)
         wanted = [self.wanted(number, messages) for number, messages in enumerate(data.conversations())]
+        begun = shards.is_begun
+        faults = shards.faults() if begun else {}
+        if not begun or faults or self.retry_failed:
+            writer.check()
         shards.open(self.settings(data, sampling, writer), {
             "data": data.name, "conversations": len(wanted), "shard_size": self.shard_size, "made_with": provenance(),
         })  # fmt: skip
-        faults = shards.faults()
+        faults = faults if begun else shards.faults()
         rank = int(os.environ.get("RANK", 0))
         if rank == 0:
             announce(shards, faults)
-        in_a_row = 0
         with stopped_softly(shards), Progress(shards, faults, enabled=rank == 0) as progress:
-
-            def add(shard: Shard, outcome: Row | Lost) -> None:
-                nonlocal in_a_row
-                in_a_row = in_a_row + 1 if isinstance(outcome, Lost) and outcome.kind == "failed" else 0
-                if isinstance(outcome, Lost) and in_a_row >= self.stop_after:
-                    raise RunError(
-                        f"{in_a_row} conversations failed one after another, the last, number {outcome.id}, for: "
-                        f"{outcome.error}; mend that and go on with the same command"
-                    )
-                shard.add(outcome)
-                progress.count(outcome)
-                if shard.is_complete:
-                    shards.finish(shard)
-                    progress.finish(shard)
-
+            ledger = Ledger(shards, progress, self.stop_after)
             if due := self.due(shards, faults):
-                writer.write(self.claimed(shards, due, wanted, progress), add)
+                writer.write(self.claimed(shards, due, wanted, progress), ledger.add)
+                ledger.finish()
         self.conclude(shards, progress)
 
     def due(self, shards: Shards, faults: dict[str, str]) -> list[str]:
@@ -107,7 +129,7 @@ class Regeneration:
                 continue
             is_whole, record = shards.fault(name) is None, shards.manifest["shards"].get(name)
             if is_whole and not (self.retry_failed and record == before.get(name)):
-                shard.release()
+                shards.release(shard)
                 continue
             shard.begin(shards.read(name) if is_whole else ())
             progress.begin(shard)
@@ -165,7 +187,7 @@ class Regeneration:
                 f"{shards.folder}: {lost.get('failed', 0)} of {total} conversations failed, more than regenerate.max_failed="
                 f"{self.max_failed} allows; see {shards.folder / 'failed'}, and ask again by regenerate.retry_failed=true"
                 if rows
-                else f"{shards.folder}: not one of {total} conversations could be had; see {shards.folder / 'failed'}"
+                else f"{shards.folder}: not one of {total} conversations could be had ({said}); see {shards.folder / 'failed'}"
             )
 
 
@@ -197,11 +219,11 @@ def regenerate(config: DictConfig) -> None:
 
 def engine_writer(config: DictConfig, sampling: Sampling, settings: Regeneration, data: Data) -> EngineWriter:
     """Our own engine with the target and, where a run is named, its drafter."""
-    drafter = (
-        None if config.run else {"_target_": "spectrain.drafters.ngram.Ngram"}
-    )  # stands in; nothing is drafted without a run
+    if config.run is None and config.get("tree") is not None:
+        raise UserError("tree: nothing is drafted without a drafter; give one, as in run=runs/NAME, or leave tree out")
+    drafter = None if config.run else {"_target_": "spectrain.drafters.ngram.Ngram"}  # stands in: nothing is drafted
     asked = {key: config.get(key) for key in ("run", "target", "tree")}
-    completed, run = complete(OmegaConf.create({**asked, "drafter": drafter, "acceptance": None, "eval": None}))
+    completed, run = with_defaults(OmegaConf.create({**asked, "drafter": drafter, "acceptance": None, "eval": None}))
     completed = check_config(completed, [str(key) for key in completed])
     target: Target = build(completed.target)
     target.pack()
@@ -255,3 +277,5 @@ def stopped_softly(shards: Shards) -> Iterator[None]:
         ) from error
     finally:
         signal.signal(signal.SIGTERM, before)
+        for shard in [*shards.claimed]:
+            shards.release(shard)

@@ -74,6 +74,26 @@ class ServerWriter(Writer):
     def settings(self) -> dict[str, Any]:
         return {"writer": "openai", "writer.model": self.model, "writer.extra": self.extra}
 
+    def check(self) -> None:
+        """Stop where address, key or model are wrong."""
+        where = f"writer.base_url={self.base_url}"
+        try:
+            reply = httpx.get(f"{self.base_url}/models", headers=self.headers, timeout=min(10.0, self.timeout))
+        except (httpx.RequestError, httpx.InvalidURL) as error:
+            raise UserError(f"{where}: no server answers there ({told(error)}); start it, or mend the address") from error
+        self._refuse(reply)
+        if reply.status_code in PASSING or reply.status_code >= 500:
+            return  # busy, and each request will be tried again
+        try:
+            served = [str(model["id"]) for model in reply.json()["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{where}: what answers there has no list of models (status {reply.status_code}); give an OpenAI-compatible "
+                "address, which mostly ends in /v1"
+            ) from error
+        if self.model not in served:
+            raise UserError(f"writer.model={self.model}: the server has no such model; {nearest(self.model, served)}")
+
     def write(self, shards: Iterable[Shard], add: Add) -> None:
         asyncio.run(self._write(shards, add))
 
@@ -81,7 +101,6 @@ class ServerWriter(Writer):
         limits = httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
         timeout = httpx.Timeout(self.timeout, connect=min(10.0, self.timeout))
         async with httpx.AsyncClient(headers=self.headers, timeout=timeout, limits=limits) as client:
-            await self._check(client)
             waiting = ((shard, wanted) for shard in shards for wanted in shard.left)
 
             async def work() -> None:
@@ -95,24 +114,6 @@ class ServerWriter(Writer):
                 for worker in workers:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
-
-    async def _check(self, client: httpx.AsyncClient) -> None:
-        """Stop before the first row where address, key or model are wrong."""
-        where = f"writer.base_url={self.base_url}"
-        try:
-            reply = await client.get(f"{self.base_url}/models")
-        except (httpx.RequestError, httpx.InvalidURL) as error:
-            raise UserError(f"{where}: no server answers there ({told(error)}); start it, or mend the address") from error
-        self._refuse(reply)
-        if reply.status_code in PASSING or reply.status_code >= 500:
-            return  # busy, and each request will be tried again
-        try:
-            served = [str(model["id"]) for model in reply.json()["data"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{where}: what answers there has no list of models (status {reply.status_code}); "
-                            "give an OpenAI-compatible address, which mostly ends in /v1") from error  # fmt: skip
-        if self.model not in served:
-            raise UserError(f"writer.model={self.model}: the server has no such model; {nearest(self.model, served)}")
 
     def _refuse(self, reply: httpx.Response) -> None:
         """Stop where every request would be refused."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from filelock import FileLock, Timeout
 
@@ -63,9 +63,12 @@ class Shard:
     lock: FileLock
     rows: dict[int, Row] = field(default_factory=dict)
     lost: dict[int, Lost] = field(default_factory=dict)
+    journal: TextIO | None = None
 
     def release(self) -> None:
-        """Leave it to other processes."""
+        """Leave it, finished or not, to other processes."""
+        if self.journal is not None:
+            self.journal.close()
         self.lock.release()
 
     def begin(self, known: Iterable[Row]) -> None:
@@ -77,6 +80,7 @@ class Shard:
 
     def add(self, outcome: Row | Lost) -> None:
         if isinstance(outcome, Row):
+            assert self.journal is not None, "begin opens it"
             self.rows[outcome.id] = outcome
             self.journal.write(lines([outcome]))
             self.journal.flush()
@@ -97,6 +101,11 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.claimed: list[Shard] = []  # and not yet finished
+
+    @property
+    def is_begun(self) -> bool:
+        return (self.folder / MANIFEST).exists()
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -122,15 +131,15 @@ class Shards:
 
     def open(self, settings: dict[str, Any], facts: dict[str, Any]) -> None:
         """Begin the set, or go on with it where it was begun with the same settings."""
+        if not self.is_begun and (stray := next(self.folder.glob("*.jsonl*"), None)):
+            raise UserError(f"out={self.folder}: it holds {stray.name} but no {MANIFEST}; choose an empty folder")
         try:
             for folder in (self.folder / "failed", self.folder / "unfinished", self.folder / ".locks"):
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"out={self.folder}: it cannot be written ({error.strerror}); choose another folder") from error
         with self._alone():
-            if not (self.folder / MANIFEST).exists():
-                if stray := next(self.folder.glob("*.jsonl*"), None):
-                    raise UserError(f"out={self.folder}: it holds {stray.name} but no {MANIFEST}; choose an empty folder")
+            if not self.is_begun:
                 write_whole(self.folder / MANIFEST, text_of({**facts, "settings": settings, "shards": {}}))
             began = self.manifest["settings"]
         for key in (*began, *settings):
@@ -161,11 +170,16 @@ class Shards:
             lock.acquire()
         except Timeout:
             return None
-        return Shard(name, wanted, self.folder / "unfinished" / name, lock)
+        self.claimed.append(Shard(name, wanted, self.folder / "unfinished" / name, lock))
+        return self.claimed[-1]
+
+    def release(self, shard: Shard) -> None:
+        """Leave a shard to other processes."""
+        self.claimed.remove(shard)
+        shard.release()
 
     def finish(self, shard: Shard) -> None:
         """Write a shard whose rows are all there or lost, in the order of the source, and note it in the manifest."""
-        shard.journal.close()
         text = lines(shard.rows[number] for number in sorted(shard.rows))
         failed = self.folder / "failed" / shard.name
         if shard.lost:
@@ -186,7 +200,7 @@ class Shards:
             manifest["shards"] = dict(sorted({**manifest["shards"], shard.name: record}.items()))
             write_whole(self.folder / MANIFEST, text_of(manifest))
         shard.path.unlink()
-        shard.release()
+        self.release(shard)
 
     def read(self, name: str) -> list[Row]:
         """The rows of a finished shard."""

@@ -29,7 +29,7 @@ class Sampling:
         temperature: float = 0.7,
         top_p: float = 1.0,
         top_k: int = 0,
-        max_new_tokens: int = 1024,
+        max_new_tokens: int = 512,
         seed: int = 0,
         keep_cut: bool = True,
     ) -> None:
@@ -103,10 +103,13 @@ class Writer(ABC):
     def settings(self) -> dict[str, Any]:
         """What its answers depend on, by the names that the command line has for it."""
 
+    def check(self) -> None:
+        """Stop, before anything is on the disk, where nothing could be written."""
+
     @abstractmethod
     def write(self, shards: Iterable[Shard], add: Add) -> None:
         """Take shards one by one, as soon as there is room for more, and hand over each conversation once it is written or
-        lost. Stops by UserError where nothing can be written at all."""
+        lost."""
 
 
 class EngineWriter(Writer):
