@@ -113,17 +113,17 @@ class Regeneration:
     def due(self, shards: Shards, faults: dict[str, str]) -> list[str]:
         """Shards to make, those of this rank first: where its own are done, it takes what others have left, from the end."""
         rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        known = shards.manifest["shards"]
-        retried = [name for name in known if self.retry_failed and "failed" in known[name]["lost"]]
-        names = [name for name in shards.names if name in faults or name in retried]
-        mine = set(shards.names[rank::processes])
-        return sorted(mine & {*names}) + sorted({*names} - mine, reverse=True)
+        known, names = shards.manifest["shards"], shards.names
+        retried = {name for name in known if self.retry_failed and "failed" in known[name]["lost"]}
+        due, mine = {*faults} | retried, {*names[rank::processes]}
+        return sorted(due & mine) + sorted(due - mine, reverse=True)
 
     def claimed(self, shards: Shards, due: list[str], wanted: list[Wanted], progress: Progress) -> Iterator[Shard]:
         """Of these shards, those that no other process is at or has made by now, with what is known of them."""
         size, before = self.shard_size, shards.manifest["shards"]
+        first_of = {name: number * size for number, name in enumerate(shards.names)}
         for name in due:
-            first = shards.names.index(name) * size
+            first = first_of[name]
             shard = shards.claim(name, wanted[first : first + size])
             if shard is None:
                 continue
@@ -166,18 +166,19 @@ class Regeneration:
     def conclude(self, shards: Shards, progress: Progress) -> None:
         """The last line, and a failed run where too much is missing."""
         manifest = shards.manifest
-        records = manifest["shards"].values()
+        left = [name for name in progress.faults if shards.fault(name) is not None]
+        records = [record for name, record in manifest["shards"].items() if name not in left]
         lost: dict[str, int] = {}
         for record in records:
             for kind, count in record["lost"].items():
                 lost[kind] = lost.get(kind, 0) + count
-        rows, left = sum(record["rows"] for record in records), len(shards.names) - len(records)
+        rows = sum(record["rows"] for record in records)
         said = ", ".join(f"{count} {WORDS[kind]}" for kind, count in lost.items())
         print(
             f"{shards.folder}: {rows} of {manifest['conversations']} conversations in {len(records)} shards, "
             f"{sum(record['cut'] for record in records)} with an answer cut"
             + (f"; {said}, told in {shards.folder / 'failed'}" if said else "")
-            + (f"; {left} shards are left to other processes" if left else "")
+            + (f"; other processes are at {', '.join(sorted(left))}" if left else "")
             + f"; {progress.summary}",
             flush=True,
         )

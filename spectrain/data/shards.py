@@ -151,12 +151,16 @@ class Shards:
 
     def faults(self) -> dict[str, str]:
         """Shards that are not whole: unfinished, missing or corrupt, by name."""
-        found = {name: self.fault(name) for name in self.names}
+        records = self.manifest["shards"]
+        found = {name: self._fault(name, records.get(name)) for name in self.names}
         return {name: fault for name, fault in found.items() if fault is not None}
 
     def fault(self, name: str) -> str | None:
-        """What is wrong with a shard."""
-        record, path = self.manifest["shards"].get(name), self.folder / name
+        """What is wrong with a shard now."""
+        return self._fault(name, self.manifest["shards"].get(name))
+
+    def _fault(self, name: str, record: dict[str, Any] | None) -> str | None:
+        path = self.folder / name
         if record is None:
             return "unfinished"
         if not path.is_file():

@@ -220,8 +220,8 @@ def test_broken_shards_are_found_by_name_and_made_again(
     assert not Shards(out).faults()
 
 
-def test_shard_of_another_process_is_left_to_it(tmp_path: Path, tiny: Target) -> None:
-    """A shard that is being made elsewhere is not made twice, and the last line counts it."""
+def test_shard_of_another_process_is_left_to_it(tmp_path: Path, tiny: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    """A shard that is being made elsewhere is not made twice, and the last line names it."""
     out = tmp_path / "out"
     make(out, tiny)
     (out / "part-00001.jsonl").unlink()
@@ -230,6 +230,8 @@ def test_shard_of_another_process_is_left_to_it(tmp_path: Path, tiny: Target) ->
     assert elsewhere is not None
     make(out, tiny)
     assert Shards(out).faults() == {"part-00001.jsonl": "missing"}
+    said = capsys.readouterr().out
+    assert f"{LIMIT - 4} of {LIMIT} conversations" in said and "other processes are at part-00001.jsonl" in said
     there.release(elsewhere)
     make(out, tiny)
     assert not Shards(out).faults()
