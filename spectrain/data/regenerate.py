@@ -204,7 +204,8 @@ def regenerate(config: DictConfig) -> None:
         faults = Shards(out).faults()
         announce(Shards(out), faults)
         if faults:
-            raise RunError(f"out={out}: {len(faults)} shards are not whole; run the command that made it, without check=true")
+            named = ", ".join([*faults][:5]) + (f" and {len(faults) - 5} more" if len(faults) > 5 else "")
+            raise RunError(f"out={out}: not whole: {named}; run the command that made it, without check=true")
         return
     sampling, settings, data = build(config.sampling), build(config.regenerate), build(config.data)
     data.conversations()

@@ -12,18 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_module
 
 from spectrain.acceptance import Greedy, Match
+from spectrain.config import build
 from spectrain.data import writers
 from spectrain.data.chat import render
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Data, Embedded, Jsonl
-from spectrain.data.regenerate import Regeneration
+from spectrain.data.regenerate import Regeneration, regenerate
 from spectrain.data.shards import Row, Shard, Shards
 from spectrain.data.writers import Add, EngineWriter, Sampling, Writer
 from spectrain.decode import decode
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
+from spectrain.run import save_drafter
 from spectrain.shapes import Chain
 from spectrain.target import Target
 
@@ -146,6 +149,38 @@ def test_answers_depend_on_no_batching_and_no_drafter(change: str, tmp_path: Pat
         "captured": {"writer": {"engine": "captured"}},
     }
     assert make(tmp_path / "out", tiny, **how[change]) == rows(whole)
+
+
+def command(*overrides: str) -> None:
+    """`spectrain data regenerate` in this process."""
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        regenerate(compose("regenerate", overrides=list(overrides)))
+
+
+def test_a_run_drafts_and_names_its_target(tmp_path: Path, tiny: Target, whole: Path) -> None:
+    """With run=DIR target, drafter and tree are the run's, and the answers those without it; a tree without it is refused."""
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        began = compose("train", overrides=["recipe=eagle3", "target=tiny"])
+    drafter = build(began.drafter, target=tiny)
+    drafter.prepare(tiny, Dataset.build(Embedded(limit=LIMIT), tiny.tokenizer).token_counts(tiny.head.vocab_size))
+    save_drafter(tmp_path / "drafter", drafter, began)
+    settings = ["++sampling.max_new_tokens=6", "++sampling.seed=3", "++regenerate.shard_size=4", f"++data.limit={LIMIT}"]
+    command(f"++run={tmp_path / 'drafter'}", f"++out={tmp_path / 'out'}", *settings)
+    assert rows(tmp_path / "out") == rows(whole)
+    with pytest.raises(UserError, match=r"^tree: .*run=runs/NAME"):
+        command("target=tiny", "tree=chain", f"++out={tmp_path / 'other'}", *settings)
+
+
+def test_check_only_looks(tmp_path: Path, tiny: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    """check=true names what is not whole, fails if anything is, and writes nothing."""
+    make(tmp_path / "out", tiny)
+    check = (f"++out={tmp_path / 'out'}", "++check=true")
+    command(*check)
+    (tmp_path / "out" / "part-00002.jsonl").unlink()
+    with pytest.raises(RunError, match="not whole: part-00002.jsonl;"):
+        command(*check)
+    assert f"{tmp_path / 'out' / 'part-00002.jsonl'}: missing" in capsys.readouterr().out
+    assert len(contents(tmp_path / "out")) == 2
 
 
 @pytest.mark.parametrize("start", [forked, pytest.param(Commanded, marks=pytest.mark.slow)], ids=["forked", "commands"])
