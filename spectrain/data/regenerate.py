@@ -108,6 +108,7 @@ class Regeneration:
             if due := self.due(shards, faults):
                 writer.write(self.claimed(shards, due, wanted, progress), ledger.add)
                 ledger.finish()
+            shards.tidy()
         self.conclude(shards, progress)
 
     def due(self, shards: Shards, faults: dict[str, str]) -> list[str]:

@@ -206,6 +206,15 @@ class Shards:
         shard.path.unlink()
         self.release(shard)
 
+    def tidy(self) -> None:
+        """Remove what a kill between the last two steps of `finish` has left."""
+        for path in (self.folder / "unfinished").glob("*.jsonl"):
+            shard = self.claim(path.name, [])
+            if shard is not None:
+                if self.fault(path.name) is None:
+                    path.unlink()
+                self.release(shard)
+
     def read(self, name: str) -> list[Row]:
         """The rows of a finished shard."""
         return list(read_rows(self.folder / name))

@@ -255,6 +255,27 @@ def test_broken_shards_are_found_by_name_and_made_again(
     assert not Shards(out).faults()
 
 
+def test_killed_before_the_journal_is_gone(tmp_path: Path, tiny: Target, whole: Path) -> None:
+    """A kill between the last steps of a shard costs nothing: its rows are not asked for again, and what was left over goes."""
+    out = tmp_path / "out"
+    make(out, tiny)
+    journals = [out / "unfinished" / f"part-0000{number}.jsonl" for number in range(2)]
+    for journal in journals:  # killed with the first noted in the manifest, and the second not
+        journal.write_bytes((out / journal.name).read_bytes())
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["shards"]["part-00001.jsonl"]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    sampling = Sampling(**SHORT)
+
+    class Unasked(EngineWriter):
+        def _converse(self, batch: list[Any]) -> Any:
+            raise AssertionError
+
+    Regeneration(shard_size=4).run(out, Embedded(limit=LIMIT), sampling, Unasked(sampling, tiny))
+    assert contents(out) == contents(whole) and not Shards(out).faults()
+    assert not any(journal.exists() for journal in journals)
+
+
 def test_shard_of_another_process_is_left_to_it(tmp_path: Path, tiny: Target, capsys: pytest.CaptureFixture[str]) -> None:
     """A shard that is being made elsewhere is not made twice, and the last line names it."""
     out = tmp_path / "out"
