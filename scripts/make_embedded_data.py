@@ -5,6 +5,9 @@
 Prompts are read from scripts/embedded_prompts/*.jsonl. Answers are sampled in batches of 64 at a low
 temperature. Each finished batch is one file in --work, so a killed run goes on where it stopped; each
 batch has its own seed. 2,200 conversations take about an hour on two CPU cores, minutes on a GPU.
+
+Apart from `spectrain data regenerate`, which answers conversations anew that have answers already: here questions are all there
+is, answers that hit the limit are cut back to whole sentences, and the draws stay those of the data that ships.
 """
 
 import argparse

@@ -15,6 +15,7 @@ USAGE = """spectrain: train drafters for speculative decoding and prove what the
   spectrain train recipe=eagle3                    train a drafter for the default target, then score it
   spectrain eval run=runs/NAME                     score it again: other prompts, tree, acceptance rule
   spectrain data inspect data=jsonl data.path=F    a conversation, its supervised tokens in colour
+  spectrain data regenerate data=.. out=DIR        answers by the target itself: our engine, or a server
   spectrain bench decode | train                   time against rows; training tokens per second
   spectrain bench kernels | engine                 kernels and the decoding engine, against their floors
   spectrain bench report                           what eval/results holds, against its goals
@@ -48,6 +49,7 @@ def dispatch(arguments: list[str]) -> None:
         "train": ("train", train),
         "eval": ("eval", evaluate),
         "data inspect": ("inspect", inspect_data),
+        "data regenerate": ("regenerate", regenerate_data),
         "bench decode": ("train", bench_decode),
         "bench train": ("train", bench_train),
         "bench kernels": ("bench_kernels", bench_machine),
@@ -155,6 +157,12 @@ def inspect_data(config: Any) -> None:
     show(checked(config, ("target", "data", "index")))
 
 
+def regenerate_data(config: Any) -> None:
+    from .data.regenerate import regenerate
+
+    regenerate(checked(config, REGENERATE_KEYS))
+
+
 def bench_decode(config: Any) -> None:
     from .bench.throughput import decode_table
 
@@ -192,6 +200,8 @@ TRAIN_KEYS = (
     "run",
     "recipe_name",
 )
+
+REGENERATE_KEYS = ("target", "tree", "data", "writer", "sampling", "regenerate", "out", "check", "run")
 
 
 def checked(config: Any, known: tuple[str, ...]) -> Any:

@@ -41,6 +41,14 @@ def train(*changes: str) -> tuple[str, ...]:
     return (*(word for word in TRAIN if word.split("=")[0] not in keys), *(change for change in changes if "=" in change))
 
 
+def regenerate(*changes: str) -> tuple[str, ...]:
+    """A regeneration with some settings changed or, where they have no value, left out."""
+    given = ("target=tiny", "data.limit=2", "out=out")
+    keys = {change.split("=")[0] for change in changes}
+    kept = (word for word in given if word.split("=")[0] not in keys)
+    return ("data", "regenerate", *kept, *(change for change in changes if "=" in change))
+
+
 MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no command": (("trian", "recipe=eagle3"), ("trian", "train")),
     "no data command": (("data", "inspekt"), ("data inspekt", "data inspect")),
@@ -79,6 +87,20 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("data", "inspect", "target=tiny", "data=jsonl", "data.path=good.jsonl", "index=1"),
         ("index=1", "0 to 0"),
     ),
+    "regenerate to nowhere": (("data", "regenerate", "target=tiny"), ("out", "out=DIR")),
+    "regenerate, unknown key": (regenerate("sampling.temprature=1"), ("sampling.temprature", "temperature")),
+    "regenerate, unknown writer": (regenerate("writer=vllm"), ("writer=vllm", "openai")),
+    "regenerate, turns misspelt": (regenerate("regenerate.turns=last"), ("regenerate.turns=last", "first")),
+    "regenerate by no model": (regenerate("writer=openai", "target"), ("writer.model",)),
+    "regenerate by a server and a target": (regenerate("writer=openai", "writer.model=m"), ("target", "writer.model")),
+    "regenerate by no server": (
+        regenerate("writer=openai", "writer.model=m", "writer.base_url=http://127.0.0.1:9/v1", "target"),
+        ("writer.base_url=http://127.0.0.1:9/v1", "no server answers"),
+    ),
+    "regenerate, a tree for nothing": (regenerate("tree=chain"), ("tree", "run=")),
+    "regenerate with no drafter": (regenerate("run=taken"), ("run=taken", "drafter")),
+    "regenerate among other files": (regenerate("out=."), ("out=.", "manifest.json")),
+    "check what is not there": (regenerate("check=true"), ("out=out", "manifest.json")),
     "inspect with a training key": (("data", "inspect", "target=tiny", "trainer.lr=1"), ("trainer",)),
 }
 

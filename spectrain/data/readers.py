@@ -9,6 +9,7 @@ import importlib.util
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import UserError
 from .chat import Message
 from .dataset import Dataset
+from .shards import MANIFEST, Shards
 
 FOLDER = Path(__file__).parent
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
@@ -75,7 +77,10 @@ class Embedded(Data):
 
 
 class Jsonl(Data):
-    """A file of one JSON conversation a line."""
+    """A file of one JSON conversation a line, plain or compressed; a directory or a pattern of them, in order of their names.
+
+    A directory of regenerated conversations is read if all of its shards are there, unchanged.
+    """
 
     def __init__(self, path: str, limit: int | None = None, max_length: int = 2048) -> None:
         super().__init__(limit, max_length)
@@ -83,17 +88,31 @@ class Jsonl(Data):
         self.name = str(path)
 
     def read(self) -> Iterator[list[Message]]:
-        if not self.path.is_file():
+        for path in self.files():
+            yield from self._read(path)
+
+    def files(self) -> list[Path]:
+        """The files to read."""
+        if self.path.is_file():
+            return [self.path]
+        if (self.path / MANIFEST).is_file():
+            return Shards(self.path).whole()
+        pattern = str(self.path / "*") if self.path.is_dir() else str(self.path)
+        found = [Path(name) for name in sorted(glob(pattern)) if name.endswith((".jsonl", ".jsonl.gz"))]
+        if not found:
             raise UserError(f"data.path={self.path}: there is no such file; give a JSON Lines file of conversations")
-        opener = gzip.open if self.path.suffix == ".gz" else open
+        return found
+
+    def _read(self, path: Path) -> Iterator[list[Message]]:
+        opener = gzip.open if path.suffix == ".gz" else open
         number = 0
         try:
-            with opener(self.path, "rt", encoding="utf-8") as lines:
+            with opener(path, "rt", encoding="utf-8") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
-                        yield self._parse(line, f"{self.path}, line {number}")
+                        yield self._parse(line, f"{path}, line {number}")
         except (OSError, EOFError, UnicodeDecodeError) as error:
-            raise UserError(f"{self.path}, after line {number}: it cannot be read ({error}); save it as UTF-8 text") from error
+            raise UserError(f"{path}, after line {number}: it cannot be read ({error}); save it as UTF-8 text") from error
 
     def _parse(self, line: str, where: str) -> list[Message]:
         try:

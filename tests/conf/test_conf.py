@@ -12,9 +12,10 @@ from omegaconf import OmegaConf
 
 import spectrain
 from spectrain.acceptance import AcceptanceRule
-from spectrain.cli import TRAIN_KEYS
+from spectrain.cli import REGENERATE_KEYS, TRAIN_KEYS
 from spectrain.config import build, check_config
 from spectrain.data.readers import Data
+from spectrain.data.writers import Sampling, Writer
 from spectrain.drafters.base import Drafter
 from spectrain.eval.run import Evaluation
 from spectrain.evaluation import complete
@@ -29,6 +30,7 @@ TINY = Path(spectrain.__file__).parent / "data" / "tiny"
 KINDS: dict[str, type] = {
     "target": Target, "drafter": Drafter, "source": Source, "data": Data, "trainer": Trainer, "tree": TreeBuilder,
     "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker,
+    "writer": Writer,
 }  # fmt: skip
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
@@ -48,6 +50,7 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
         ("data", "jsonl"): [f"data.path={tmp_path / 'chats.jsonl'}"],
         ("data", "hub"): [f"data.path={tmp_path / 'saved'}"],
         ("data", "stream"): [f"data.path={tmp_path / 'chats.jsonl'}"],
+        ("writer", "openai"): ["writer.model=some/name"],
     }
 
 
@@ -70,15 +73,20 @@ def test_choice_composes_and_builds(
     group: str, choice: str, needed: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
 ) -> None:
     """A choice passes the check against its constructor and becomes what its group holds; data can be read."""
-    drafter = [] if group == "drafter" else ["drafter=ngram"]
-    config = composed("train", *drafter, f"{group}={choice}", *needed.get((group, choice), []))
-    checked = check_config(config, TRAIN_KEYS)
+    overrides = [f"{group}={choice}", *needed.get((group, choice), [])]
+    if group == "writer":
+        checked = check_config(composed("regenerate", *overrides), REGENERATE_KEYS)
+    else:
+        drafter = [] if group == "drafter" else ["drafter=ngram"]
+        checked = check_config(composed("train", *drafter, *overrides), TRAIN_KEYS)
     if (group, choice) in EMPTY:
         assert build(checked.get(group)) is None
         return
     if (group, choice) in PACKAGES and importlib.util.find_spec(PACKAGES[group, choice]) is None:
         pytest.skip(f"{PACKAGES[group, choice]} is not installed")
-    runtime = {"target": request.getfixturevalue("tiny")} if group == "drafter" else {}
+    takes_target = group == "drafter" or (group, choice) == ("writer", "engine")
+    runtime = {"target": request.getfixturevalue("tiny")} if takes_target else {}
+    runtime |= {"sampling": Sampling()} if group == "writer" else {}
     built = build(checked[group], **runtime)
     assert isinstance(built, KINDS[group])
     if isinstance(built, Data):
@@ -99,7 +107,7 @@ def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     """A recipe passes the check on the tiny target, and every group of it can be built."""
     checked = check_config(composed("train", f"recipe={recipe}", "target=tiny"), TRAIN_KEYS)
     for group, kind in KINDS.items():
-        if group not in ("target", "drafter", "tracker"):
+        if group not in ("target", "drafter", "tracker", "writer"):
             assert isinstance(build(checked[group]), kind)
     drafter = build(checked.drafter, target=tiny)
     assert isinstance(drafter, Drafter)
@@ -120,6 +128,13 @@ def test_inspect_composes() -> None:
     """The configuration of `data inspect` passes its check."""
     checked = check_config(composed("inspect", "target=tiny"), ("target", "data", "index"))
     assert checked.index == 0 and isinstance(build(checked.data), Data)
+
+
+def test_regenerate_composes() -> None:
+    """The configuration of `data regenerate` passes its check and names its settings."""
+    config = composed("regenerate", "target=tiny", "out=DIR", "++sampling.temperature=0", "++regenerate.turns=first")
+    checked = check_config(config, REGENERATE_KEYS)
+    assert build(checked.sampling).temperature == 0 and build(checked.regenerate).turns == "first"
 
 
 def test_eval_composes() -> None:

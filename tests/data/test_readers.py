@@ -37,6 +37,29 @@ def test_both_layouts_read_the_same(tmp_path: Path, row: dict[str, Any], name: s
     assert Jsonl(str(tmp_path / name)).conversations() == [MESSAGES, MESSAGES]
 
 
+def test_a_directory_or_a_pattern_is_read_in_the_order_of_names(tmp_path: Path) -> None:
+    """Every .jsonl and .jsonl.gz of a folder and nothing else there, or those that a pattern names."""
+    texts = {"b.jsonl": "two", "a.jsonl.gz": "one", "c.jsonl": "three", "notes.txt": "no"}
+    for name, text in texts.items():
+        opener = gzip.open if name.endswith(".gz") else open
+        with opener(tmp_path / name, "wt", encoding="utf-8") as file:
+            turns = [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}]
+            file.write(json.dumps({"messages": turns}) + "\n")
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed" / "a.jsonl").write_text("no JSON")
+
+    def asked(path: Path) -> list[str]:
+        return [messages[0]["content"] for messages in Jsonl(str(path)).conversations()]
+
+    assert asked(tmp_path) == ["one", "two", "three"]
+    assert asked(tmp_path / "[bc].jsonl") == ["two", "three"]
+    (tmp_path / "c.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"c\.jsonl, line 1:"):
+        asked(tmp_path)
+    with pytest.raises(UserError, match="there is no such file"):
+        asked(tmp_path / "failed" / "*.gz")
+
+
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "Be brief."}]], ids=["without system", "with system"])
 def test_answers_before_the_first_question_are_dropped(system: list[dict[str, str]]) -> None:
     """An opening greeting of the assistant goes, a system turn stays."""
