@@ -1,0 +1,111 @@
+"""A killed run loses nothing: at a scheduler's SIGTERM it saves itself and exits 0, after SIGKILL it goes on from a checkpoint."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+SETTINGS = [
+    *("recipe=eagle3", "target=tiny", "data.limit=60", "data.max_length=64", "drafter.vocab_size=256", "eval=none"),
+    *("trainer.max_steps=60", "trainer.batch_tokens=128", "trainer.log_every=1", "trainer.save_every=5"),
+]
+
+
+def start(run: Path, *more: str) -> subprocess.Popen[str]:
+    """The command, as a user types it."""
+    command = [sys.executable, "-m", "spectrain", "train", *SETTINGS, f"run={run}", "trainer.resume=auto", *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def finish(run: Path) -> str:
+    """Let the command end; what it said."""
+    process = start(run)
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    return out
+
+
+def steps(run: Path) -> int:
+    """How many steps were logged so far."""
+    file = run / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def curve(run: Path) -> list[tuple[int, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines]
+
+
+def assert_equal(run: Path, whole: Path) -> None:
+    """The same loss curve, bit by bit, each step once; the same drafter; every file that is left can be read."""
+    assert curve(run) == curve(whole)
+    one, two = (load_file(folder / "drafter" / "model.safetensors") for folder in (run, whole))
+    assert all(torch.equal(value, two[name]) for name, value in one.items())
+    for file in run.rglob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            assert opened.keys() is not None
+    for file in run.rglob("*.json"):
+        json.loads(file.read_text())
+    assert not list(run.rglob("*.part")) and not list(run.rglob("*.old"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nobody disturbs."""
+    run = tmp_path_factory.mktemp("kills") / "whole"
+    finish(run)
+    return run
+
+
+def test_a_schedulers_signal_saves_and_exits_with_0(whole: Path, tmp_path: Path) -> None:
+    """SIGTERM in mid-run: the step ends, a checkpoint of it is saved, the exit status is 0, and the run goes on bit by bit."""
+    run = tmp_path / "run"
+    process = start(run)
+    while steps(run) < 7:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    done = curve(run)[-1][0]
+    assert f"stopped by SIGTERM after step {done}, which is saved" in err
+    assert (run / "checkpoints" / f"step-{done:06d}").is_dir()
+    assert "is finished" not in finish(run)
+    assert_equal(run, whole)
+    assert "is finished" in finish(run)
+
+
+def killed_runs(whole: Path, folder: Path, kills: int, seed: int) -> None:
+    """Kill a run at random moments, as often as asked, each time going on; then compare it with the undisturbed one."""
+    chance, run = random.Random(seed), folder / "run"
+    for _ in range(kills):
+        process = start(run)
+        while steps(run) == 0 and process.poll() is None:
+            time.sleep(0.02)
+        time.sleep(chance.uniform(0, 2.5))  # while loading, training, or saving
+        process.kill()
+        process.communicate()
+    finish(run)
+    assert_equal(run, whole)
+
+
+def test_killed_runs_go_on(whole: Path, tmp_path: Path) -> None:
+    """Two kills at random moments: one loss curve, no broken file."""
+    killed_runs(whole, tmp_path, 2, seed=1)
+
+
+@pytest.mark.slow
+def test_twenty_kills(whole: Path, tmp_path: Path) -> None:
+    """Twenty kills at random moments, twenty resumes: one loss curve, no broken file."""
+    for round in range(4):  # a run is over after a few
+        killed_runs(whole, tmp_path / f"{round}", 5, seed=round)
