@@ -1,4 +1,4 @@
-"""A killed run loses nothing: at a scheduler's SIGTERM it saves itself and exits 0, after SIGKILL it goes on from a checkpoint."""
+"""A killed run loses nothing: after SIGTERM it has saved itself and exits 0, after SIGKILL it goes on from a checkpoint."""
 
 import json
 import os

@@ -1,16 +1,21 @@
 """The trainer: resumed equals uninterrupted, accumulated equals whole, and nothing is lost when something breaks."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
+from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.gated_lora import GatedLora
 from spectrain.errors import RunError, UserError
+from spectrain.features import Batch
 from spectrain.sources import Live
 from spectrain.target import Target
 from spectrain.training import checkpoints
@@ -123,13 +128,73 @@ def test_broken_checkpoint_is_named(tiny: Target, tmp_path: Path) -> None:
         trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path)
 
 
-def test_loss_that_is_not_finite_stops(tiny: Target, tmp_path: Path) -> None:
-    """Nothing is stepped on a NaN."""
+class Poisoned(Live):
+    """Features that are not numbers, at some steps."""
+
+    def __init__(self, steps: set[int]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def batch(self, examples: Any, target: Any, layers: Any, drafter: Any = None, step: int = 0, packed: bool = False) -> Batch:
+        batch = super().batch(examples, target, layers, drafter, step, packed)
+        assert batch.features is not None
+        hidden = batch.features.hidden * (float("nan") if step in self.steps else 1.0)
+        return replace(batch, features=replace(batch.features, hidden=hidden))
+
+
+def test_a_step_that_is_not_finite_is_left_out(tiny: Target, tmp_path: Path) -> None:
+    """Weights after it are those before it, it is counted, and training goes on."""
+    kept: list[dict[str, torch.Tensor]] = []
     made = drafter(tiny)
-    with torch.no_grad():
-        made.fc.weight[0, 0] = float("nan")
-    with pytest.raises(RunError, match=r"loss is nan at step 1"):
-        trainer().fit(made, tiny, dataset(), Live(), tmp_path)
+
+    def keep(step: int) -> None:
+        kept.append({name: value.clone() for name, value in made.state_dict().items()})
+
+    trainer().fit(made, tiny, dataset(), Poisoned({3}), tmp_path, on_step=keep)
+    assert all(torch.equal(value, kept[3][name]) for name, value in kept[2].items())
+    assert any(not torch.equal(value, kept[4][name]) for name, value in kept[3].items())
+    assert [line["skipped"] for line in metrics(tmp_path)] == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+    assert [line["step"] for line in metrics(tmp_path) if line["loss"] is None] == [4]
+
+
+def test_many_steps_that_are_not_finite_stop(tiny: Target, tmp_path: Path) -> None:
+    """After `max_skipped` of them in a row the run stops; it names the last good checkpoint, which holds numbers."""
+    said = r"not finite in 2 steps in a row, up to step 6; the last good checkpoint is .*step-000003; lower"
+    with pytest.raises(RunError, match=said):
+        trainer(max_skipped=2).fit(drafter(tiny), tiny, dataset(), Poisoned({4, 5}), tmp_path)
+    weights = load_file(tmp_path / "checkpoints" / "step-000003" / "model.safetensors")
+    assert all(value.float().isfinite().all() for value in weights.values())
+
+
+@pytest.mark.parametrize("family", ["eagle3", "causal"])
+def test_gradient_checkpointing_changes_no_bit(tiny: Target, tmp_path: Path, family: str) -> None:
+    """What is run again in the backward pass gives the same weights; it was run again, and not while decoding."""
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        made: Any = drafter(tiny) if family == "eagle3" else Causal(tiny, num_layers=2)
+        part = made if family == "eagle3" else made.model.layers[0].mlp
+        name, runs = ("_unroll", 0) if family == "eagle3" else ("forward", 0)
+        inner = getattr(part, name)
+
+        def counted(*arguments: Any, inner: Any = inner, **options: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            return inner(*arguments, **options)
+
+        setattr(part, name, counted)
+        folder = tmp_path / f"{again}"
+        trainer(max_steps=2, gradient_checkpointing=again, save_every=None).fit(made, tiny, dataset(), Live(), folder)
+        found.append((runs, {key: value.clone() for key, value in made.state_dict().items()}))
+        assert not made.recompute
+    assert found[1][0] == 2 * found[0][0] > 0
+    assert all(torch.equal(value, found[1][1][key]) for key, value in found[0][1].items())
+
+
+def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(tiny: Target, tmp_path: Path) -> None:
+    """Mask tokens add to the target's layers by hooks that are gone in the backward pass."""
+    with pytest.raises(UserError, match=r"trainer.gradient_checkpointing=true.*leave it out"):
+        trainer(gradient_checkpointing=True).fit(GatedLora(tiny, num_masks=2), tiny, dataset(), Live(), tmp_path)
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
