@@ -15,6 +15,7 @@ USAGE = """spectrain: train drafters for speculative decoding and prove what the
   spectrain train recipe=eagle3                    train a drafter for the default target, then score it
   spectrain eval run=runs/NAME                     score it again: other prompts, tree, acceptance rule
   spectrain data inspect data=jsonl data.path=F    a conversation, its supervised tokens in colour
+  spectrain data store recipe=R source.path=DIR    the target's features on disk, for source=store; data verify checks them
   spectrain bench decode | train                   time against rows; training tokens per second
   spectrain bench kernels | engine                 kernels and the decoding engine, against their floors
   spectrain bench report                           what eval/results holds, against its goals
@@ -48,6 +49,8 @@ def dispatch(arguments: list[str]) -> None:
         "train": ("train", train),
         "eval": ("eval", evaluate),
         "data inspect": ("inspect", inspect_data),
+        "data store": ("train", store_data),
+        "data verify": ("verify", verify_data),
         "bench decode": ("train", bench_decode),
         "bench train": ("train", bench_train),
         "bench kernels": ("bench_kernels", bench_machine),
@@ -67,6 +70,8 @@ def dispatch(arguments: list[str]) -> None:
         return task(rest)
     if name == "bench decode" and not any(argument.startswith(("drafter=", "recipe=")) for argument in rest):
         rest = ["drafter=ngram", *rest]  # the configuration wants one, though only the target is timed
+    if name == "data store" and not any(argument.startswith("source=") for argument in rest):
+        rest = ["source=store", *rest]
     compose_and_call(config_name, task, rest)
 
 
@@ -149,6 +154,18 @@ def inspect_data(config: Any) -> None:
     from .data.inspect import show
 
     show(checked(config, ("target", "data", "index")))
+
+
+def store_data(config: Any) -> None:
+    from .data.capture import capture
+
+    capture(checked(config, TRAIN_KEYS))
+
+
+def verify_data(config: Any) -> None:
+    from .data.capture import verify
+
+    verify(checked(config, ("path", "drop")))
 
 
 def bench_decode(config: Any) -> None:

@@ -18,6 +18,7 @@ from .drafters.base import Drafter
 from .errors import UserError
 from .provenance import processor, provenance, versions
 from .shapes import TreeBuilder
+from .sources import Source
 from .target import Target
 from .training.checkpoints import latest_checkpoint, load_tensors, tensors_of, written_whole
 
@@ -51,6 +52,8 @@ def train(config: DictConfig, asked: list[str]) -> Path:
         evaluation.check_prompts(target)
     dataset = Dataset.build(data, target.tokenizer)
     drafter = fresh_drafter(config, target, dataset)
+    source: Source = build(config.source)
+    told = source.prepare(drafter, target, dataset.examples)
     if accelerator.is_main_process:
         open_run(run, config, dataset, target)
         print(
@@ -61,12 +64,17 @@ def train(config: DictConfig, asked: list[str]) -> Path:
             + (f", {dataset.num_dropped} without an answer left out" if dataset.num_dropped else ""),
             flush=True,
         )
+        if told is not None:
+            print(told, flush=True)
     accelerator.wait_for_everyone()
     target.pack()
     tracker = build(config.get("tracker"))
     if tracker is not None and accelerator.is_main_process:
         tracker.start(run, OmegaConf.to_container(config))
-    trainer.fit(drafter, target, dataset, build(config.source), run, tracker, accelerator)
+    try:
+        trainer.fit(drafter, target, dataset, source, run, tracker, accelerator)
+    finally:
+        source.flush()
     if tracker is not None and accelerator.is_main_process:
         tracker.finish()
     if accelerator.is_main_process:

@@ -1,11 +1,14 @@
 """Where features come from. Shapes: B batch, T tokens, L layers, D target width."""
 
+import hashlib
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,9 +16,11 @@ from torch import Tensor
 from .acceptance import Greedy, Interleaved, Match
 from .data.chat import Example
 from .data.dataset import collate
+from .data.speculators import SpeculatorsCache, hidden_states_folder
+from .data.store import Contents, FeatureStore, fingerprint, names, read_manifest
 from .decode import decode
 from .drafters.base import Drafter
-from .errors import UserError
+from .errors import RunError, UserError
 from .features import Batch, Features, Layer
 from .replay import KEPT, Recorder, Replay, collate_replays, replays
 from .shapes import Chain
@@ -35,6 +40,19 @@ class Source(ABC):
         step: int = 0,
     ) -> Batch:
         """These examples with their features; without features where `layers` is empty. Some sources ask the drafter too."""
+
+    def prepare(self, drafter: Drafter, target: Target, examples: list[Example]) -> str | None:
+        """Called once before training, before anything is written; what the user should know of what is to come."""
+        return None
+
+    def flush(self) -> None:
+        """Write down what would be lost: called before a checkpoint, so that a resumed run finds it, and at the end."""
+
+
+def laid_out(rows: list[Tensor], batch: Batch) -> Tensor:
+    """Features [T, L, D] of each example as the batch holds its tokens: [B, T, L, D], padded with zeros."""
+    width = batch.tokens.shape[1]
+    return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, 0, 0, width - len(row))) for row in rows])
 
 
 class Live(Source):
@@ -57,10 +75,8 @@ class Live(Source):
         if not layers:
             return batch
         if all(example.key in self.kept for example in examples):
-            width = batch.tokens.shape[1]
             rows = [self.kept[example.key] for example in examples]
-            hidden = torch.stack([torch.nn.functional.pad(row, (0, 0, 0, 0, 0, width - len(row))) for row in rows])
-            features = Features(batch.tokens, layers, hidden.to(target.device))
+            features = Features(batch.tokens, layers, laid_out(rows, batch).to(target.device))
         else:
             features = target.features(batch.tokens, layers)
             self._keep(examples, features.hidden)
@@ -73,6 +89,154 @@ class Live(Source):
             if example.key not in self.kept and self.bytes + size <= self.keep_bytes:
                 self.kept[example.key] = kept.to("cpu", copy=True)
                 self.bytes += size
+
+
+class Stored(Source):
+    """Reads features from a folder, which `spectrain data store` fills; what it lacks is captured at first use.
+
+    A new folder holds the layers that the drafter reads, in `dtype` (auto: the target's; fp8 and int8 have a scale a token and
+    layer), with `supervised_only` the last state only where the drafter reads it. No more than `max_gb` are written, in shards
+    of `shard_mb`. With capture=false nothing is, and what is missing stops the training. A cache of the speculators project is
+    read as it is.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = "auto",
+        supervised_only: bool | None = None,
+        max_gb: float = 100.0,
+        shard_mb: float = 512.0,
+        capture: bool = True,
+    ) -> None:
+        for key, value in (("max_gb", max_gb), ("shard_mb", shard_mb)):
+            if not value > 0:
+                raise UserError(f"source.{key}={value}: use more than 0")
+        self.path, self.dtype, self.supervised_only = Path(path).expanduser(), dtype, supervised_only
+        self.max_gb, self.shard_mb, self.capture = max_gb, shard_mb, capture
+        self.store: FeatureStore | SpeculatorsCache | None = None
+
+    def prepare(self, drafter: Drafter, target: Target, examples: list[Example]) -> str:
+        """Open the store, and stop where what is missing would not fit the budget or the disk."""
+        layers = drafter.features_in(0)
+        if not layers:
+            raise UserError("source=store: this family reads no features, it runs the target itself; use source=live")
+        store = self._open(target, layers, drafter)
+        distinct = list({store.key(example): example for example in examples}.values())
+        missing = [example for example in distinct if example not in store]
+        if missing and not self.capture:
+            raise UserError(
+                f"source.path={self.path}: {len(missing)} of {len(distinct)} sequences are not in it; capture them first with "
+                "spectrain data store, or say source.capture=true"
+            )
+        if isinstance(store, SpeculatorsCache):
+            if len(missing) == len(distinct):
+                raise UserError(
+                    f"source.path={self.path}: none of the {len(distinct)} sequences is in it, made from other data or with "
+                    "another chat template; read that data"
+                )
+            told = f"{self.path}: layers {names(store.layers)}, {len(distinct) - len(missing)} of {len(distinct)} sequences"
+            for name, reason in store.damaged.items():
+                told += f"; {name} cannot be read ({reason})"
+            return told + (f"; the target is run for the other {len(missing)}" if missing else "")
+        return self._budget(store, distinct, missing)
+
+    def _budget(self, store: FeatureStore, distinct: list[Example], missing: list[Example]) -> str:
+        """What the store will take, in a sentence."""
+        contents = store.contents
+        tokens = sum(len(example.tokens) for example in distinct)
+        a_token = sum(map(contents.num_bytes, distinct)) / tokens
+        to_come = sum(map(contents.num_bytes, missing))
+        total = store.num_bytes + to_come
+        where = next(folder for folder in (self.path.absolute(), *self.path.absolute().parents) if folder.is_dir())
+        free = shutil.disk_usage(where).free
+        told = f"{tokens} tokens of {a_token:.0f} bytes, {total / 1e9:.3g} GB in {contents.dtype}"
+        less = "ask for less: source.dtype=int8 in a new folder, source.supervised_only=true, data.limit"
+        if total > self.max_gb * 1e9:
+            raise UserError(f"source.max_gb={self.max_gb:g}: the store needs {told}; raise it, or {less}")
+        if to_come > free:
+            raise UserError(
+                f"source.path={self.path}: the store needs {told}, and only {free / 1e9:.3g} GB are free; choose another disk, "
+                f"or {less}"
+            )
+        return (
+            f"{self.path}: {len(distinct)} sequences, {told}; {len(distinct) - len(missing)} are stored, "
+            f"{to_come / 1e9:.3g} GB to capture; {free / 1e9:.3g} GB free"
+        )
+
+    def _open(self, target: Target, layers: tuple[Layer, ...], drafter: Drafter | None) -> FeatureStore | SpeculatorsCache:
+        if self.store is not None:
+            return self.store
+        folder = hidden_states_folder(self.path)
+        if folder is not None:
+            cache = SpeculatorsCache(folder, target)
+            lacking = [layer for layer in layers if layer not in cache.layers]
+            if lacking:
+                raise UserError(
+                    f"source.path={self.path}: it holds layers {names(cache.layers)}, and the drafter reads "
+                    f"{names(tuple(lacking))} too; give it those of the cache with drafter.layers"
+                )
+            self.store = cache
+            return cache
+        manifest = self.path / "manifest.json"
+        stored = read_manifest(manifest) if manifest.exists() else None
+        wanted = self._wanted(target, layers, drafter, stored)
+        if stored is not None:
+            stored.refuse_unless(wanted, self.path)
+        self.store = FeatureStore(self.path, wanted, self.max_gb * 1e9, self.shard_mb * 1e6, mend=self.capture)
+        return self.store
+
+    def _wanted(self, target: Target, layers: tuple[Layer, ...], drafter: Drafter | None, stored: Contents | None) -> Contents:
+        """What is asked of the store; what is left open is as it is stored."""
+        reach = None if drafter is None else drafter.final_reach
+        if self.supervised_only and (reach is None or "final" not in layers):
+            raise UserError("source.supervised_only=true: this family reads every position; leave it out")
+        thrifty = self.supervised_only or (
+            self.supervised_only is None and stored is not None and stored.final_reach is not None
+        )
+        dtype: Any = self.dtype
+        if dtype == "auto":
+            dtype = str(target.dtype).removeprefix("torch.") if stored is None else stored.dtype
+        template = hashlib.sha256(str(target.tokenizer.chat_template).encode()).hexdigest()[:16]
+        return Contents(
+            target.name,
+            target.path,
+            fingerprint(target.model),
+            template,
+            layers,
+            target.width,
+            dtype,
+            reach if thrifty else None,
+        )
+
+    def batch(
+        self,
+        examples: list[Example],
+        target: Target,
+        layers: tuple[Layer, ...],
+        drafter: Drafter | None = None,
+        step: int = 0,
+    ) -> Batch:
+        batch = collate(examples).to(target.device)
+        if not layers:
+            return batch
+        store = self._open(target, layers, drafter)
+        rows = [store.read(example, layers, target.dtype) for example in examples]
+        if absent := sum(row is None for row in rows):
+            if not self.capture:
+                raise RunError(f"source.path={self.path}: {absent} sequences of a batch are not in it; say source.capture=true")
+            # The whole batch, as source=live runs it: the last bits of a product depend on what is batched with what.
+            hidden = target.features(batch.tokens, store.layers).hidden
+            rows = [
+                store.take(example, states[: len(example.tokens)], layers, target.dtype) if row is None else row
+                for example, row, states in zip(examples, rows, hidden)
+            ]
+        found = laid_out([row for row in rows if row is not None], batch)
+        return replace(batch, features=Features(batch.tokens, layers, found.to(target.device)))
+
+    def flush(self) -> None:
+        if self.store is not None:
+            self.store.flush()
 
 
 class Generated(Source):

@@ -171,6 +171,7 @@ class Trainer:
                             tracker.log({k: v for k, v in metrics.items() if k != "step"}, step)
                     progress_line.update(step, metrics)
                 if self.save_every is not None and step % self.save_every == 0 and step < num_steps:
+                    source.flush()
                     if accelerator.is_main_process:
                         self._save(job, run, step, batches_done)
                     accelerator.wait_for_everyone()

@@ -45,6 +45,7 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
     Dataset.from_list([{"messages": MESSAGES}]).save_to_disk(tmp_path / "saved")
     return {
         ("target", "hf"): [f"target.model={TINY}"],
+        ("source", "store"): [f"source.path={tmp_path / 'store'}"],
         ("data", "jsonl"): [f"data.path={tmp_path / 'chats.jsonl'}"],
         ("data", "hub"): [f"data.path={tmp_path / 'saved'}"],
     }
@@ -119,6 +120,11 @@ def test_inspect_composes() -> None:
     """The configuration of `data inspect` passes its check."""
     checked = check_config(composed("inspect", "target=tiny"), ("target", "data", "index"))
     assert checked.index == 0 and isinstance(build(checked.data), Data)
+
+
+def test_verify_composes() -> None:
+    """The configuration of `data verify` passes its check."""
+    assert check_config(composed("verify", "path=DIR"), ("path", "drop")).drop is False
 
 
 def test_eval_composes() -> None:

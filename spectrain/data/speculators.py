@@ -1,0 +1,112 @@
+"""Features that the `speculators` project cached: hidden_states/hs_{i}.safetensors, a file a sequence.
+
+Each holds hidden_states [T, A + 1, D], the residual streams entering A layers and then the un-normed output of the last one,
+and token_ids [T]. Which layers they are is not written anywhere, so they are found by running the target. Shapes: T tokens,
+A captured layers, D width.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import UserError
+from ..features import Layer
+from .chat import Example
+
+if TYPE_CHECKING:
+    from ..target import Target
+
+ALIKE = 0.1
+"""How far stored states may lie from the target's own, as a share of their length, at the median token: bfloat16 and other
+kernels stay below 0.02, neighbouring layers of small targets lie 0.2 and more apart."""
+
+
+def hidden_states_folder(path: Path) -> Path | None:
+    """The folder of such files, at `path` or below it."""
+    found = (folder for folder in (path / "hidden_states", path) if any(folder.glob("hs_*.safetensors")))
+    return next(found, None)
+
+
+class SpeculatorsCache:
+    """Reads such a folder; what it lacks is run live each time, for the folder is another project's."""
+
+    def __init__(self, folder: Path, target: Target) -> None:
+        self.folder, self.target = folder, target
+        self.files: dict[str, Path] = {}
+        self.damaged: dict[str, str] = {}  # files that cannot be read, and why
+        first: tuple[int, Tensor, Tensor] | None = None
+        for file in sorted(folder.glob("hs_*.safetensors")):
+            try:
+                with safe_open(file, "pt") as tensors:
+                    tokens = tensors.get_tensor("token_ids")
+                    shape = tensors.get_slice("hidden_states").get_shape()
+                    if len(shape) != 3 or shape[0] != len(tokens) or shape[2] != target.width or shape[1] < 1:
+                        raise UserError(f"{file}: hidden_states is {shape}; expected [{len(tokens)}, layers, {target.width}]")
+                    if first is None or len(first[1]) < 32 < len(tokens):
+                        first = (shape[1], tokens, tensors.get_slice("hidden_states")[:256])
+                    elif shape[1] != first[0]:
+                        raise UserError(f"{file}: it holds {shape[1]} layers, the files before it {first[0]}; recreate it")
+            except (OSError, SafetensorError) as error:
+                self.damaged[file.name] = str(error)
+                continue
+            self.files[Example(tokens.tolist(), []).key] = file
+        if first is None:
+            raise UserError(f"{folder}: none of its hs_*.safetensors can be read; capture them again")
+        self.stored: tuple[Layer, ...] = (*self._layers(first[1][:256], first[2]), target.num_layers)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """What it can give: the last state also through the target's final norm."""
+        return (*dict.fromkeys(self.stored), "final")
+
+    def _layers(self, tokens: Tensor, stored: Tensor) -> list[int]:
+        """The numbers of the captured layers: those whose states of one sequence are these."""
+        target = self.target
+        every = (*range(target.num_layers + 1),)
+        own = target.features(tokens[None].to(target.device), every).hidden[0].float().cpu()
+        found = []
+        for number, states in enumerate(stored.float().unbind(1)):
+            error = ((own - states[:, None]).norm(dim=-1) / own.norm(dim=-1)).nanmedian(0).values  # of every layer
+            layer = int(error.argmin()) if number + 1 < stored.shape[1] else target.num_layers
+            if not error[layer] < ALIKE:
+                what = f"state {number + 1} of {stored.shape[1]}"
+                raise UserError(
+                    f"{self.folder}: {what} is not that of {target.name} (nearest, layer {int(error.argmin())}, differs by "
+                    f"{float(error.min()):.0%}; the last must be the last layer's, un-normed); use the target it was made with"
+                )
+            found.append(layer)
+        return found[:-1]
+
+    def key(self, example: Example) -> str:
+        return example.key
+
+    def __contains__(self, example: Example) -> bool:
+        return example.key in self.files
+
+    def read(self, example: Example, layers: tuple[Layer, ...], dtype: torch.dtype) -> Tensor | None:
+        """States [T, L, D] of a sequence, or None where it is not among the files."""
+        file = self.files.get(example.key)
+        if file is None:
+            return None
+        try:
+            with safe_open(file, "pt") as tensors:
+                states = tensors.get_tensor("hidden_states").to(dtype)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file}: it cannot be read ({error}); delete it, and the target is run instead") from error
+        found = [self._final(states[:, -1]) if layer == "final" else states[:, self.stored.index(layer)] for layer in layers]
+        return torch.stack(found, dim=1)
+
+    def take(self, example: Example, states: Tensor, layers: tuple[Layer, ...], dtype: torch.dtype) -> Tensor:
+        """Of live states [T, L, D] of all its layers, these; nothing is kept."""
+        return states[:, [self.layers.index(layer) for layer in layers]].to("cpu", dtype)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def _final(self, states: Tensor) -> Tensor:
+        return self.target.normed(states[None].to(self.target.device, self.target.dtype))[0].to("cpu", states.dtype)
