@@ -257,6 +257,7 @@ class FeatureStore:
         tensors = {f"{key}/{part}": tensor for key, parts in self.waiting.items() for part, tensor in parts.items()}
         with written_file(file) as scratch:
             save_file(tensors, scratch, metadata={"format": "pt"})
+            scratch.chmod(manifest.stat().st_mode)  # safetensors lets nobody else read what it writes
             shard = Shard(name, scratch.stat().st_size, sha256(scratch), {k: checksum(v) for k, v in self.waiting.items()})
         with written_file(file.with_suffix(".json")) as scratch:
             scratch.write_text(json.dumps(asdict(shard)) + "\n")
