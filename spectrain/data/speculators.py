@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from ..target import Target
 
 ALIKE = 0.1
-"""How far stored states may lie from the target's own, as a share of their length, at the median token: bfloat16 and other
-kernels stay below 0.02, neighbouring layers of small targets lie 0.2 and more apart."""
+"""How far stored states may lie from the target's own, as a share of their length, at the median token. Measured on tiny and
+SmolLM2: bfloat16 instead of float32 makes at most 0.02, and neighbouring layers lie at least 0.2 apart."""
 
 
 def hidden_states_folder(path: Path) -> Path | None:

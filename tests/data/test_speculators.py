@@ -51,7 +51,9 @@ def test_its_features_are_the_targets(tiny: Target, tmp_path: Path) -> None:
     assert found.features is not None and live.features is not None and found.features.layers == live.features.layers
     for row, example in enumerate(rows):
         length = len(example.tokens)
-        torch.testing.assert_close(found.features.hidden[row, :length], live.features.hidden[row, :length], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found.features.hidden[row, :length], live.features.hidden[row, :length], rtol=1e-4, atol=1e-4
+        )
         assert not found.features.hidden[row, length:].any()
     assert torch.equal(found.tokens, live.tokens) and torch.equal(found.loss_mask, live.loss_mask)
 

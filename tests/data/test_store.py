@@ -416,9 +416,7 @@ def test_a_killed_run_goes_on_the_same(tiny: Target, tmp_path: Path, step: int) 
     assert whole == trained(tiny, Stored(str(tmp_path / "other")), tmp_path / "cut")
 
 
-def test_a_damaged_shard_is_made_again_while_training(
-    tiny: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_shard_is_made_again_while_training(tiny: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One shard deleted and one corrupted: both are named, and the losses are what they were."""
     first = trained(tiny, Stored(str(tmp_path / "store"), shard_mb=0.02), tmp_path / "first")
     files = sorted((tmp_path / "store").glob("*.safetensors"))
@@ -495,4 +493,3 @@ def test_what_is_missing_may_stop(tiny: Target, tmp_path: Path) -> None:
         Stored(str(tmp_path), capture=False).batch(examples(), tiny, layers, drafter(tiny))
     plain = Stored(str(tmp_path), capture=False).batch(examples(), tiny, ())
     assert plain.features is None and torch.equal(plain.tokens, collate(examples()).tokens)
-
