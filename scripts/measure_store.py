@@ -51,7 +51,7 @@ def errors(path: Path, data: Dataset) -> dict[str, float]:
     found: dict[str, list[float]] = {str(layer): [] for layer in store.layers}
     for example in data.examples:
         exact = target.features(torch.tensor([example.tokens]), store.layers).hidden[0]
-        read = store.read(example, store.layers, torch.float32)
+        read = store.read(example, store.layers, exact)
         assert read is not None
         error = (read - exact).norm(dim=-1) / exact.norm(dim=-1)
         for layer, column in zip(store.layers, error.unbind(1)):

@@ -41,8 +41,11 @@ class Source(ABC):
     ) -> Batch:
         """These examples with their features; without features where `layers` is empty. Some sources ask the drafter too."""
 
-    def prepare(self, drafter: Drafter, target: Target, examples: list[Example]) -> str | None:
-        """Called once before training, before anything is written; what the user should know of what is to come."""
+    def prepare(self, drafter: Drafter, target: Target, examples: list[Example] | None) -> str | None:
+        """Called once before training, before anything is written; what the user should know of what is to come.
+
+        `examples` are all there will be, or None where they come as a stream.
+        """
         return None
 
     def flush(self) -> None:
@@ -116,12 +119,14 @@ class Stored(Source):
         self.max_gb, self.shard_mb, self.capture = max_gb, shard_mb, capture
         self.store: FeatureStore | SpeculatorsCache | None = None
 
-    def prepare(self, drafter: Drafter, target: Target, examples: list[Example]) -> str:
+    def prepare(self, drafter: Drafter, target: Target, examples: list[Example] | None) -> str:
         """Open the store, and stop where what is missing would not fit the budget or the disk."""
         layers = drafter.features_in(0)
         if not layers:
             raise UserError("source=store: this family reads no features, it runs the target itself; use source=live")
         store = self._open(target, layers, drafter)
+        if examples is None:
+            return f"{self.path}: layers {names(store.layers)}; what it lacks of a stream is captured, up to {self.max_gb:g} GB"
         distinct = list({store.key(example): example for example in examples}.values())
         missing = [example for example in distinct if example not in store]
         if missing and not self.capture:
@@ -221,18 +226,18 @@ class Stored(Source):
         if not layers:
             return batch
         store = self._open(target, layers, drafter)
-        rows = [store.read(example, layers, target.dtype) for example in examples]
+        rows = [store.read(example, layers, target) for example in examples]
         if absent := sum(row is None for row in rows):
             if not self.capture:
                 raise RunError(f"source.path={self.path}: {absent} sequences of a batch are not in it; say source.capture=true")
             # The whole batch, as source=live runs it: the last bits of a product depend on what is batched with what.
             hidden = target.features(batch.tokens, store.layers).hidden
             rows = [
-                store.take(example, states[: len(example.tokens)], layers, target.dtype) if row is None else row
+                store.take(example, states[: len(example.tokens)], layers) if row is None else row
                 for example, row, states in zip(examples, rows, hidden)
             ]
         found = laid_out([row for row in rows if row is not None], batch)
-        return replace(batch, features=Features(batch.tokens, layers, found.to(target.device)))
+        return replace(batch, features=Features(batch.tokens, layers, found))
 
     def flush(self) -> None:
         if self.store is not None:

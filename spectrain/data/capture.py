@@ -34,13 +34,13 @@ def capture(config: DictConfig) -> None:
         raise UserError(
             f"source.path={source.path}: this cache is another project's, and nothing is added; choose another folder"
         )
-    if accelerator.is_main_process:
-        print(told, flush=True)
-    accelerator.wait_for_everyone()
-    target.pack()
     layers, store = drafter.features_in(0), source.store
     batches = [dataset[batch] for batch in dataset.epoch(0, trainer.batch_tokens, trainer.seed)]
     todo = [batch for batch in batches if not all(example in store for example in batch)]
+    if accelerator.is_main_process:
+        print(told, flush=True)
+    accelerator.wait_for_everyone()  # every process has seen the same to do before any adds to the store
+    target.pack()
     mine = todo[accelerator.process_index :: accelerator.num_processes]
     began = printed = time.monotonic()
     tokens = 0
@@ -56,6 +56,8 @@ def capture(config: DictConfig) -> None:
     finally:
         source.flush()
     accelerator.wait_for_everyone()
+    if missing := sum(example not in store for example in dataset.examples):
+        raise RunError(f"source.path={source.path}: {missing} sequences are still missing; give the same command again")
     if accelerator.is_main_process:
         print(f"{source.path}: complete; train with source=store source.path={source.path}")
 

@@ -1,14 +1,15 @@
-"""Features that the `speculators` project cached: hidden_states/hs_{i}.safetensors, a file a sequence.
+"""What the `speculators` project prepared: tokens and loss masks saved by `datasets`, and cached features.
 
-Each holds hidden_states [T, A + 1, D], the residual streams entering A layers and then the un-normed output of the last one,
-and token_ids [T]. Which layers they are is not written anywhere, so they are found by running the target. Shapes: T tokens,
-A captured layers, D width.
+Features are in hidden_states/hs_{i}.safetensors, a file a sequence: hidden_states [T, A + 1, D], the residual streams entering
+A layers and then the un-normed output of the last one, and token_ids [T]. Which layers they are is not written anywhere, so
+they are found by running the target. Shapes: T tokens, A captured layers, D width.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..errors import UserError
 from ..features import Layer
 from .chat import Example
+from .readers import Data
 
 if TYPE_CHECKING:
     from ..target import Target
@@ -24,6 +26,33 @@ if TYPE_CHECKING:
 ALIKE = 0.1
 """How far stored states may lie from the target's own, as a share of their length, at the median token. Measured on tiny and
 SmolLM2: bfloat16 instead of float32 makes at most 0.02, and neighbouring layers lie at least 0.2 apart."""
+
+
+class Prepared(Data):
+    """Sequences that speculators tokenised: a directory of `datasets` with input_ids and loss_mask, taken as they are."""
+
+    def __init__(self, path: str, limit: int | None = None, max_length: int = 1_000_000) -> None:
+        super().__init__(limit, max_length)
+        self.path = Path(path).expanduser()
+        self.name = path
+
+    def read(self) -> Iterator[Any]:
+        import datasets
+
+        try:
+            rows = datasets.load_from_disk(str(self.path))
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"data.path={self.path}: datasets could not load it ({reason}); give the folder that speculators prepared"
+            ) from error
+        for number, row in enumerate(rows.with_format(None)):
+            tokens, mask = ([*row.get(key, [])] for key in ("input_ids", "loss_mask"))
+            if not tokens or len(tokens) != len(mask):
+                raise UserError(
+                    f"{self.path}, row {number}: it has {len(tokens)} input_ids and {len(mask)} loss_mask; prepare it again"
+                )
+            yield Example(tokens, list(map(bool, mask)))
 
 
 def hidden_states_folder(path: Path) -> Path | None:
@@ -88,25 +117,23 @@ class SpeculatorsCache:
     def __contains__(self, example: Example) -> bool:
         return example.key in self.files
 
-    def read(self, example: Example, layers: tuple[Layer, ...], dtype: torch.dtype) -> Tensor | None:
-        """States [T, L, D] of a sequence, or None where it is not among the files."""
+    def read(self, example: Example, layers: tuple[Layer, ...], like: Target) -> Tensor | None:
+        """States [T, L, D] of a sequence, of the target's type and device; None where it is not among the files."""
         file = self.files.get(example.key)
         if file is None:
             return None
         try:
             with safe_open(file, "pt") as tensors:
-                states = tensors.get_tensor("hidden_states").to(dtype)
+                states = tensors.get_tensor("hidden_states").to(like.device, like.dtype)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{file}: it cannot be read ({error}); delete it, and the target is run instead") from error
-        found = [self._final(states[:, -1]) if layer == "final" else states[:, self.stored.index(layer)] for layer in layers]
-        return torch.stack(found, dim=1)
+        final = self.target.normed(states[None, :, -1])[0] if "final" in layers else None
+        found = [states[:, self.stored.index(layer)] if layer != "final" else final for layer in layers]
+        return torch.stack([part for part in found if part is not None], dim=1)
 
-    def take(self, example: Example, states: Tensor, layers: tuple[Layer, ...], dtype: torch.dtype) -> Tensor:
+    def take(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
         """Of live states [T, L, D] of all its layers, these; nothing is kept."""
-        return states[:, [self.layers.index(layer) for layer in layers]].to("cpu", dtype)
+        return states[:, [self.layers.index(layer) for layer in layers]]
 
     def flush(self) -> None:
         """Nothing waits."""
-
-    def _final(self, states: Tensor) -> Tensor:
-        return self.target.normed(states[None].to(self.target.device, self.target.dtype))[0].to("cpu", states.dtype)

@@ -9,6 +9,8 @@ so any number of processes may write. A checksum is compared when a sequence is 
 a whole SHA-256 of terabytes at every start would cost more than it finds, and is `spectrain data verify`'s to do.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import secrets
@@ -19,23 +21,27 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..errors import UserError
+from ..errors import RunError, UserError
 from ..features import Layer
 from ..training.checkpoints import written_file
 from .chat import Example
+
+if TYPE_CHECKING:
+    from ..target import Target
 
 Dtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
           "fp8": torch.float8_e4m3fn, "int8": torch.int8}  # fmt: skip
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 """What the largest value of a token becomes, where a token has a scale."""
+ROUNDED = tuple(STORED[dtype] for dtype in LARGEST)
 FORMAT = 1
 STALE = 600.0
 """Seconds after which a file that nobody finished is a killed process's: writing one takes far less."""
@@ -126,21 +132,21 @@ class Contents:
 
     def decode(self, example: Example, tensors: dict[str, Tensor], layers: tuple[Layer, ...], dtype: torch.dtype) -> Tensor:
         """States [T, L, D] of these layers; NaN where "final" is not stored, so that reading it there is noticed."""
-        everywhere = self.everywhere
+        everywhere, there = self.everywhere, next(iter(tensors.values())).device
         if everywhere:
             hidden = dequantize(tensors["hidden"], tensors.get("hidden.scale"), dtype)
             if layers == everywhere:
                 return hidden
-        states = torch.full((len(example.tokens), len(layers), self.width), torch.nan, dtype=dtype)
+        states = torch.full((len(example.tokens), len(layers), self.width), torch.nan, dtype=dtype, device=there)
         for number, layer in enumerate(layers):
             if layer in everywhere:
                 states[:, number] = hidden[:, everywhere.index(layer)]
             else:
-                rows = read_before(example.mask, self.final_reach or 0)
+                rows = read_before(example.mask, self.final_reach or 0).to(there)
                 states[rows, number] = dequantize(tensors["final"], tensors.get("final.scale"), dtype)
         return states
 
-    def refuse_unless(self, wanted: "Contents", where: Path) -> None:
+    def refuse_unless(self, wanted: Contents, where: Path) -> None:
         """Stop with the reason where `wanted` cannot be read from what is stored."""
         lacking = [str(layer) for layer in wanted.layers if layer not in self.layers]
         reason = None
@@ -222,29 +228,41 @@ class FeatureStore:
             self._look()  # another process may have written it
         return key in self.home or key in self.waiting
 
-    def read(self, example: Example, layers: tuple[Layer, ...], dtype: torch.dtype) -> Tensor | None:
-        """States [T, L, D] of a sequence; None where it is not stored, or no longer whole."""
+    def read(self, example: Example, layers: tuple[Layer, ...], like: Tensor | Target) -> Tensor | None:
+        """States [T, L, D] of a sequence, of the type and device of `like`; None where it is not stored, or no longer whole."""
         if example not in self:
             return None
         key = self.contents.key(example)
         tensors = self.waiting.get(key) or self._load(key)
-        return None if tensors is None else self.contents.decode(example, tensors, layers, dtype)
+        return None if tensors is None else self._decoded(example, tensors, layers, like)
 
-    def take(self, example: Example, states: Tensor, layers: tuple[Layer, ...], dtype: torch.dtype) -> Tensor:
-        """Keep states [T, L, D] of the store's layers; what reading them gives from now on."""
+    def take(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
+        """Keep states [T, L, D] of the store's layers; what reading `layers` of them gives from now on."""
         key, tensors = self.contents.key(example), self.contents.encode(example, states)
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors.values() if tensor.dtype not in ROUNDED):
+            raise RunError(
+                f"source.path={self.path}: the target's features of a sequence ({key}) are not finite in "
+                f"{self.contents.dtype}; use source.dtype=bfloat16, or look at the target"
+            )
         if key not in self.waiting:
             self.waiting[key] = tensors
             self.waiting_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        found = self.contents.decode(example, tensors, layers, dtype)
+        found = self._decoded(example, tensors, layers, states)
         if self.waiting_bytes >= self.shard_bytes:
             self.flush()
         return found
 
     def flush(self) -> None:
         """Write what waits as one shard, then its index."""
-        if not self.waiting:
-            return
+        try:
+            if self.waiting:
+                self._write()
+        except OSError as error:
+            raise UserError(
+                f"source.path={self.path}: it cannot be written ({error.strerror}); choose another folder"
+            ) from error
+
+    def _write(self) -> None:
         if self.num_bytes + self.waiting_bytes > self.max_bytes:
             raise UserError(f"source.max_gb={self.max_bytes / 1e9:g}: the store in {self.path} is full; raise it")
         manifest = self.path / "manifest.json"
@@ -287,7 +305,15 @@ class FeatureStore:
         self.checked -= set(lost)
         if self.mend:
             for suffix in (".json", ".safetensors"):
-                (self.path / f"{name}{suffix}").unlink(missing_ok=True)
+                with suppress(OSError):  # another process may have removed it, or the folder is not ours
+                    (self.path / f"{name}{suffix}").unlink()
+
+    def _decoded(
+        self, example: Example, tensors: dict[str, Tensor], layers: tuple[Layer, ...], like: Tensor | Target
+    ) -> Tensor:
+        """What is stored crosses to the device as it is, and is rounded back there."""
+        there = {part: tensor.to(like.device) for part, tensor in tensors.items()}
+        return self.contents.decode(example, there, layers, like.dtype)
 
     def _load(self, key: str) -> dict[str, Tensor] | None:
         """The stored tensors of a sequence, compared with their checksum at the first reading."""
@@ -341,7 +367,7 @@ class FeatureStore:
         """Remove what killed processes left unfinished."""
         whole = {file.stem for file in self.path.glob("features-*.json")}
         for file in [*self.path.glob("*.part"), *self.path.glob("features-*.safetensors")]:
-            with suppress(FileNotFoundError):  # another process may sweep too
+            with suppress(OSError):  # another process may sweep too
                 if self.mend and file.stem not in whole and time.time() - file.stat().st_mtime > STALE:
                     file.unlink()
 

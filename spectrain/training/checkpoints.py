@@ -23,7 +23,7 @@ def written_whole(directory: Path) -> Iterator[Path]:
     scratch = directory.with_name(directory.name + ".part")
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        with full_disk_told(directory):
+        with full_disk_told(directory, "go on with trainer.resume=auto"):
             scratch.mkdir(parents=True)
             yield scratch
             old = directory.with_name(directory.name + ".old")
@@ -40,7 +40,7 @@ def written_file(file: Path) -> Iterator[Path]:
     """A scratch file that becomes `file` once it is complete; no other process's scratch has its name."""
     scratch = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
     try:
-        with full_disk_told(file):
+        with full_disk_told(file, "give the same command again"):
             yield scratch
             scratch.replace(file)
     finally:
@@ -48,7 +48,7 @@ def written_file(file: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def full_disk_told(place: Path) -> Iterator[None]:
+def full_disk_told(place: Path, how: str) -> Iterator[None]:
     """A full disk as the user's mistake; other errors as they are."""
     try:
         yield
@@ -58,8 +58,7 @@ def full_disk_told(place: Path) -> Iterator[None]:
         if not full:
             raise
         raise UserError(
-            f"{place}: the disk is full, so it was not saved and what was saved before is intact; free some space and go "
-            "on with trainer.resume=auto"
+            f"{place}: the disk is full, so it was not saved and what was saved before is intact; free some space and {how}"
         ) from error
 
 

@@ -43,10 +43,12 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
     """What must be given with a choice, here from files of this test."""
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
     Dataset.from_list([{"messages": MESSAGES}]).save_to_disk(tmp_path / "saved")
+    Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [0, 1]}]).save_to_disk(tmp_path / "prepared")
     return {
         ("target", "hf"): [f"target.model={TINY}"],
         ("source", "store"): [f"source.path={tmp_path / 'store'}"],
         ("data", "jsonl"): [f"data.path={tmp_path / 'chats.jsonl'}"],
+        ("data", "speculators"): [f"data.path={tmp_path / 'prepared'}"],
         ("data", "hub"): [f"data.path={tmp_path / 'saved'}"],
     }
 

@@ -2,16 +2,19 @@
 
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from spectrain.data.chat import Example
-from spectrain.data.speculators import SpeculatorsCache, hidden_states_folder
+from spectrain.data.dataset import Dataset
+from spectrain.data.speculators import Prepared, SpeculatorsCache, hidden_states_folder
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.sources import Live, Stored
 from spectrain.target import Target
+from spectrain.training.loop import Trainer
 
 AUX = (2, 4, 5)
 
@@ -56,6 +59,31 @@ def test_its_features_are_the_targets(tiny: Target, tmp_path: Path) -> None:
         )
         assert not found.features.hidden[row, length:].any()
     assert torch.equal(found.tokens, live.tokens) and torch.equal(found.loss_mask, live.loss_mask)
+
+
+def test_a_whole_folder_of_it_is_trained_on(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens and masks are taken as they are, and every one has its features, so that the target is not run."""
+    rows = examples()
+    cached(tmp_path, tiny, rows)
+    columns = [{"input_ids": e.tokens, "loss_mask": list(map(int, e.mask)), "seq_len": len(e.tokens)} for e in rows]
+    datasets.Dataset.from_list(columns).with_format("torch").save_to_disk(tmp_path)
+    dataset = Dataset.build(Prepared(str(tmp_path)), tiny.tokenizer)
+    assert dataset.examples == rows
+    source, made = Stored(str(tmp_path), capture=False), drafter(tiny)
+    source.prepare(made, tiny, dataset.examples)
+    made.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
+    monkeypatch.setattr(tiny, "features", lambda *args: pytest.fail("the target was run"))
+    Trainer(lr=1e-3, epochs=1, batch_tokens=90, log_every=1).fit(made, tiny, dataset, source, tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"loss"') == 2
+
+
+def test_what_it_did_not_prepare_is_refused(tmp_path: Path) -> None:
+    """A folder that is none, and rows whose mask has another length."""
+    with pytest.raises(UserError, match="datasets could not load it"):
+        Prepared(str(tmp_path)).conversations()
+    datasets.Dataset.from_list([{"input_ids": [1, 2, 3], "loss_mask": [0, 1]}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match="row 0: it has 3 input_ids and 2 loss_mask"):
+        Prepared(str(tmp_path / "saved")).conversations()
 
 
 def test_layers_are_found_through_noise(tiny: Target, tmp_path: Path) -> None:

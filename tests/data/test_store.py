@@ -29,6 +29,7 @@ from spectrain.target import Target
 from spectrain.training.loop import Trainer
 
 LAYERS = (2, 5, "final")
+LIKE = torch.empty(0)
 CONTENTS = Contents("toy", "nowhere", "w", "t", LAYERS, 16, "float32", None)
 DTYPES: list[Any] = ["float32", "bfloat16", "float16", "int8", "fp8"]
 
@@ -51,13 +52,13 @@ def states(example: Example) -> Tensor:
 def filled(path: Path, contents: Contents = CONTENTS, rows: list[Example] | None = None, **options: Any) -> FeatureStore:
     store = FeatureStore(path, contents, mend=True, **options)
     for example in examples() if rows is None else rows:
-        store.take(example, states(example), LAYERS, torch.float32)
+        store.take(example, states(example), LAYERS)
     store.flush()
     return store
 
 
 def read(store: FeatureStore, example: Example) -> Tensor:
-    found = store.read(example, LAYERS, torch.float32)
+    found = store.read(example, LAYERS, LIKE)
     assert found is not None
     return found
 
@@ -70,7 +71,7 @@ def test_what_is_read_is_what_was_taken(tmp_path: Path, dtype: Any) -> None:
     """Reading gives what taking gave: exactly the states in float32, else within the type's rounding, token by token."""
     contents = replace(CONTENTS, dtype=dtype)
     store = FeatureStore(tmp_path, contents)
-    taken = [store.take(example, states(example), LAYERS, torch.float32) for example in examples()]
+    taken = [store.take(example, states(example), LAYERS) for example in examples()]
     waiting = [read(store, example) for example in examples()]
     store.flush()
     again = FeatureStore(tmp_path)
@@ -123,7 +124,7 @@ def test_some_layers_in_another_order(tmp_path: Path) -> None:
     """A drafter that reads fewer layers reads the same store."""
     store = filled(tmp_path)
     for example in examples():
-        found = store.read(example, ("final", 2), torch.float64)
+        found = store.read(example, ("final", 2), LIKE.double())
         assert found is not None and torch.equal(found, states(example)[:, [2, 0]].double())
 
 
@@ -142,7 +143,7 @@ def test_many_writers(tmp_path: Path) -> None:
     rows = examples(24)
     writers = [FeatureStore(tmp_path, CONTENTS, shard_bytes=1e4) for _ in range(3)]
     for number, example in enumerate(rows):
-        writers[number % 3].take(example, states(example), LAYERS, torch.float32)
+        writers[number % 3].take(example, states(example), LAYERS)
     for writer in writers:
         writer.flush()
     time.sleep(0.02)
@@ -180,7 +181,7 @@ def test_a_damaged_shard_is_named_and_made_again(tmp_path: Path, harm: str, caps
     (hurt,) = whole[2].shards.values() if len(whole[2].shards) == 1 else [whole[2].shards[whole[2].home[examples()[2].key]]]
     HARM[harm](tmp_path / f"{hurt.name}.safetensors")
     store = FeatureStore(tmp_path, CONTENTS, mend=True)
-    found = [store.read(example, LAYERS, torch.float32) for example in examples()]
+    found = [store.read(example, LAYERS, LIKE) for example in examples()]
     told = capsys.readouterr().out
     assert hurt.name in told and harm in told and told.count("features-") == 1
     assert [row is None for row in found] == [number == 2 for number in range(6)]
@@ -233,7 +234,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """It is one sentence, what is stored stays, and what waited is still there to be written."""
     filled(tmp_path, rows=examples()[:3])
     store = FeatureStore(tmp_path)
-    store.take(examples()[3], states(examples()[3]), LAYERS, torch.float32)
+    store.take(examples()[3], states(examples()[3]), LAYERS)
 
     def full(tensors: Any, path: Path, metadata: Any) -> None:
         path.write_bytes(b"half")
@@ -245,6 +246,23 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(list(tmp_path.iterdir())) == 3
     store.flush()
     assert all(example in FeatureStore(tmp_path) for example in examples()[:4])
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    """So are features that no type holds; neither is stored."""
+    (tmp_path / "file").write_text("")
+    store = FeatureStore(tmp_path / "file" / "store", replace(CONTENTS, dtype="float16"))
+    with pytest.raises(RunError, match="not finite in float16"):
+        store.take(examples()[0], states(examples()[0]) * 1e5, LAYERS)
+    store.flush()
+    store.take(examples()[0], states(examples()[0]), LAYERS)
+    with pytest.raises(UserError, match="cannot be written"):
+        store.flush()
+    for dtype in ("float32", "int8", "fp8"):
+        wrong = states(examples()[0])
+        wrong[3, 1, 2] = torch.nan
+        with pytest.raises(RunError, match="not finite"):
+            FeatureStore(tmp_path / dtype, replace(CONTENTS, dtype=dtype)).take(examples()[0], wrong, LAYERS)  # type: ignore[arg-type]
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path: Path) -> None:
