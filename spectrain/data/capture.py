@@ -64,6 +64,8 @@ def capture(config: DictConfig) -> None:
 
 def verify(config: DictConfig) -> None:
     """Compare every shard with its size and SHA-256, and name those that are missing or damaged."""
+    if config.path is None:
+        raise UserError("path: say which feature store, as in path=DIR")
     store = FeatureStore(Path(config.path).expanduser(), mend=bool(config.drop))
     store.verify()
     print(

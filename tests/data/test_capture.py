@@ -123,7 +123,9 @@ def test_damaged_shards_are_named_and_made_again(tmp_path: Path, capsys: pytest.
 
 
 def test_what_cannot_be_stored_is_said(tmp_path: Path, tiny: Target) -> None:
-    """Another source, a family without features, and another project's folder."""
+    """Another source, a family without features, and another project's folder; verifying wants a folder."""
+    with pytest.raises(UserError, match="say which feature store"):
+        verify(composed(name="verify", known=("path", "drop")))
     with pytest.raises(UserError, match="say source=store"):
         capture(composed(*SETTINGS))
     with pytest.raises(UserError, match="reads no features"):
