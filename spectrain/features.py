@@ -1,10 +1,13 @@
 """What crosses from the target to a drafter. Shapes: B batch, T tokens, L captured layers, D target width, V vocabulary."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 Layer = int | Literal["final"]
 """A place in the target: k is the residual stream entering layer k, `num_layers` the un-normed output of the
@@ -53,17 +56,38 @@ class Features:
 
 @dataclass(frozen=True)
 class Batch:
-    """Conversations as tokens, padded on the right; attention is causal, so padding is never seen."""
+    """Conversations as tokens: one a row, padded on the right, or packed, all in one row without padding.
+
+    Attention is causal, so padding is never seen; packed documents, whose `lengths` are known, never see each other.
+    """
 
     tokens: Tensor  # [B, T]
     loss_mask: Tensor  # [B, T] bool, True on the tokens that the assistant wrote
     features: Features | None = None  # what the source added, for a drafter that names layers
     distance: Tensor | None = None  # [B, T] how far behind the first wrong token of a draft a token lies; -1 where it was kept
+    lengths: tuple[int, ...] | None = None  # of the documents of a packed batch, in their order; None where it is padded
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest document, in tokens."""
+        return self.tokens.shape[1] if self.lengths is None else max(self.lengths)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[1, T] the position of every token in its document: all that tells where a packed document begins."""
+        return document_positions(self.lengths or (self.tokens.shape[1],), self.tokens.device)
 
     @property
     def predicts(self) -> Tensor:
-        """[B, T] bool, the positions whose next token carries loss."""
-        return torch.nn.functional.pad(self.loss_mask[:, 1:], (0, 1))
+        """[B, T] bool, the positions whose next token, of the same document, carries loss."""
+        return torch.nn.functional.pad((self.loss_mask & (self.positions > 0))[:, 1:], (0, 1))
+
+    def sequences(self) -> list[tuple[Tensor, Tensor]]:
+        """Tokens and loss mask [T] of every document, on the CPU; with its padding, where there is any."""
+        tokens, mask = self.tokens.cpu(), self.loss_mask.cpu()
+        if self.lengths is None:
+            return list(zip(tokens, mask))
+        return list(zip(tokens[0].split(self.lengths), mask[0].split(self.lengths)))
 
     @property
     def num_supervised(self) -> int:
@@ -73,4 +97,14 @@ class Batch:
     def to(self, device: torch.device | str) -> "Batch":
         features = None if self.features is None else self.features.to(device)
         distance = None if self.distance is None else self.distance.to(device)
-        return Batch(self.tokens.to(device), self.loss_mask.to(device), features, distance)
+        return Batch(self.tokens.to(device), self.loss_mask.to(device), features, distance, self.lengths)
+
+
+def document_positions(lengths: Iterable[int], device: torch.device) -> Tensor:
+    """[1, T] the position of every token in its own document, the documents standing one after another."""
+    return torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+
+
+def laid_out(rows: list[Tensor], packed: bool, padding: int = 0) -> Tensor:
+    """What each document has for its tokens, [T, ..] each, as a batch holds it, [B, T, ..]: padded, or packed in one row."""
+    return torch.cat(rows)[None] if packed else pad_sequence(rows, batch_first=True, padding_value=padding)

@@ -15,7 +15,7 @@ import torch
 
 from .data.chat import Example
 from .data.dataset import collate
-from .features import Batch
+from .features import Batch, laid_out
 from .shapes.base import Rollout, Round, TreeBuilder
 from .tree import TokenTree
 
@@ -76,10 +76,7 @@ def replays(generation: Generation, rounds: list[tuple[list[int], int]], limit: 
     return [replay for _, _, replay in sorted(found, key=lambda item: item[:2])[:limit]]
 
 
-def collate_replays(found: list[Replay]) -> Batch:
-    """Replays as one batch, padded on the right."""
-    batch = collate([replay.example for replay in found])
-    distance = torch.full_like(batch.tokens, KEPT)
-    for row, replay in zip(distance, found):
-        row[: len(replay.distance)] = torch.tensor(replay.distance)
-    return replace(batch, distance=distance)
+def collate_replays(found: list[Replay], packed: bool = False) -> Batch:
+    """Replays as one batch, padded on the right or packed."""
+    batch = collate([replay.example for replay in found], packed)
+    return replace(batch, distance=laid_out([torch.tensor(replay.distance) for replay in found], packed, padding=KEPT))

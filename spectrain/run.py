@@ -50,18 +50,16 @@ def train(config: DictConfig, asked: list[str]) -> Path:
     target: Target = build(config.target)
     if evaluation is not None:
         evaluation.check_prompts(target)
-    dataset = Dataset.build(data, target.tokenizer)
+    dataset = data.dataset(target.tokenizer)
+    trainer.num_steps(dataset)  # a stream must be told
     drafter = fresh_drafter(config, target, dataset)
     source: Source = build(config.source)
-    told = source.prepare(drafter, target, dataset.examples)
+    told = source.prepare(drafter, target, None if dataset.is_sample else dataset.examples)
     if accelerator.is_main_process:
         open_run(run, config, dataset, target)
         print(
-            f"{run}: {dataset.num_conversations} conversations, {dataset.num_tokens} tokens, "
-            f"{dataset.num_supervised} supervised"
-            + (f", {data.num_left_out} unusable conversations left out" if data.num_left_out else "")
-            + (f", {dataset.num_cut} cut to {data.max_length} tokens" if dataset.num_cut else "")
-            + (f", {dataset.num_dropped} without an answer left out" if dataset.num_dropped else ""),
+            f"{run}: {dataset.summary()}"
+            + (f", {data.num_left_out} unusable conversations left out" if data.num_left_out else ""),
             flush=True,
         )
         if told is not None:
@@ -106,7 +104,7 @@ def evaluate(config: DictConfig, run: Path) -> dict[str, Any]:
     evaluation.check_prompts(target)
     dataset = None
     if config.get("data") and "_target_" in config.data:
-        dataset = Dataset.build(build(config.data), target.tokenizer)
+        dataset = build(config.data).dataset(target.tokenizer)
     drafter: Drafter = build(config.drafter, target=target)
     if directory is not None:
         load_weights(drafter, directory)
@@ -246,7 +244,7 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
             resumable(run, config)
             return
         facts = {
-            "data": {"fingerprint": dataset.fingerprint, "tokens": dataset.num_tokens},
+            "data": dataset.facts(),
             "target": target.path,
             "target_name": target.name,
             **provenance(),

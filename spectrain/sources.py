@@ -3,14 +3,13 @@
 import hashlib
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from .acceptance import Greedy, Interleaved, Match
@@ -21,7 +20,7 @@ from .data.store import Contents, FeatureStore, fingerprint, names, read_manifes
 from .decode import decode
 from .drafters.base import Drafter
 from .errors import RunError, UserError
-from .features import Batch, Features, Layer
+from .features import Batch, Features, Layer, laid_out
 from .replay import KEPT, Recorder, Replay, collate_replays, replays
 from .shapes import Chain
 from .target import Target
@@ -38,8 +37,10 @@ class Source(ABC):
         layers: tuple[Layer, ...],
         drafter: Drafter | None = None,
         step: int = 0,
+        packed: bool = False,
     ) -> Batch:
-        """These examples with their features; without features where `layers` is empty. Some sources ask the drafter too."""
+        """These examples with their features, padded or packed; without features where `layers` is empty. Some sources ask
+        the drafter too."""
 
     def prepare(self, drafter: Drafter, target: Target, examples: list[Example] | None) -> str | None:
         """Called once before training, before anything is written; what the user should know of what is to come.
@@ -50,12 +51,6 @@ class Source(ABC):
 
     def flush(self) -> None:
         """Write down what would be lost: called before a checkpoint, so that a resumed run finds it, and at the end."""
-
-
-def laid_out(rows: list[Tensor], batch: Batch) -> Tensor:
-    """Features [T, L, D] of each example as the batch holds its tokens: [B, T, L, D], padded with zeros."""
-    width = batch.tokens.shape[1]
-    return torch.stack([torch.nn.functional.pad(row, (0, 0, 0, 0, 0, width - len(row))) for row in rows])
 
 
 class Live(Source):
@@ -73,19 +68,20 @@ class Live(Source):
         layers: tuple[Layer, ...],
         drafter: Drafter | None = None,
         step: int = 0,
+        packed: bool = False,
     ) -> Batch:
-        batch = collate(examples).to(target.device)
+        batch = collate(examples, packed).to(target.device)
         if not layers:
             return batch
         if all(example.key in self.kept for example in examples):
-            rows = [self.kept[example.key] for example in examples]
-            features = Features(batch.tokens, layers, laid_out(rows, batch).to(target.device))
+            hidden = laid_out([self.kept[example.key] for example in examples], packed)
+            features = Features(batch.tokens, layers, hidden.to(target.device))
         else:
-            features = target.features(batch.tokens, layers)
-            self._keep(examples, features.hidden)
-        return Batch(batch.tokens, batch.loss_mask, features)
+            features = target.features(batch.tokens, layers, batch.lengths)
+            self._keep(examples, features.hidden if batch.lengths is None else features.hidden[0].split(batch.lengths))
+        return replace(batch, features=features)
 
-    def _keep(self, examples: list[Example], hidden: Tensor) -> None:
+    def _keep(self, examples: list[Example], hidden: Iterable[Tensor]) -> None:
         for row, example in zip(hidden, examples):
             kept = row[: len(example.tokens)]
             size = kept.numel() * kept.element_size()
@@ -221,8 +217,9 @@ class Stored(Source):
         layers: tuple[Layer, ...],
         drafter: Drafter | None = None,
         step: int = 0,
+        packed: bool = False,
     ) -> Batch:
-        batch = collate(examples).to(target.device)
+        batch = collate(examples, packed).to(target.device)
         if not layers:
             return batch
         store = self._open(target, layers, drafter)
@@ -231,12 +228,13 @@ class Stored(Source):
             if not self.capture:
                 raise RunError(f"source.path={self.path}: {absent} sequences of a batch are not in it; say source.capture=true")
             # The whole batch, as source=live runs it: the last bits of a product depend on what is batched with what.
-            hidden = target.features(batch.tokens, store.layers).hidden
+            hidden = target.features(batch.tokens, store.layers, batch.lengths).hidden
+            parts = hidden if batch.lengths is None else hidden[0].split(batch.lengths)
             rows = [
                 store.take(example, states[: len(example.tokens)], layers) if row is None else row
-                for example, row, states in zip(examples, rows, hidden)
+                for example, row, states in zip(examples, rows, parts)
             ]
-        found = laid_out([row for row in rows if row is not None], batch)
+        found = laid_out([row for row in rows if row is not None], packed)
         return replace(batch, features=Features(batch.tokens, layers, found))
 
     def flush(self) -> None:
@@ -281,6 +279,7 @@ class Generated(Source):
         layers: tuple[Layer, ...],
         drafter: Drafter | None = None,
         step: int = 0,
+        packed: bool = False,
     ) -> Batch:
         draws = [Random(f"{self.seed}/{step}/{example.key}") for example in examples]  # whatever is batched with what
         anew = [
@@ -289,15 +288,15 @@ class Generated(Source):
             if draws[index].random() < self.fraction and self._fits(example, target, drafter)
         ]
         if self.by == "replay":
-            batch = self._replay(examples, anew, target, drafter, draws)
+            batch = self._replay(examples, anew, target, drafter, draws, packed)
         else:
             if anew:
                 assert drafter is not None
                 written = dict(zip(anew, self._write([examples[index] for index in anew], target, drafter, step)))
                 examples = [written.get(index, example) for index, example in enumerate(examples)]
-            batch = collate(examples)
+            batch = collate(examples, packed)
         batch = batch.to(target.device)
-        return batch if not layers else replace(batch, features=target.features(batch.tokens, layers))
+        return batch if not layers else replace(batch, features=target.features(batch.tokens, layers, batch.lengths))
 
     def _fits(self, example: Example, target: Target, drafter: Drafter | None) -> bool:
         """Whether an answer of two tokens has room behind the prompt."""
@@ -309,7 +308,13 @@ class Generated(Source):
         return max(2, min(self.max_new_tokens, writer.max_length - max(map(len, prompts))))
 
     def _replay(
-        self, examples: list[Example], anew: list[int], target: Target, drafter: Drafter | None, draws: list[Random]
+        self,
+        examples: list[Example],
+        anew: list[int],
+        target: Target,
+        drafter: Drafter | None,
+        draws: list[Random],
+        packed: bool,
     ) -> Batch:
         """The data's sequences, nothing of them rejected, and replayed drafts in place of some."""
         found = [Replay(example, [KEPT] * len(example.tokens)) for example in examples]
@@ -324,7 +329,7 @@ class Generated(Source):
             for index, generation, rounds in zip(anew, written, recorder.rounds):
                 for replay in replays(generation, rounds, 1, draws[index]):
                     found[index] = replay
-        return collate_replays(found)
+        return collate_replays(found, packed)
 
     def _write(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:
         """New answers to the same prompts, each drawn by its example's key, so that no batching changes it."""

@@ -17,12 +17,13 @@ from transformers import AttentionInterface, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface
 
 from spectrain.kernels.linear_divergence import Projection
-from spectrain.kernels.tree_attention import Visibility, attend_softcapped, tree_attention
+from spectrain.kernels.tree_attention import Visibility, tree_attention
 
+from .attention import by_document, causal_attention
 from .cache import TreeCache
 from .compiled import attend_layer, passed, running
 from .errors import UserError
-from .features import Features, Layer
+from .features import Features, Layer, document_positions
 from .packing import pack_linears
 from .tree import TokenTree
 
@@ -36,20 +37,29 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    visibility: Visibility | None = None,
+    visibility: Visibility | list[Visibility] | None = None,
     tree_cache: TreeCache | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     calls: list[int] | None = None,
+    lengths: tuple[int, ...] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """What every layer of a target calls: tree attention, or without a `visibility` causal attention of a whole text."""
+    """What every layer of a target calls: tree attention, or without a `visibility` causal attention of whole texts, which
+    may be packed documents of these `lengths`."""
     if s_aux is not None:
         raise UserError("target: it uses attention sinks, which tree attention does not support")
     if calls is not None:
         calls.append(module.layer_idx)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(visibility, list):
+        seen = iter(visibility)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return tree_attention(q, k, v, next(seen), scale, sliding_window, softcap)
+
+        return by_document(attend, lengths, query, key, value).transpose(1, 2).contiguous(), None
     if visibility is not None:
         if tree_cache is not None and torch.compiler.is_compiling():
             return attend_layer(query, key, value, scale, sliding_window, softcap), None
@@ -61,18 +71,7 @@ def _attention(
         return output.transpose(1, 2).contiguous(), None
     if tree_cache is not None:
         tree_cache.append(module.layer_idx, key, value)
-    length = query.shape[2]
-    mask = None
-    if softcap is not None or (sliding_window is not None and length > sliding_window):
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        if sliding_window is not None:
-            mask = mask.triu(1 - sliding_window)
-    if softcap is not None:
-        output = attend_softcapped(query, key, value, mask, scale, softcap)
-    else:
-        output = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None and length > 1, scale=scale, enable_gqa=True
-        )
+    output = causal_attention(query, key, value, lengths, scale, sliding_window, softcap)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -80,13 +79,22 @@ AttentionInterface.register(ATTENTION, _attention)
 AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
 
 
-def _rows_of(value: Any, rows: Tensor, batch: int) -> Any:
-    """The same arguments for some sequences of the batch."""
+def _kept(value: Any, index: Tensor, size: int, dim: int) -> Any:
+    """The same arguments for some sequences of the batch, dim 0, or for some tokens, dim 1, of packed ones."""
     if isinstance(value, Tensor):
-        return value[rows] if value.dim() > 1 and len(value) == batch else value
+        return value.index_select(dim, index) if value.dim() > 1 and value.shape[dim] == size else value
     if isinstance(value, (tuple, list)):
-        return type(value)(_rows_of(item, rows, batch) for item in value)
-    return {key: _rows_of(item, rows, batch) for key, item in value.items()} if isinstance(value, dict) else value
+        return type(value)(_kept(item, index, size, dim) for item in value)
+    return {key: _kept(item, index, size, dim) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _trees(mask: Tensor | tuple[Tensor, ...], positions: Tensor, lengths: tuple[int, ...] | None) -> Any:
+    """What tokens see behind no committed ones: a Visibility, or one for each of packed documents."""
+    if lengths is None:
+        assert isinstance(mask, Tensor)
+        return Visibility(positions.new_zeros(len(positions)), 0, mask, positions, positions)
+    places = positions.split(lengths, dim=1)
+    return [Visibility(place.new_zeros(1), 0, tree, place, place) for tree, place in zip(mask, places)]
 
 
 class Head:
@@ -199,9 +207,9 @@ class Target(nn.Module):
         """On a CPU, move decoding and feature capture to the faster linears."""
         pack_linears(self.model)
 
-    def features(self, tokens: Tensor, layers: tuple[Layer, ...]) -> Features:
-        """Frozen features of whole sequences [B, T], padded on the right; no logits are built."""
-        return self.run(tokens, layers=layers)
+    def features(self, tokens: Tensor, layers: tuple[Layer, ...], lengths: tuple[int, ...] | None = None) -> Features:
+        """Frozen features of whole sequences [B, T], padded on the right, or of packed ones; no logits are built."""
+        return self.run(tokens, layers=layers, lengths=lengths)
 
     def prefill(self, tokens: Tensor, lengths: Tensor, cache: TreeCache, layers: tuple[Layer, ...]) -> Features:
         """Run prompts [B, T], padded on the right, into an empty cache; logits [B, 1, V] follow each row's last token."""
@@ -219,7 +227,7 @@ class Target(nn.Module):
         self,
         tokens: Tensor,
         position_ids: Tensor | None = None,
-        mask: Tensor | None = None,
+        mask: Tensor | tuple[Tensor, ...] | None = None,
         cache: TreeCache | None = None,
         layers: tuple[Layer, ...] = (),
         first: int = 0,
@@ -229,11 +237,15 @@ class Target(nn.Module):
         grad: bool = False,
         skipped: Collection[int] = (),
         dropped: Tensor | None = None,
+        lengths: tuple[int, ...] | None = None,
     ) -> Features:
         """One forward over layers `first` to `last` (excluded), from tokens [B, N] or, at `first`, from `hidden` [B, N, D].
 
         Layers in `skipped` pass their input on; so does layer l for row b where `dropped` [layers, B] is True (in training:
         without cache and mask). Neither costs the layer's work.
+
+        With `lengths`, the one row [1, N] holds packed documents, which do not see each other: positions start anew in each,
+        `dropped` is [layers, documents], and `mask` has one [1, n, n] for each.
 
         Without a cache, `mask` [B, N, N] says what each token sees; with one it marks, for every new node, the nodes
         behind the committed tokens that it sees [B, N, pending + N]. None is causal. "final" is the final norm of
@@ -242,22 +254,24 @@ class Target(nn.Module):
         assert self.config._attn_implementation == ATTENTION, "another attention would neither see the tree nor fill the cache"
         last = self.num_layers if last is None else last
         assert dropped is None or (cache is None and mask is None), "layers are dropped in training only"
+        assert lengths is None or (cache is None and len(tokens) == 1), "documents are packed into one row, in training only"
         batch, num_new = tokens.shape
-        kwargs: dict[str, Any] = {"visibility": None, "tree_cache": cache}
+        kwargs: dict[str, Any] = {"visibility": None, "tree_cache": cache, "lengths": lengths}
         if cache is not None and cache.is_empty and position_ids is None and mask is None:
             position_ids = cache.positions = cache.slots(num_new)
         elif cache is not None:
             if position_ids is None:
                 position_ids = cache.slots(num_new)
+            assert not isinstance(mask, tuple)
             kwargs["visibility"] = self._visibility(cache, num_new, position_ids, mask)
         elif position_ids is None:
-            position_ids = torch.arange(num_new, device=tokens.device).expand(batch, -1)
+            position_ids = document_positions(lengths or (num_new,), tokens.device).expand(batch, -1)
         if cache is None and mask is not None:  # a tree behind no committed tokens: windows count positions
-            kwargs["visibility"] = Visibility(tokens.new_zeros(batch), 0, mask, position_ids, position_ids)
+            kwargs["visibility"] = _trees(mask, position_ids, lengths)
         with ExitStack() as stack, torch.set_grad_enabled(grad):
             captured = stack.enter_context(self._capture(layers))
             working = [layer for layer in range(first, last) if layer not in skipped]
-            stack.enter_context(self._only(working, hidden, first, dropped))
+            stack.enter_context(self._only(working, hidden, first, dropped, lengths))
             stack.enter_context(running(cache, kwargs["visibility"], working))
             output = self.decoder(
                 input_ids=tokens,
@@ -324,33 +338,47 @@ class Target(nn.Module):
                 handle.remove()
 
     @contextmanager
-    def _only(self, working: Collection[int], hidden: Tensor | None, first: int, dropped: Tensor | None) -> Iterator[None]:
-        """Let layers that are not `working` pass their input on, and others for rows that are `dropped`; feed `hidden` to
-        layer `first`."""
+    def _only(
+        self,
+        working: Collection[int],
+        hidden: Tensor | None,
+        first: int,
+        dropped: Tensor | None,
+        lengths: tuple[int, ...] | None,
+    ) -> Iterator[None]:
+        """Let layers that are not `working` pass their input on, and others for sequences that are `dropped`; feed `hidden`
+        to layer `first`."""
 
         def skip(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             return (hidden_states,) if self._returns_tuple else hidden_states
 
-        def run_rows(layer: nn.Module, kept: Tensor) -> Callable[..., Any]:
+        def run_kept(layer: nn.Module, kept: Tensor) -> Callable[..., Any]:
+            """The layer for the sequences in `kept`, [B] bool, which are rows, or stretches of a packed row."""
             forward = layer.forward
+            dim, remaining, index = 0, None, kept
+            if lengths is not None:
+                dim, remaining = 1, tuple(length for length, keep in zip(lengths, kept.tolist()) if keep)
+                index = kept.repeat_interleave(torch.tensor(lengths))
+            index = index.nonzero()[:, 0].to(self.device)
 
             def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-                """The layer on the kept rows; whatever else has a row for each sequence is cut to the same ones."""
-                batch = len(hidden_states)
-                args, kwargs = (_rows_of(value, kept, batch) for value in (args, kwargs))
-                output = forward(hidden_states[kept], *args, **kwargs)
-                result = hidden_states.index_copy(0, kept, output[0] if self._returns_tuple else output)
+                """Whatever else has a part for each sequence is cut to the same ones."""
+                size = hidden_states.shape[dim]
+                args, kwargs = (_kept(value, index, size, dim) for value in (args, kwargs))
+                kwargs["lengths"] = remaining
+                output = forward(hidden_states.index_select(dim, index), *args, **kwargs)
+                result = hidden_states.index_copy(dim, index, output[0] if self._returns_tuple else output)
                 return (result, *output[1:]) if self._returns_tuple else result
 
             return run
 
         replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
         for index, layer in enumerate(self.layers):
-            kept = None if dropped is None else (~dropped[index]).nonzero()[:, 0].to(self.device)
-            if index not in working or (kept is not None and not len(kept)):
+            kept = None if dropped is None else ~dropped[index].cpu()
+            if index not in working or (kept is not None and not kept.any()):
                 replaced.append((layer, skip))
-            elif dropped is not None and kept is not None and len(kept) < dropped.shape[1]:
-                replaced.append((layer, run_rows(layer, kept)))
+            elif kept is not None and not kept.all():
+                replaced.append((layer, run_kept(layer, kept)))
 
         def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args:

@@ -15,7 +15,6 @@ from rich.table import Table
 
 from ..acceptance import Greedy
 from ..config import build
-from ..data.dataset import Dataset
 from ..decode import decode
 from ..errors import UserError
 from ..packing import unpack_linears
@@ -113,7 +112,7 @@ def training_throughput(config: DictConfig, steps: int = 12) -> None:
     target.pack()
     data = build(config.data)
     data.limit = min(data.limit or 200, 200)
-    dataset = Dataset.build(data, target.tokenizer)
+    dataset = data.dataset(target.tokenizer)
     drafter = fresh_drafter(config, target, dataset)
     trainer.max_steps, trainer.log_every, trainer.save_every = steps, steps // 3, None
     with TemporaryDirectory() as folder:

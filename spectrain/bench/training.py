@@ -54,7 +54,10 @@ def whole_loss(drafter: Eagle3, batch: Batch) -> Tensor:
         q, k, v = drafter.self_attn.project(x, drafter.rotary(x, positions + step))
         keys, values = [*keys, k], [*values, v]
         mask = torch.cat([torch.ones_like(eye).tril(), *[eye] * step], dim=1) if step else None
-        hidden = drafter._feed_forward(hidden + drafter.self_attn.masked(q, torch.cat(keys, 2), torch.cat(values, 2), mask))
+        attended = F.scaled_dot_product_attention(
+            q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        hidden = drafter._feed_forward(hidden + drafter.self_attn.output(attended))
         told = slice(step + 1, length - 1)  # index t answers for token t + 2 + step, and its target's state is at t + 1 + step
         log_q = drafter.lm_head(drafter.norm(hidden[:, : length - 2 - step])).float().log_softmax(-1)
         losses = F.kl_div(log_q, log_p[:, told], reduction="none", log_target=True).sum(-1)

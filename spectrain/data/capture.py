@@ -27,7 +27,9 @@ def capture(config: DictConfig) -> None:
     data = build(config.data)
     data.conversations()
     target: Target = build(config.target)
-    dataset = Dataset.build(data, target.tokenizer)
+    dataset: Dataset = data.dataset(target.tokenizer)
+    if dataset.is_sample:
+        raise UserError("data: a stream does not know how much it holds; train with source=store, which captures what it reads")
     drafter: Drafter = build(config.drafter, target=target)
     told = source.prepare(drafter, target, dataset.examples)
     if not isinstance(source.store, FeatureStore):
@@ -35,7 +37,7 @@ def capture(config: DictConfig) -> None:
             f"source.path={source.path}: this cache is another project's, and nothing is added; choose another folder"
         )
     layers, store = drafter.features_in(0), source.store
-    batches = [dataset[batch] for batch in dataset.epoch(0, trainer.batch_tokens, trainer.seed)]
+    batches = [dataset[batch] for batch in dataset.epoch(0, trainer.batch_tokens, trainer.seed, trainer.packing)]
     todo = [batch for batch in batches if not all(example in store for example in batch)]
     if accelerator.is_main_process:
         print(told, flush=True)
@@ -46,7 +48,7 @@ def capture(config: DictConfig) -> None:
     tokens = 0
     try:
         for number, examples in enumerate(mine, 1):
-            source.batch(examples, target, layers, drafter)
+            source.batch(examples, target, layers, drafter, packed=trainer.packing)
             tokens += sum(len(example.tokens) for example in examples)
             now = time.monotonic()
             if accelerator.is_main_process and now - printed > 10:

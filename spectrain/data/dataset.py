@@ -1,18 +1,27 @@
-"""Tokenised conversations and the order in which they are trained on."""
+"""Tokenised conversations, how they become batches, and the order in which these are trained on."""
+
+from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
-from ..features import Batch
-from .chat import Example, tokenize
-from .readers import Data
+from ..features import Batch, laid_out
+from .chat import Example, Message, tokenize
+
+if TYPE_CHECKING:
+    from .readers import Data
+
+State = dict[str, Any]  # of a stream of batches, as a checkpoint keeps it
 
 
 @dataclass(frozen=True)
@@ -24,22 +33,17 @@ class Dataset:
     num_cut: int  # examples cut to max_length
     num_dropped: int  # examples without a supervised token after the cut
 
+    is_sample: ClassVar[bool] = False  # there is more to train on than the examples
+
     @classmethod
-    def build(cls, data: Data, tokenizer: PreTrainedTokenizerBase) -> "Dataset":
+    def build(cls, data: Data, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         """Tokenise every conversation."""
         conversations = data.conversations()
-        examples, cut, dropped = [], 0, 0
-        for messages in conversations:
-            for example in tokenize(tokenizer, messages):
-                cut += len(example.tokens) > data.max_length
-                example = Example(example.tokens[: data.max_length], example.mask[: data.max_length])
-                if any(example.mask):
-                    examples.append(example)
-                else:
-                    dropped += 1
+        tokenized = [examples_of(tokenizer, messages, data.max_length) for messages in conversations]
+        examples = [example for found, _, _ in tokenized for example in found]
         if not examples:
             raise UserError(f"data.max_length={data.max_length}: it cuts off every answer; raise it")
-        return cls(examples, len(conversations), cut, dropped)
+        return cls(examples, len(conversations), sum(cut for _, cut, _ in tokenized), sum(none for _, _, none in tokenized))
 
     @property
     def num_tokens(self) -> int:
@@ -69,42 +73,170 @@ class Dataset:
         """The examples of these numbers."""
         return [self.examples[index] for index in indices]
 
-    def epoch(self, epoch: int, batch_tokens: int, seed: int) -> list[list[int]]:
-        """The batches of one epoch: examples of like length together, at most `batch_tokens` with padding, shuffled."""
+    def epoch(self, epoch: int, batch_tokens: int, seed: int, packed: bool = False) -> list[list[int]]:
+        """The batches of one epoch, shuffled; each takes at most `batch_tokens` tokens, with padding where there is any."""
         random = Random(f"{seed}/{epoch}")
         order = list(range(len(self.examples)))
         random.shuffle(order)
         batches: list[list[int]] = []
-        for start in range(0, len(order), 256):  # sorting within a window keeps padding low and the order random
-            window = sorted(order[start : start + 256], key=lambda index: len(self.examples[index].tokens))
-            batch: list[int] = []
-            for index in window:
-                if batch and (len(batch) + 1) * len(self.examples[index].tokens) > batch_tokens:
-                    batches.append(batch)
-                    batch = []
-                batch.append(index)
-            batches.append(batch)
+        size = PACKED_WINDOW if packed else WINDOW
+        for start in range(0, len(order), size):
+            window = order[start : start + size]
+            lengths = [len(self.examples[index].tokens) for index in window]
+            batches += [[window[place] for place in batch] for batch in batched(lengths, batch_tokens, packed)]
         random.shuffle(batches)
         return batches
 
-    def stream(self, batch_tokens: int, seed: int, skip: int = 0) -> Iterator[list[Example]]:
-        """Batches of one epoch after another without end, leaving out the first `skip` of them."""
-        epoch = 0
-        while True:
-            for batch in self.epoch(epoch, batch_tokens, seed):
-                if skip > 0:
-                    skip -= 1
-                else:
-                    yield self[batch]
-            epoch += 1
+    def num_batches(self, batch_tokens: int, seed: int, packed: bool = False) -> int:
+        """Batches of the first epoch."""
+        return len(self.epoch(0, batch_tokens, seed, packed))
+
+    def efficiency(self, batch_tokens: int, seed: int, packed: bool = False) -> Efficiency:
+        """How well batches of the first epoch are used."""
+        batches = [[len(example.tokens) for example in self[batch]] for batch in self.epoch(0, batch_tokens, seed, packed)]
+        run = [sum(lengths) if packed else len(lengths) * max(lengths) for lengths in batches]
+        room = sum(max(batch_tokens, slots) for slots in run)  # an example longer than a batch has one of its own
+        return Efficiency(len(batches), self.num_tokens / room, self.num_tokens / sum(run))
+
+    def stream(
+        self,
+        batch_tokens: int,
+        seed: int,
+        packed: bool = False,
+        process: int = 0,
+        processes: int = 1,
+        state: State | None = None,
+    ) -> Batches:
+        """One process's batches, of one epoch after another without end, from a saved `state` on where there is one."""
+        return EpochBatches(self, batch_tokens, seed, packed, process, processes, state)
+
+    def summary(self) -> str:
+        """What there is, and what of it was cut or left out, for the run's opening line."""
+        return (
+            f"{self.num_conversations} conversations, {self.num_tokens} tokens, {self.num_supervised} supervised"
+            + (f", {self.num_cut} cut to data.max_length" if self.num_cut else "")
+            + (f", {self.num_dropped} without an answer left out" if self.num_dropped else "")
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """What the run's provenance says of its data."""
+        return {"fingerprint": self.fingerprint, "tokens": self.num_tokens}
 
 
-def collate(examples: list[Example]) -> Batch:
-    """Examples as one batch, padded on the right."""
-    width = max(len(example.tokens) for example in examples)
-    tokens = torch.zeros(len(examples), width, dtype=torch.int64)
-    mask = torch.zeros(len(examples), width, dtype=torch.bool)
-    for row, example in enumerate(examples):
-        tokens[row, : len(example.tokens)] = torch.tensor(example.tokens)
-        mask[row, : len(example.mask)] = torch.tensor(example.mask)
-    return Batch(tokens, mask)
+def examples_of(tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int) -> tuple[list[Example], int, int]:
+    """A conversation's examples, how many were cut to `max_length`, and how many of these had no answer left."""
+    found = tokenize(tokenizer, messages)
+    cut = [Example(example.tokens[:max_length], example.mask[:max_length]) for example in found]
+    kept = [example for example in cut if any(example.mask)]
+    return kept, sum(len(example.tokens) > max_length for example in found), len(cut) - len(kept)
+
+
+# How examples become batches
+
+WINDOW, PACKED_WINDOW = 256, 2048  # examples that are batched together: more of them waste less, fewer keep the order random
+
+
+def batched(lengths: list[int], batch_tokens: int, packed: bool) -> list[list[int]]:
+    """Groups of a window's examples, by number. Padded, these are buckets of like length, which keeps padding low; packed, they
+    fill up `batch_tokens` (best fit decreasing: the longest first, each where it leaves the least room)."""
+    if not packed:
+        buckets: list[list[int]] = []
+        for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+            if not buckets or (len(buckets[-1]) + 1) * lengths[index] > batch_tokens:
+                buckets.append([])
+            buckets[-1].append(index)
+        return buckets
+    packs: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # what is left of each, ascending, and its number
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = bisect_left(rooms, (lengths[index], 0))
+        if place < len(rooms):
+            room, number = rooms.pop(place)
+        else:
+            room, number = batch_tokens, len(packs)
+            packs.append([])
+        packs[number].append(index)
+        insort(rooms, (room - lengths[index], number))
+    return packs
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How well batches are used."""
+
+    batches: int
+    filled: float  # tokens over the tokens that the batches may hold
+    real: float  # tokens over the places that are computed, padding included
+
+    def __str__(self) -> str:
+        padding = f"{1 - self.real:.1%} padding" if self.real < 1 else "no padding"
+        return f"{self.batches} batches, {self.filled:.1%} full, {padding}"
+
+
+# The order in which they are trained on
+
+
+class Batches(ABC, Iterator[list[Example]]):
+    """One process's share of the batches, which have the same numbers and order on any number of processes.
+
+    Of the batches that follow those done, the j-th goes to process j % processes, whether a step takes one of them or more.
+    """
+
+    def __init__(self, process: int, processes: int, state: State | None) -> None:
+        self.process, self.processes = process, processes
+        self.done: int = state["batches_done"] if state else 0  # by all processes
+
+    def __next__(self) -> list[Example]:
+        number = self.done + self.process
+        self.done += self.processes
+        return self.take(number)
+
+    @abstractmethod
+    def take(self, number: int) -> list[Example]:
+        """The batch of this number, which is larger than any before."""
+
+    def state(self) -> State:
+        """Where this process stands, in JSON's types; `merged` with those of the others it serves any number of processes."""
+        return {"batches_done": self.done}
+
+    @staticmethod
+    def merged(states: list[State]) -> State:
+        """The state of all processes, which have taken equally many batches."""
+        return states[0]
+
+    @staticmethod
+    def counts(merged: State) -> dict[str, int]:
+        """What metrics say of the data read so far, from the state of all processes."""
+        return {}
+
+
+class EpochBatches(Batches):
+    """The batches of a data set that is there whole: the next epoch's follow those of the one before."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batch_tokens: int,
+        seed: int,
+        packed: bool,
+        process: int,
+        processes: int,
+        state: State | None,
+    ) -> None:
+        super().__init__(process, processes, state)
+        self.dataset, self.setting = dataset, (batch_tokens, seed, packed)
+        self.epoch, self.first = 0, 0  # the epoch that was last asked for, and the number of its first batch
+        self.batches = dataset.epoch(0, *self.setting)
+
+    def take(self, number: int) -> list[Example]:
+        while number - self.first >= len(self.batches):
+            self.epoch, self.first = self.epoch + 1, self.first + len(self.batches)
+            self.batches = self.dataset.epoch(self.epoch, *self.setting)
+        return self.dataset[self.batches[number - self.first]]
+
+
+def collate(examples: list[Example], packed: bool = False) -> Batch:
+    """Examples as one batch: a row each, padded on the right, or packed, one after another in one row."""
+    tokens = laid_out([torch.tensor(example.tokens) for example in examples], packed)
+    mask = laid_out([torch.tensor(example.mask) for example in examples], packed)
+    return Batch(tokens, mask, lengths=tuple(len(example.tokens) for example in examples) if packed else None)

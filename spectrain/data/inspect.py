@@ -9,7 +9,6 @@ from rich.text import Text
 from ..config import build
 from ..errors import UserError
 from .chat import tokenize
-from .dataset import Dataset
 
 
 def show(config: DictConfig) -> None:
@@ -30,7 +29,7 @@ def show(config: DictConfig) -> None:
             text.append(tokenizer.decode([token]), style="bold green" if supervised else "dim")
         console.print(text)
         console.print(f"[bold green]{sum(example.mask)} supervised[/] of {len(example.tokens)} tokens")
-    dataset = Dataset.build(data, tokenizer)
+    dataset = data.dataset(tokenizer)
     console.rule(f"{data.name}")
     console.print(
         f"{dataset.num_conversations} conversations, {len(dataset.examples)} examples, {dataset.num_tokens} tokens, "

@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from ..errors import UserError
 from .chat import Message
+from .dataset import Dataset
 
 FOLDER = Path(__file__).parent
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
@@ -52,6 +55,10 @@ class Data(ABC):
             raise UserError(f"data {self.name}: it holds no conversation; give a file with at least one")
         self.found = found
         return found
+
+    def dataset(self, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+        """These conversations as a tokenizer cuts them, to train on."""
+        return Dataset.build(self, tokenizer)
 
 
 class Embedded(Data):

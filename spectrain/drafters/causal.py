@@ -79,7 +79,8 @@ class Causal(Drafter):
     def loss(self, batch: Batch, target: Target) -> Losses:
         assert batch.features is not None
         predicts = batch.predicts
-        states = self.model.run(batch.tokens, layers=("final",), grad=torch.is_grad_enabled()).at("final")[predicts]
+        seen = self.model.run(batch.tokens, layers=("final",), grad=torch.is_grad_enabled(), lengths=batch.lengths)
+        states = seen.at("final")[predicts]
         following = batch.tokens.roll(-1, dims=1)[predicts]
         distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
         mine, theirs = (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from ..attention import unrolled_attention
 from ..cache import TreeCache
 from ..features import Batch, Layer
 from ..losses import Loss
@@ -100,20 +101,14 @@ class Eagle3(VocabularyDrafter):
         keys: list[Tensor] = []
         values: list[Tensor] = []
         states: list[Tensor] = []  # of the supervised indices of every step
-        length = batch.tokens.shape[1]
-        positions = torch.arange(length, device=batch.tokens.device)[None]
-        eye = torch.eye(length, dtype=torch.bool, device=batch.tokens.device)
-        masks = [eye.new_ones(length, length).tril()]
-        for step in range(max(1, min(self.ttt_steps, length - 2))):
-            tokens = batch.tokens.roll(-1 - step, dims=1)  # the wrapped tail is never supervised
+        for step in range(max(1, min(self.ttt_steps, batch.longest - 2))):
+            tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
             x = torch.cat([self.input_layernorm(self._embed(tokens)), self.hidden_norm(hidden)], dim=-1)
-            q, k, v = self.self_attn.project(x, self.rotary(x, positions + step))
+            q, k, v = self.self_attn.project(x, self.rotary(x, batch.positions + step))
             keys.append(k)
             values.append(v)
-            mask = torch.cat(masks, dim=1) if step else None  # a later step sees one key of each step before: its own index's
-            attended = self.self_attn.masked(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask)
-            masks.append(eye)
-            hidden = self._feed_forward(hidden + attended)
+            attended = unrolled_attention(q, keys, values, batch.lengths)
+            hidden = self._feed_forward(hidden + self.self_attn.output(attended))
             states.append(hidden[wanted.rows(step)])
         return self._judge(wanted, states)
 

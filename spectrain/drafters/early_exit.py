@@ -111,7 +111,8 @@ class EarlyExit(SelfDrafter):
         predicts, grad = batch.predicts, torch.is_grad_enabled()
         tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._wanted(batch, target)
         layers = tuple(number + 1 for number in asked)
-        states = target.run(batch.tokens, layers=layers, grad=grad, dropped=self.dropped(batch, target))
+        dropped = self.dropped(batch, target)
+        states = target.run(batch.tokens, layers=layers, grad=grad, dropped=dropped, lengths=batch.lengths)
         final = {
             number: target.normed(states.at(number + 1)[predicts][None], grad=grad and number in opened)[0] for number in asked
         }
@@ -170,14 +171,14 @@ class EarlyExit(SelfDrafter):
         return [self.max_dropout * over_time * math.expm1(layer * math.log(2) / span) for layer in range(num_layers)]
 
     def dropped(self, batch: Batch, target: Target) -> Tensor | None:
-        """[L, B], on the CPU, which layers each sequence skips, drawn for its own tokens and the step: however sequences are
+        """[L, sequences], on the CPU, which layers each skips, drawn for its own tokens and the step: however sequences are
         batched, on whichever process, they skip the same ones."""
         if not self.training or not self.max_dropout:
             return None
         rates = torch.tensor(self.dropout_rates(target.num_layers))
         columns = []
-        for row in batch.tokens.cpu():
-            source = sequence_generator(LAYER_DROPOUT, self.seed, row, self.step)
+        for tokens, _ in batch.sequences():
+            source = sequence_generator(LAYER_DROPOUT, self.seed, tokens, self.step)
             columns.append(torch.rand(len(rates), generator=source) < rates)
         return torch.stack(columns, dim=1)
 
@@ -188,11 +189,11 @@ class EarlyExit(SelfDrafter):
             return None
         if self.original:
             (original,) = self.original
-            final = original.features(batch.tokens, ("final",))
+            final = original.features(batch.tokens, ("final",), batch.lengths)
         else:
             original = target
             with adapters_off(target):
-                final = target.features(batch.tokens, ("final",))
+                final = target.features(batch.tokens, ("final",), batch.lengths)
         return Teacher(HeadTarget(final.at("final")[batch.predicts], original.head.projection))
 
     def finish(self, target: Target) -> None:

@@ -188,12 +188,14 @@ class GatedLora(Drafter):
         blocks = add_blocks(batch, self.prefixes(batch))
         grad = torch.is_grad_enabled()
         with self.gated(target, blocks.numbers):
-            seen = target.run(blocks.tokens, blocks.positions, blocks.visible, layers=("final",), grad=grad)
+            seen = target.run(
+                blocks.tokens, blocks.positions, blocks.visible, layers=("final",), grad=grad, lengths=blocks.lengths
+            )
         final, asked = seen.at("final"), blocks.supervised
         states, answers, numbers = final[asked], blocks.answers[asked], blocks.numbers[asked]
-        anchors = final.detach().gather(1, blocks.positions[..., None].expand_as(final))[asked]
+        anchors = final.detach().gather(1, blocks.anchors[..., None].expand_as(final))[asked]
         with torch.no_grad():
-            previous = self.head.embed(batch.tokens.gather(1, blocks.positions)[asked])
+            previous = self.head.embed(batch.tokens.gather(1, blocks.places)[asked])
         read = {"masks": states}
         if self.sampler is not None:
             read["sampler"] = self.sampler(states, previous).to(states.dtype)
@@ -215,7 +217,7 @@ class GatedLora(Drafter):
     def prefixes(self, batch: Batch) -> list[list[tuple[int, int]]]:
         """Random prefixes of every sequence that the assistant goes on from, drawn for its own tokens and the step."""
         rows = []
-        for tokens, mask in zip(batch.tokens.cpu(), batch.loss_mask.cpu()):
+        for tokens, mask in batch.sequences():
             ends = mask[2:].nonzero()[:, 0]  # prefixes whose first mask has an answer of the assistant
             length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0  # without padding
             source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, self.step)

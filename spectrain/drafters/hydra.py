@@ -70,11 +70,13 @@ class PrefixAttention(nn.Module):
         nn.init.zeros_(self.self_attn.o_proj.weight)
         nn.init.zeros_(self.mlp.down_proj.weight)
 
-    def forward(self, final: Tensor, positions: Tensor, cache: TreeCache | None = None) -> Tensor:
-        """[B, T, D] -> [B, T, D], causal; with a cache, behind what it holds."""
+    def forward(
+        self, final: Tensor, positions: Tensor, cache: TreeCache | None = None, lengths: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D], causal, in each of packed documents of these lengths; with a cache, behind what it holds."""
         q, k, v = self.self_attn.project(self.input_layernorm(final), self.rotary(final, positions))
         if cache is None:
-            attended = self.self_attn.masked(q, k, v, None)
+            attended = self.self_attn.causal(q, k, v, lengths)
         else:
             attended = self.self_attn.cached(q, k, v, cache, None)
             cache.advance(final.shape[1])
@@ -118,7 +120,7 @@ class Hydra(HeadsDrafter):
         wanted = Supervision(self, batch)
         states = batch.features.at("final").to(next(self.parameters()).dtype)
         if self.prefix is not None:
-            states = self.prefix(states, torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None])
+            states = self.prefix(states, batch.positions, lengths=batch.lengths)
         embedded = self.embed(batch.tokens)
 
         def read(k: int) -> Tensor:

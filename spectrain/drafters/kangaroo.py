@@ -74,10 +74,9 @@ class Kangaroo(SelfDrafter):
         assert batch.features is not None
         predicts = batch.predicts
         x = batch.features.at(self.exit_layer).to(self.norm.weight.dtype)
-        positions = torch.arange(x.shape[1], device=x.device)[None]
         normed = self.input_layernorm(x)
-        q, k, v = self.self_attn.project(normed, self.rotary(normed, positions))
-        states = self.norm(x + self.self_attn.masked(q, k, v, None))[predicts]
+        q, k, v = self.self_attn.project(normed, self.rotary(normed, batch.positions))
+        states = self.norm(x + self.self_attn.causal(q, k, v, batch.lengths))[predicts]
         following, head = batch.tokens.roll(-1, dims=1)[predicts], self.head.projection
         distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
         found = head_loss(

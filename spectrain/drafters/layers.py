@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from ..attention import causal_attention
 from ..compiled import attend_behind
 
 if TYPE_CHECKING:
@@ -61,10 +62,9 @@ class Attention(nn.Module):
         """[B, H, T, D] -> [B, T, W]"""
         return self.o_proj(attended.transpose(1, 2).flatten(2))
 
-    def masked(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attention in training: causal, or where `mask` [.., T, S] is True."""
-        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-        return self.output(attended)
+    def causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] | None = None) -> Tensor:
+        """Attention in training: causal, in each of packed documents of these lengths by itself."""
+        return self.output(causal_attention(q, k, v, lengths))
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor | None, layer: int = 0) -> Tensor:
         """Attention in decoding: append to the cache, see its committed tokens and the nodes in `visible` [B, T, M], or
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         batch, _, length, _ = q.shape
         if visible is None and cache.is_empty:
             cache.append(layer, k, v)
-            return self.masked(q, k, v, None)
+            return self.causal(q, k, v)
         if visible is None:
             visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(batch, -1, -1)
         if torch.compiler.is_compiling():

@@ -123,7 +123,7 @@ class Medusa(HeadsDrafter):
         """The heads' loss and, in the second stage, the target's own."""
         if batch.features is not None:
             return Losses(*self._heads_loss(batch, batch.features.at("final")))
-        final = target.run(batch.tokens, layers=("final",), grad=True).at("final")
+        final = target.run(batch.tokens, layers=("final",), grad=True, lengths=batch.lengths).at("final")
         terms, hits, counts = self._heads_loss(batch, final)
         weight = self.heads_coefficient * self._scheduled()
         heads = {name: weight * loss for name, loss in terms.items()}
@@ -145,7 +145,7 @@ class Medusa(HeadsDrafter):
         tokens, theirs = batch.tokens.roll(-1, dims=1)[predicts], None
         if self.self_distillation:
             with torch.no_grad(), adapters_off(target):
-                theirs = HeadTarget(target.features(batch.tokens, ("final",)).at("final")[predicts], head)
+                theirs = HeadTarget(target.features(batch.tokens, ("final",), batch.lengths).at("final")[predicts], head)
         return head_loss(
             "forward_kl" if self.self_distillation else "cross_entropy", final[predicts], head, tokens, theirs
         ).loss

@@ -88,13 +88,17 @@ class Pard(Drafter):
         blocks = add_blocks(batch, self.prefixes(batch))
         with mask_embeddings(self.model.head.embedding, self.mask, blocks.numbers):
             seen = self.model.run(
-                blocks.tokens, blocks.positions, blocks.visible, layers=("final",), grad=torch.is_grad_enabled()
+                blocks.tokens,
+                blocks.positions,
+                blocks.visible,
+                layers=("final",),
+                grad=torch.is_grad_enabled(),
+                lengths=blocks.lengths,
             )
-        asked = blocks.supervised.clone()
-        asked[:, : batch.tokens.shape[1]] = batch.predicts
+        asked = blocks.supervised | (blocks.ordinary & batch.predicts.gather(1, blocks.places))
         answers, depths = blocks.answers[asked], blocks.numbers[asked] + 1
         final = batch.features.at("final")
-        final = final.gather(1, blocks.positions[..., None].expand(-1, -1, final.shape[-1]))[asked]
+        final = final.gather(1, blocks.places[..., None].expand(-1, -1, final.shape[-1]))[asked]
         mine, theirs = (head.projection.entries(slice(self.vocab_size)) for head in (self.model.head, self.head))
         found = head_loss(self.divergence, seen.at("final")[asked], mine, answers, HeadTarget(final, theirs))
         tokens = self.divergence == "cross_entropy"
@@ -108,7 +112,7 @@ class Pard(Drafter):
     def prefixes(self, batch: Batch) -> list[list[tuple[int, int]]]:
         """Every prefix that the assistant goes on from, with as many masks as the conditional drop leaves it."""
         rows = []
-        for tokens, mask in zip(batch.tokens.cpu(), batch.loss_mask.cpu()):
+        for tokens, mask in batch.sequences():
             ends = mask[2:].nonzero()[:, 0]  # prefixes whose first mask has an answer of the assistant
             source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, self.step)
             rank = torch.randperm(len(ends), generator=source)

@@ -92,9 +92,8 @@ class Supervision:
     """
 
     def __init__(self, drafter: VocabularyDrafter, batch: Batch, final: Tensor | None = None) -> None:
-        self.drafter, self.length = drafter, batch.tokens.shape[1]
-        predicts = batch.predicts.clone()
-        predicts[:, 0] = False  # the earliest prediction a drafter can make is from index 0, for token 2
+        self.drafter, self.positions = drafter, batch.positions
+        predicts = batch.predicts & (batch.positions > 0)  # the earliest prediction is made at index 0, for token 2
         self.row_of = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
         self.row_of[predicts] = torch.arange(int(predicts.sum()), device=batch.tokens.device)
         self.distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
@@ -116,9 +115,8 @@ class Supervision:
     def _positions(self, step: int) -> Tensor:
         """[B, T] the row of what index t predicts at a step; -1 where nothing is supervised."""
         shift = step + 1
-        rows = torch.full_like(self.row_of, -1)
-        rows[:, : max(0, self.length - shift)] = self.row_of[:, shift:]
-        return rows
+        later = torch.where(self.positions >= shift, self.row_of, -1)[:, shift:]  # index t lies in the document of t + shift
+        return torch.nn.functional.pad(later, (0, self.row_of.shape[1] - later.shape[1]), value=-1)
 
     def rows(self, step: int) -> Tensor:
         """[B, T] bool, the indices supervised at a step."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from ..data.chat import Example
@@ -60,13 +61,15 @@ class Trainer:
     """AdamW with warm-up and cosine decay over `epochs` of the data, or `max_steps` steps where that is given.
 
     A step sees `accumulate` batches of up to `batch_tokens` tokens on each process, and its loss is divided by the number
-    of supervised tokens in all of them, so neither depends on how sequences were batched.
+    of supervised tokens in all of them, so neither depends on how sequences were batched: padded, in buckets of like length,
+    or with `packing` one after another in one row, where they do not see each other.
     """
 
     lr: float = 1e-4
     epochs: float = 1.0
     max_steps: int | None = None
     batch_tokens: int = 4096
+    packing: bool = False
     accumulate: int = 1
     warmup: float = 0.05
     min_lr: float = 0.0
@@ -102,7 +105,7 @@ class Trainer:
         """Optimiser steps of the whole run."""
         if self.max_steps is not None:
             return self.max_steps
-        batches = len(dataset.epoch(0, self.batch_tokens, self.seed))
+        batches = dataset.num_batches(self.batch_tokens, self.seed, self.packing)
         return max(1, math.ceil(self.epochs * batches / (self.accumulate * num_processes)))
 
     def lr_at(self, step: int, num_steps: int, stage_began: int = 0) -> float:
@@ -135,17 +138,20 @@ class Trainer:
             stage = drafter.stage_at(max(0, step - 1), num_steps)
         stage_began = next(earlier for earlier in range(step + 1) if drafter.stage_at(earlier, num_steps) == stage)
         optimizer = self._optimizer(drafter, target, stage)
-        batches_done = 0
+        position = None
         if begun is not None:
             weights, progress = load_checkpoint(begun, optimizer)
             _load_weights(drafter, target, weights)
-            batches_done = progress["batches_done"]
+            position = progress["stream"]
         pack_linears(drafter)
         own = any(parameter.requires_grad for parameter in drafter.parameters())  # what wraps a model wants something to train
         model = accelerator.prepare_model(drafter.to(accelerator.device), evaluation_mode=not own)
         optimizer = accelerator.prepare(optimizer)
         job = Job(drafter, target, dataset, source, accelerator, model, optimizer)
-        stream = dataset.stream(self.batch_tokens, self.seed, skip=batches_done)
+        processes = accelerator.process_index, accelerator.num_processes
+        stream = dataset.stream(self.batch_tokens, self.seed, self.packing, *processes, position)
+        if accelerator.is_main_process and begun is None:
+            print(self._efficiency(dataset), flush=True)
         metrics_file = MetricsFile(run / "metrics.jsonl", step) if accelerator.is_main_process else None
         tally = Tally(began=time.perf_counter())
         with Progress(num_steps, step, enabled=accelerator.is_main_process) as progress_line:
@@ -157,13 +163,12 @@ class Trainer:
                 for group in job.optimizer.param_groups:
                     group["lr"] = lr * group["lr_scale"]
                 drafter.progress, drafter.step = step / num_steps, step
-                share = list(islice(stream, self.accumulate * accelerator.num_processes))
-                batches_done += len(share)
-                mine = share[accelerator.process_index :: accelerator.num_processes]
-                self._step(job, mine, tally, step, drafter.features_in(stage))
+                share = list(islice(stream, self.accumulate))
+                self._step(job, share, tally, step, drafter.features_in(stage))
                 step += 1
                 if step % self.log_every == 0 or step == num_steps or step == 1:
                     metrics = self._metrics(accelerator, tally, step, lr)
+                    metrics |= stream.counts(stream.merged(gather_object([stream.state()])))
                     tally = Tally(began=time.perf_counter())
                     if metrics_file is not None:
                         metrics_file.write(metrics)
@@ -172,12 +177,21 @@ class Trainer:
                     progress_line.update(step, metrics)
                 if self.save_every is not None and step % self.save_every == 0 and step < num_steps:
                     source.flush()
+                    position = stream.merged(gather_object([stream.state()]))
                     if accelerator.is_main_process:
-                        self._save(job, run, step, batches_done)
+                        self._save(job, run, step, position)
                     accelerator.wait_for_everyone()
                 if on_step is not None:
                     on_step(step)
         drafter.finish(target)
+
+    def _efficiency(self, dataset: Dataset) -> str:
+        """How full batches are, padded and packed."""
+        ways = {True: "packed", False: "padded"}
+        used, other = (
+            f"{ways[way]} {dataset.efficiency(self.batch_tokens, self.seed, way)}" for way in (self.packing, not self.packing)
+        )
+        return f"batches of up to {self.batch_tokens} tokens: {used} ({other})"
 
     def _optimizer(self, drafter: Drafter, target: Target, stage: int) -> torch.optim.Optimizer:
         """AdamW over what a stage trains; every other parameter is frozen."""
@@ -193,7 +207,7 @@ class Trainer:
         accelerator, model, optimizer = job.accelerator, job.model, job.optimizer
         began = time.perf_counter()
         source = job.source
-        batches = [source.batch(examples, job.target, layers, job.drafter, step) for examples in share]
+        batches = [source.batch(examples, job.target, layers, job.drafter, step, self.packing) for examples in share]
         tally.target_seconds += time.perf_counter() - began
         began = time.perf_counter()
         supervised = torch.tensor(sum(batch.num_supervised for batch in batches), device=accelerator.device)
@@ -265,9 +279,9 @@ class Trainer:
             },
         }
 
-    def _save(self, job: Job, run: Path, step: int, batches_done: int) -> None:
+    def _save(self, job: Job, run: Path, step: int, position: dict[str, Any]) -> None:
         inner: Any = getattr(job.optimizer, "optimizer", job.optimizer)
-        progress = {"step": step, "batches_done": batches_done}
+        progress = {"step": step, "stream": position}
         save_checkpoint(checkpoint_path(run, step), _weights(job.drafter, job.target), inner, progress, self.keep_checkpoints)
 
 

@@ -68,12 +68,12 @@ def test_a_stopped_capture_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ran: list[int] = []
     batch = Stored.batch
 
-    def counted(self: Stored, examples: Any, *args: Any) -> Any:
+    def counted(self: Stored, examples: Any, *args: Any, **options: Any) -> Any:
         if len(ran) == 1:
             ran.append(0)
             raise KeyboardInterrupt
         ran.append(len(examples))
-        return batch(self, examples, *args)
+        return batch(self, examples, *args, **options)
 
     monkeypatch.setattr(Stored, "batch", counted)
     with pytest.raises(KeyboardInterrupt):

@@ -1,7 +1,7 @@
 """Batches: every example once an epoch, within the token budget, the same again after a resume."""
 
+import json
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -49,15 +49,37 @@ def chat(answer: str) -> list[Message]:
     return [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
 
 
+PACKED = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+
+
+@PACKED
 @pytest.mark.parametrize("count", [1, 5, 256, 257, 600])
 @pytest.mark.parametrize("batch_tokens", [1, 16, 64, 1000])
-def test_every_example_once_and_within_the_budget(count: int, batch_tokens: int) -> None:
+def test_every_example_once_and_within_the_budget(count: int, batch_tokens: int, packed: bool) -> None:
     """Padding included a batch keeps the budget, save where one example alone exceeds it; no example is lost or doubled."""
     dataset = made(count)
-    batches = dataset.epoch(0, batch_tokens, seed=1)
+    batches = dataset.epoch(0, batch_tokens, 1, packed)
     assert sorted(index for batch in batches for index in batch) == list(range(count))
     for batch in batches:
-        assert len(batch) == 1 or collate(dataset[batch]).tokens.numel() <= batch_tokens
+        assert len(batch) == 1 or collate(dataset[batch], packed).tokens.numel() <= batch_tokens
+
+
+def test_efficiency_is_what_a_count_by_hand_finds() -> None:
+    """Lengths 6, 5, 4, 3, 2 in batches of 10: best fit makes 6 + 4 and 5 + 3 + 2, buckets 2 + 3 + (pad), 4 + 5 and 6."""
+    dataset = Dataset([Example([7] * length, [True] * length) for length in (5, 3, 6, 2, 4)], 5, 0, 0)
+    packed, padded = dataset.efficiency(10, 0, packed=True), dataset.efficiency(10, 0)
+    lengths = [[len(example.tokens) for example in dataset[batch]] for batch in dataset.epoch(0, 10, 0, packed=True)]
+    assert sorted(map(sorted, lengths)) == [[2, 3, 5], [4, 6]]
+    assert (packed.batches, packed.filled, packed.real) == (2, 1.0, 1.0)
+    assert (padded.batches, padded.filled, padded.real) == (3, 20 / 30, 20 / (2 * 3 + 2 * 5 + 6))
+    assert str(padded) == "3 batches, 66.7% full, 9.1% padding"
+
+
+def test_packing_wastes_less_than_padding() -> None:
+    """Of a window's tokens, best fit leaves fewer places empty than buckets of like length do."""
+    dataset = made(1500, 300)
+    packed, padded = dataset.efficiency(1024, 0, packed=True), dataset.efficiency(1024, 0)
+    assert packed.filled > 0.99 > padded.filled and packed.batches < padded.batches
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
@@ -68,13 +90,28 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
     assert all(made(300).epoch(epoch, 64, seed) == order for (epoch, seed), order in orders.items())
 
 
-@pytest.mark.parametrize("skip", [0, 1, 6, 7, 8, 40])
-def test_stream_after_skip_is_the_rest_of_the_stream(skip: int) -> None:
-    """A resumed stream goes on where the first would have been, also past the end of an epoch."""
+def merged_order(dataset: Dataset, packed: bool, plan: list[tuple[int, int]], accumulate: int = 2) -> list[list[Example]]:
+    """The batches of a run that changes its number of processes, as (processes, steps), at checkpoints."""
+    order, state = [], None
+    for processes, steps in plan:
+        streams = [dataset.stream(100, 3, packed, process, processes, state) for process in range(processes)]
+        for _ in range(steps * accumulate):
+            order += [next(stream) for stream in streams]
+        state = json.loads(json.dumps(streams[0].merged([stream.state() for stream in streams])))
+    return order
+
+
+@PACKED
+@pytest.mark.parametrize(
+    "plan",
+    [[(1, 24)], [(2, 12)], [(3, 8)], [(4, 6)], [(1, 1), (1, 23)], [(2, 3), (3, 2), (1, 12)], [(4, 1), (1, 20)], [(8, 3)]],
+    ids=str,
+)
+def test_order_does_not_depend_on_processes_or_resumes(plan: list[tuple[int, int]], packed: bool) -> None:
+    """On any number of processes, resumed on any other, the batches are those of one process that never stopped."""
     dataset = made(30)
-    assert len(dataset.epoch(0, 100, 3)) < 40
-    whole = list(islice(dataset.stream(100, 3), skip + 20))
-    assert list(islice(dataset.stream(100, 3, skip=skip), 20)) == whole[skip:]
+    assert len(dataset.epoch(0, 100, 3, packed)) < 20  # so that several epochs go by
+    assert merged_order(dataset, packed, plan) == [next(one) for one in [dataset.stream(100, 3, packed)] for _ in range(48)]
 
 
 def test_batch_pads_on_the_right_without_loss() -> None:

@@ -360,10 +360,11 @@ def gradients(made: Drafter, batch: Batch, target: Target) -> list[Tensor]:
     return [losses.total.detach(), losses.hits, losses.counts, *found]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("supervised_only", [True, False])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: "-".join(str(v).split(".")[-1] for v in family.values()))
 def test_every_family_learns_what_it_learns_live(
-    tmp_path: Path, family: dict[str, Any], supervised_only: bool, request: pytest.FixtureRequest
+    tmp_path: Path, family: dict[str, Any], supervised_only: bool, packed: bool, request: pytest.FixtureRequest
 ) -> None:
     """Loss and gradients from a float32 store, read back from disk, are those of source=live, bit for bit."""
     adapts = "adapt" in family
@@ -377,10 +378,10 @@ def test_every_family_learns_what_it_learns_live(
             source.prepare(made, target, examples())
         return
     layers = made.features_in(0)
-    live = gradients(made, Live().batch(examples(), target, layers), target)
-    source.batch(examples(), target, layers, made)
+    live = gradients(made, Live().batch(examples(), target, layers, packed=packed), target)
+    source.batch(examples(), target, layers, made, packed=packed)
     source.flush()
-    batch = Stored(str(tmp_path), capture=False).batch(examples(), target, layers, made)
+    batch = Stored(str(tmp_path), capture=False).batch(examples(), target, layers, made, packed=packed)
     assert batch.features is not None and bool(batch.features.hidden.isnan().any()) == supervised_only
     stored = gradients(made, batch, target)
     assert len(live) == len(stored) > 3 and all(torch.equal(a, b) for a, b in zip(live, stored))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -122,7 +123,10 @@ def eagle3(drafter: Eagle3, batch: Batch, target: Target) -> Losses:
         keys.append(k)
         values.append(v)
         mask = torch.cat([torch.ones(length, length).tril().bool(), *step * [torch.eye(length).bool()]], dim=1)
-        hidden = hidden + drafter.self_attn.masked(q, torch.cat(keys, dim=2), torch.cat(values, dim=2), mask)
+        attended = scaled_dot_product_attention(
+            q, torch.cat(keys, dim=2), torch.cat(values, dim=2), attn_mask=mask, enable_gqa=True
+        )
+        hidden = hidden + drafter.self_attn.output(attended)
         hidden = hidden + drafter.mlp(drafter.post_attention_layernorm(hidden))
         results.append(ahead(drafter, batch, logits, drafter.lm_head(drafter.norm(hidden)), step))
     return steps(results, [0.8**step for step in range(drafter.ttt_steps)], [drafter.divergence] * len(results))
@@ -180,7 +184,7 @@ def kangaroo(drafter: Kangaroo, batch: Batch, target: Target) -> Losses:
     x = batch.features.at(drafter.exit_layer)
     normed = drafter.input_layernorm(x)
     q, k, v = drafter.self_attn.project(normed, drafter.rotary(normed, torch.arange(x.shape[1])[None]))
-    states = drafter.norm(x + drafter.self_attn.masked(q, k, v, None))
+    states = drafter.norm(x + drafter.self_attn.causal(q, k, v))
     return next_token(drafter, batch, logits_of(target, batch), target.head.logits(states))
 
 

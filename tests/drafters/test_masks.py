@@ -1,6 +1,7 @@
 """Mask tokens: a packed forward says at every mask what a forward of the prefix and its masks alone says."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,8 +140,7 @@ def test_a_mask_sees_what_is_before_it(tiny: Target) -> None:
     for place, changed in ((4, {12, 13, 14, 15, 16}), (6, {15, 16}), (7, set())):
         tokens = blocks.tokens.clone()
         tokens[0, place] = 777
-        after = packed_states(tiny, Blocks(tokens, blocks.positions, blocks.numbers, blocks.visible,
-                                           blocks.supervised, blocks.answers), vectors)[0]  # fmt: skip
+        after = packed_states(tiny, replace(blocks, tokens=tokens), vectors)[0]  # fmt: skip
         assert {n for n in range(12, 17) if not torch.equal(before[n], after[n])} == changed
     other = vectors.clone()
     other[1] += 1
@@ -157,7 +157,7 @@ def test_padding_blocks_influence_nothing(tiny: Target) -> None:
     tokens = blocks.tokens.clone()
     for row, end in enumerate(real):
         tokens[row, end:] = torch.randint(3, 2000, (tokens.shape[1] - end,))
-    other = Blocks(tokens, blocks.positions, blocks.numbers, blocks.visible, blocks.supervised, blocks.answers)
+    other = replace(blocks, tokens=tokens)
     changed = packed_states(tiny, other, vectors)
     for row, end in enumerate(real):
         assert torch.equal(states[row, :end], changed[row, :end])

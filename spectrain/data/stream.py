@@ -1,0 +1,298 @@
+"""Conversations that are read, tokenised and batched while training: for sets that are never there whole.
+
+The rows of every epoch are cut into windows of `window` rows, numbered on through the epochs. Window w belongs to shard w % S
+of S, which takes its windows one by one: it shuffles one, and makes batches of it. Batch k of the run is the next of
+shard k % S. So the order of batches depends on no process, only on the settings; a process tokenises the windows of the shards
+whose batches are its own, every n-th where n processes divide S; and S windows are open at a time, which mixes their rows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from glob import glob, has_magic
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import RunError, UserError
+from .chat import Example, Message
+from .dataset import Batches, Dataset, State, batched, examples_of
+from .readers import Data, conversation
+
+if TYPE_CHECKING:
+    import datasets
+    import pyarrow
+
+USELESS_WINDOWS = 64  # one after another without a usable conversation end the run
+
+
+class Stream(Data):
+    """Any data set that `datasets` can stream: a name on the hub, a directory, or .jsonl, .jsonl.gz or .parquet files, by
+    path or pattern.
+
+    A row without a usable conversation is left out and counted. What wants to know the data beforehand, such as a draft
+    vocabulary, is given the first `sample` conversations. Use a multiple of the number of processes as `shards`.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        split: str = "train",
+        subset: str | None = None,
+        limit: int | None = None,
+        max_length: int = 2048,
+        shards: int = 64,
+        window: int = 512,
+        sample: int = 2000,
+    ) -> None:
+        super().__init__(limit, max_length)
+        for key, value in (("shards", shards), ("window", window), ("sample", sample)):
+            if value < 1:
+                raise UserError(f"data.{key}={value}: use 1 or more")
+        self.path, self.split, self.subset = path, split, subset
+        self.shards, self.window, self.sample = shards, window, sample
+        self.name = path
+        self.first_reason = ""  # why the first row was left out that was
+
+    def open(self) -> datasets.IterableDataset:
+        """The rows, none of them read yet."""
+        import datasets
+
+        local = Path(self.path).expanduser()
+        if local.is_dir() and (local / "dataset_info.json").exists():
+            return datasets.load_from_disk(str(local)).to_iterable_dataset()
+        files = sorted(glob(str(local), recursive=True)) if has_magic(self.path) else [str(local)] * local.is_file()
+        if not files:
+            if has_magic(self.path) or local.suffix in (".jsonl", ".gz", ".parquet"):
+                raise FileNotFoundError("there is no such file")
+            return datasets.load_dataset(self.path, self.subset, split=self.split, streaming=True)
+        kinds = {"parquet" if file.endswith(".parquet") else "text" for file in files}
+        if len(kinds) > 1 or not all(file.endswith((".jsonl", ".jsonl.gz", ".parquet")) for file in files):
+            raise ValueError("files are read that end in .jsonl or .jsonl.gz, or all of them in .parquet")
+        return datasets.load_dataset(kinds.pop(), data_files=files, split="train", streaming=True)
+
+    def tables(self, size: int, skip: int = 0) -> Iterator[pyarrow.Table]:
+        """The rows of an epoch from row `skip` on, `size` at a time; what is passed over is not decoded."""
+        try:
+            rows = self.open() if self.limit is None else self.open().take(self.limit)
+            yield from rows.skip(skip).with_format("arrow").iter(batch_size=size)
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise UserError(f"data.path={self.path}: it cannot be read ({reason}); check path, split and subset") from error
+
+    def usable(self, row: dict[str, Any]) -> list[Message] | None:
+        """The conversation of a row, a line of JSON where files hold lines; None where there is none to use."""
+        try:
+            return conversation(json.loads(row["text"]) if row.keys() == {"text"} else row, "the row")
+        except (UserError, ValueError) as error:
+            self._tell(error)
+            return None
+
+    def examples(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message] | None) -> list[Example] | None:
+        """What a conversation teaches, which is nothing where its answers were cut off; None where it is of no use."""
+        try:
+            return None if messages is None else examples_of(tokenizer, messages, self.max_length)[0]
+        except UserError as error:
+            self._tell(error)
+            return None
+
+    def _tell(self, error: Exception) -> None:
+        """Tell of the first row that is left out; the others are counted."""
+        if not self.first_reason:
+            self.first_reason = str(error)
+            print(f"data.path={self.path}: rows are left out and counted; the first: {error}", file=sys.stderr, flush=True)
+
+    def read(self) -> Iterator[list[Message]]:
+        """The usable conversations among the first `sample` rows."""
+        for table in islice(self.tables(self.sample), 1):
+            for row in table.to_pylist():
+                messages = self.usable(row)
+                if messages is not None:
+                    yield messages
+                else:
+                    self.num_left_out += 1
+
+    def conversations(self) -> list[list[Message]]:
+        try:
+            return super().conversations()
+        except UserError as error:
+            if not self.first_reason:
+                raise
+            read = f"data.path={self.path}: none of its first {self.num_left_out} rows is of use"
+            raise UserError(f"{read}; of the first: {self.first_reason}") from error
+
+    def dataset(self, tokenizer: PreTrainedTokenizerBase) -> StreamedDataset:
+        """The stream, with a sample of what it holds."""
+        examples: list[Example] = []
+        conversations = self.conversations()
+        useless = 0
+        for messages in conversations:
+            found = self.examples(tokenizer, messages)
+            examples += found or []
+            useless += found is None
+        if not examples:
+            reason = self.first_reason or f"data.max_length={self.max_length} cuts off every answer"
+            raise UserError(f"data.path={self.path}: its first {len(conversations)} conversations teach nothing; {reason}")
+        self.num_left_out += useless
+        return StreamedDataset(examples, len(conversations) - useless, 0, 0, self, tokenizer)
+
+
+@dataclass(frozen=True)
+class StreamedDataset(Dataset):
+    """A sample of a stream, and the stream to train on."""
+
+    data: Stream
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+
+    is_sample: ClassVar[bool] = True
+
+    def num_batches(self, batch_tokens: int, seed: int, packed: bool = False) -> int:
+        raise UserError("trainer.max_steps: a stream does not know how much it holds; say how many steps to train")
+
+    def stream(
+        self,
+        batch_tokens: int,
+        seed: int,
+        packed: bool = False,
+        process: int = 0,
+        processes: int = 1,
+        state: State | None = None,
+    ) -> StreamBatches:
+        return StreamBatches(self, batch_tokens, seed, packed, process, processes, state)
+
+    def summary(self) -> str:
+        return f"a stream of {self.data.name}; its first rows, which the draft vocabulary is taken from: {super().summary()}"
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "sampled_conversations": self.num_conversations}
+
+
+class Windows:
+    """The windows of a stream, in their order and decoded only where they are wanted.
+
+    One that is passed over because another shard is ahead is kept until it is asked for.
+    """
+
+    def __init__(self, data: Stream, start: int, wanted: Callable[[int], bool], per_epoch: int | None) -> None:
+        self.data, self.wanted, self.per_epoch = data, wanted, per_epoch
+        self.next = start  # the window that is read next
+        self.place = start % per_epoch if per_epoch else start  # and where it lies in its epoch
+        self.tables = data.tables(data.window, self.place * data.window)
+        self.kept: dict[int, pyarrow.Table] = {}
+
+    def rows(self, window: int) -> list[dict[str, Any]]:
+        while window not in self.kept:
+            self._read()
+        found: list[dict[str, Any]] = self.kept.pop(window).to_pylist()
+        return found
+
+    def _read(self) -> None:
+        table = next(self.tables, None)
+        if table is None:
+            if not self.place:
+                raise UserError(f"data.path={self.data.path}: it holds no row; give a set with at least one conversation")
+            self.per_epoch, self.place = self.place, 0
+            self.tables = self.data.tables(self.data.window)
+            return
+        if self.wanted(self.next):
+            self.kept[self.next] = table
+        self.next, self.place = self.next + 1, self.place + 1
+
+
+@dataclass
+class Shard:
+    """Where a shard stands."""
+
+    window: int  # the one it takes batches from
+    first: int  # how many batches the windows before it gave
+    left_out: int  # and how many of their rows were of no use
+    useless: int  # and of this one, once it is read
+    batches: list[list[tuple[array[int], bytes]]] | None = None  # of this window: tokens and loss masks, kept small
+
+
+class StreamBatches(Batches):
+    """The batches of a stream; a process reads on in its own shards only."""
+
+    def __init__(
+        self,
+        dataset: StreamedDataset,
+        batch_tokens: int,
+        seed: int,
+        packed: bool,
+        process: int,
+        processes: int,
+        state: State | None,
+    ) -> None:
+        super().__init__(process, processes, state)
+        self.dataset, self.data = dataset, dataset.data
+        self.batch_tokens, self.seed, self.packed = batch_tokens, seed, packed
+        count = self.data.shards
+        self.places: list[list[int]] = state["shards"] if state else [[number, 0, 0, 0] for number in range(count)]
+        mine = {(self.done + process + taken * processes) % count for taken in range(count)}
+        self.shards = {number: Shard(*self.places[number]) for number in sorted(mine)}
+        start = min(shard.window for shard in self.shards.values())
+        self.windows = Windows(self.data, start, self._wanted, state["windows"] if state else None)
+
+    def _wanted(self, window: int) -> bool:
+        shard = self.shards.get(window % self.data.shards)
+        return shard is not None and window >= shard.window
+
+    def take(self, number: int) -> list[Example]:
+        """The next batch of its shard."""
+        shard, place = self.shards[number % self.data.shards], number // self.data.shards
+        if shard.batches is None:
+            shard.batches = self._read(shard)
+        empty = 0
+        while place - shard.first >= len(shard.batches):
+            empty = 0 if shard.batches else empty + 1
+            if empty == USELESS_WINDOWS:
+                raise RunError(
+                    f"data.path={self.data.path}: {empty * self.data.window} of its rows in a row hold nothing to learn from; "
+                    f"of the first left out: {self.data.first_reason or 'its answers were cut off'}"
+                )
+            shard.first, shard.left_out = shard.first + len(shard.batches), shard.left_out + shard.useless
+            shard.window += self.data.shards
+            shard.batches = self._read(shard)
+        return [Example(list(tokens), list(map(bool, mask))) for tokens, mask in shard.batches[place - shard.first]]
+
+    def _read(self, shard: Shard) -> list[list[tuple[array[int], bytes]]]:
+        """The batches of a shard's window."""
+        try:
+            rows = self.windows.rows(shard.window)
+        except UserError as error:
+            raise RunError(f"{error}, and go on with trainer.resume=auto") from error
+        found = [self.data.examples(self.dataset.tokenizer, self.data.usable(row)) for row in rows]
+        shard.useless = sum(examples is None for examples in found)
+        kept = [example for examples in found for example in examples or ()]
+        random = Random(f"{self.seed}/{shard.window}")
+        random.shuffle(kept)
+        small = [(array("i", example.tokens), bytes(example.mask)) for example in kept]
+        lengths = [len(example.tokens) for example in kept]
+        batches = [[small[index] for index in batch] for batch in batched(lengths, self.batch_tokens, self.packed)]
+        random.shuffle(batches)
+        return batches
+
+    def state(self) -> State:
+        places = [list(place) for place in self.places]
+        for number, shard in self.shards.items():
+            places[number] = [shard.window, shard.first, shard.left_out, shard.useless]
+        return {**super().state(), "windows": self.windows.per_epoch, "shards": places}
+
+    @staticmethod
+    def merged(states: list[State]) -> State:
+        """Every shard as far as any process has read in it."""
+        per_epoch = max(state["windows"] or 0 for state in states) or None
+        shards = [max(places) for places in zip(*(state["shards"] for state in states))]
+        return {**states[0], "windows": per_epoch, "shards": shards}
+
+    @staticmethod
+    def counts(merged: State) -> dict[str, int]:
+        """Rows of no use in the windows read so far."""
+        return {"left_out": sum(before + here for _, _, before, here in merged["shards"])}

@@ -1,0 +1,191 @@
+"""Streams: one order of batches on any number of processes and after any resume, and no row is read before it is needed."""
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import datasets
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+import spectrain
+from spectrain.config import build
+from spectrain.data.chat import Example, tokenize
+from spectrain.data.dataset import Batches
+from spectrain.data.stream import Stream, StreamedDataset
+from spectrain.errors import RunError, UserError
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(Path(spectrain.__file__).parent / "data" / "tiny")
+    return found
+
+
+def chat(number: int) -> dict[str, Any]:
+    """A conversation of its own length that names its row."""
+    words = " word" * Random(number).randrange(12)
+    return {"messages": [{"role": "user", "content": f"row {number}"}, {"role": "assistant", "content": f"{number}{words}"}]}
+
+
+class Counted(Stream):
+    """Rows that are made when they are read, and counted."""
+
+    def __init__(self, rows: list[dict[str, Any]], **options: Any) -> None:
+        super().__init__("counted", **{"shards": 4, "window": 6, "sample": 8, **options})
+        self.made, self.count = rows, 0
+
+    def open(self) -> datasets.IterableDataset:
+        def rows() -> Iterator[dict[str, Any]]:
+            for row in self.made:
+                self.count += 1
+                yield {"line": json.dumps(row)}
+
+        return datasets.IterableDataset.from_generator(rows).rename_column("line", "text")
+
+
+ROWS = [chat(number) for number in range(75)]
+
+
+def streamed(tokenizer: PreTrainedTokenizerBase, rows: list[dict[str, Any]] = ROWS, **options: Any) -> StreamedDataset:
+    return Counted(rows, **options).dataset(tokenizer)
+
+
+def order(tokenizer: PreTrainedTokenizerBase, plan: list[tuple[int, int]], packed: bool, **options: Any) -> list[list[Example]]:
+    """The batches of a run that changes its number of processes, as (processes, batches for each), at checkpoints."""
+    found, state = [], None
+    for processes, count in plan:
+        streams: list[Batches] = [
+            streamed(tokenizer, **options).stream(60, 3, packed, process, processes, state) for process in range(processes)
+        ]
+        for _ in range(count):
+            found += [next(stream) for stream in streams]
+        state = json.loads(json.dumps(streams[0].merged([stream.state() for stream in streams])))
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize(
+    "plan",
+    [[(2, 36)], [(3, 24)], [(4, 18)], [(5, 14), (1, 2)], [(1, 7), (1, 65)], [(2, 9), (3, 10), (1, 24)], [(4, 17), (2, 2)]],
+    ids=str,
+)
+def test_order_does_not_depend_on_processes_or_resumes(
+    tokenizer: PreTrainedTokenizerBase, plan: list[tuple[int, int]], packed: bool
+) -> None:
+    """The batches are those of one process that never stopped, across the ends of epochs."""
+    expected = order(tokenizer, [(1, 72)], packed)
+    assert sum(len(batch) for batch in expected) > len(ROWS)
+    assert order(tokenizer, plan, packed) == expected
+
+
+def test_every_row_once_an_epoch(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Windows lose and double nothing."""
+    stream = streamed(tokenizer, ROWS[:24]).stream(60, 0)  # four windows an epoch, one for each shard
+    batches = [next(stream) for _ in range(40)]
+    by_shard = [[example.tokens for batch in batches[shard::4] for example in batch] for shard in range(4)]
+    seen = [tokens for rows in by_shard for tokens in rows[:6]]  # a window's batches come before the next window's
+    assert sorted(seen) == sorted(tokenize(tokenizer, chat(number)["messages"])[0].tokens for number in range(24))
+
+
+def test_no_row_is_read_before_it_is_needed(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The sample reads its rows; then each window is read when a shard first comes to it."""
+    rows = [chat(number) for number in range(1000)]
+    data = Counted(rows)
+    dataset = data.dataset(tokenizer)
+    ahead = 1  # `datasets` looks one row ahead
+    assert data.count <= 8 + ahead
+    stream, before = dataset.stream(1000, 0, packed=True), data.count  # every window is one batch
+    for taken in range(1, 30):
+        next(stream)
+        assert data.count - before <= 6 * taken + ahead
+
+
+def test_a_process_tokenises_its_own_shards_only(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With n dividing the shards, each conversation is tokenised by one process."""
+    met: list[str] = []
+    datasets_of = [streamed(tokenizer, [chat(number) for number in range(400)]) for _ in range(2)]
+    for process, dataset in enumerate(datasets_of):
+        whole = dataset.data.examples
+        monkeypatch.setattr(dataset.data, "examples", lambda t, m, whole=whole: met.append(m[0]["content"]) or whole(t, m))
+        stream = dataset.stream(1000, 0, True, process, 2)
+        for _ in range(10):
+            next(stream)
+    assert len(met) == len(set(met)) == 2 * 10 * 6
+
+
+BAD: list[Any] = [{"messages": None}, {"other": 1}, {"messages": [{"role": "user", "content": "no answer"}]}, 7, "not JSON {"]
+
+
+def test_bad_rows_are_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are told of once, and counted alike on any number of processes and after a resume."""
+    rows = [BAD[number % 5] if number % 4 == 3 else chat(number) for number in range(48)]  # two epochs of shards' windows
+    whole = streamed(tokenizer, rows)
+    assert whole.data.num_left_out == 2 and whole.num_conversations == 6
+    stream = whole.stream(1000, 0, True)
+    taken = [next(stream) for _ in range(8)]
+    assert sorted(len(batch) for batch in taken) == [4] * 4 + [5] * 4
+    assert stream.counts(stream.state()) == {"left_out": 12}
+    assert capsys.readouterr().err.count("rows are left out") == 1
+    pair = [streamed(tokenizer, rows).stream(1000, 0, True, process, 2) for process in range(2)]
+    for _ in range(3):
+        for one in pair:
+            next(one)
+    state = pair[0].merged([one.state() for one in pair])
+    three = [streamed(tokenizer, rows).stream(1000, 0, True, process, 3, state) for process in range(3)]
+    assert [next(one) for one in three[:2]] == taken[6:]
+    assert [next(stream)] == [three[2].take(8)]
+    assert stream.counts(stream.state()) == stream.counts(stream.merged([one.state() for one in three]))
+
+
+def test_only_bad_rows_stop(tokenizer: PreTrainedTokenizerBase) -> None:
+    """At the start, or after many windows without a use."""
+    with pytest.raises(UserError, match=r"none of its first 8 rows.*no conversation"):
+        streamed(tokenizer, [{"other": n} for n in range(50)])
+    good = [chat(number) for number in range(12)]
+    stream = streamed(tokenizer, [*good, *({"other": n} for n in range(12 * 130))], window=2).stream(1000, 0)
+    with pytest.raises(RunError, match=r"128 of its rows in a row.*no conversation"):
+        for _ in range(100):
+            next(stream)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "pattern", "saved"])
+def test_files_are_streamed(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, kind: str) -> None:
+    """Lines, compressed lines, parquet, several files, and a directory that `datasets` saved, give the same batches."""
+    lines = [json.dumps(row) for row in ROWS]
+    path = tmp_path / f"chats.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(lines) + "\n")
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress("\n".join(lines).encode()))
+    elif kind == "parquet":
+        datasets.Dataset.from_list(ROWS).to_parquet(path)
+    elif kind == "saved":
+        datasets.Dataset.from_list(ROWS).save_to_disk(str(path))
+    else:
+        for number in range(3):
+            (tmp_path / f"part-{number}.jsonl").write_text("\n".join(lines[25 * number : 25 * number + 25]) + "\n")
+        path = tmp_path / "part-*.jsonl"
+    config = {"_target_": "spectrain.data.stream.Stream", "path": str(path), "shards": 4, "window": 6}
+    stream = build(config).dataset(tokenizer).stream(60, 3)
+    assert [next(stream) for _ in range(40)] == order(tokenizer, [(1, 40)], False)
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [("no.jsonl", "no such file"), ("*.parquet", "no such file"), ("chats.csv", "files are read that end in")],
+)
+def test_what_cannot_be_streamed_is_told(tmp_path: Path, path: str, reason: str) -> None:
+    """In one sentence with the path."""
+    (tmp_path / "chats.csv").write_text("a,b\n")
+    with pytest.raises(UserError, match=f"data.path=.*{reason}"):
+        Stream(str(tmp_path / path)).conversations()
+
+
+def test_steps_must_be_said(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A stream has no epochs to count."""
+    with pytest.raises(UserError, match=r"trainer\.max_steps"):
+        streamed(tokenizer).num_batches(100, 0)
