@@ -16,7 +16,7 @@ from .acceptance import Greedy, Interleaved, Match
 from .data.chat import Example
 from .data.dataset import collate
 from .data.speculators import SpeculatorsCache, hidden_states_folder
-from .data.store import Contents, FeatureStore, fingerprint, names, read_manifest
+from .data.store import PLACE, Contents, FeatureStore, fingerprint, names, read_manifest
 from .decode import decode
 from .drafters.base import Drafter
 from .errors import RunError, UserError
@@ -148,7 +148,7 @@ class Stored(Source):
         tokens = sum(len(example.tokens) for example in distinct)
         a_token = sum(map(contents.num_bytes, distinct)) / tokens
         to_come = sum(map(contents.num_bytes, missing))
-        total = store.num_bytes + to_come
+        total = store.num_bytes + to_come + PLACE * len(missing)
         where = next(folder for folder in (self.path.absolute(), *self.path.absolute().parents) if folder.is_dir())
         free = shutil.disk_usage(where).free
         told = f"{tokens} tokens of {a_token:.0f} bytes, {total / 1e9:.3g} GB in {contents.dtype}"
@@ -199,16 +199,8 @@ class Stored(Source):
         if dtype == "auto":
             dtype = str(target.dtype).removeprefix("torch.") if stored is None else stored.dtype
         template = hashlib.sha256(str(target.tokenizer.chat_template).encode()).hexdigest()[:16]
-        return Contents(
-            target.name,
-            target.path,
-            fingerprint(target.model),
-            template,
-            layers,
-            target.width,
-            dtype,
-            reach if thrifty else None,
-        )
+        facts = target.name, target.path, fingerprint(target.model), template
+        return Contents(*facts, layers, target.width, dtype, reach if thrifty else None)
 
     def batch(
         self,

@@ -42,6 +42,8 @@ STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 LARGEST = {"fp8": 448.0, "int8": 127.0}
 """What the largest value of a token becomes, where a token has a scale."""
 ROUNDED = tuple(STORED[dtype] for dtype in LARGEST)
+PLACE = 600
+"""Bytes that a sequence takes at most in the header of its shard and in the index, beside its tensors."""
 FORMAT = 1
 STALE = 600.0
 """Seconds after which a file that nobody finished is a killed process's: writing one takes far less."""
@@ -266,7 +268,12 @@ class FeatureStore:
         if self.num_bytes + self.waiting_bytes > self.max_bytes:
             raise UserError(f"source.max_gb={self.max_bytes / 1e9:g}: the store in {self.path} is full; raise it")
         manifest = self.path / "manifest.json"
-        if not manifest.exists():
+        if manifest.exists():
+            if read_manifest(manifest) != self.contents:
+                raise UserError(
+                    f"source.path={self.path}: meanwhile another process stores other features there; choose another"
+                )
+        else:
             self.path.mkdir(parents=True, exist_ok=True)
             with written_file(manifest) as scratch:
                 scratch.write_text(json.dumps({"format": FORMAT, **asdict(self.contents)}, indent=2) + "\n")

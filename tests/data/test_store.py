@@ -153,6 +153,34 @@ def test_many_writers(tmp_path: Path) -> None:
     sizes = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
     assert len(sizes) > 3 and max(sizes) < 1e4 + 2 * 20 * 3 * 16 * 4 + 2000
     assert not list(tmp_path.glob("*.part"))
+    assert len({file.stat().st_mode for file in tmp_path.iterdir()}) == 1  # whoever may read one may read all
+
+
+def test_two_that_begin_one_folder(tmp_path: Path) -> None:
+    """Opened while the folder was empty, a store of other features does not mix with what another process has begun."""
+    other = FeatureStore(tmp_path, replace(CONTENTS, dtype="int8"))
+    same = FeatureStore(tmp_path, CONTENTS)
+    filled(tmp_path, rows=examples()[:3])
+    for store in (other, same):
+        store.take(examples()[4], states(examples()[4]), LAYERS)
+    same.flush()
+    with pytest.raises(UserError, match="another process stores other features"):
+        other.flush()
+    assert len(FeatureStore(tmp_path).home) == 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_budget_that_is_announced_is_kept(tmp_path: Path, dtype: Any) -> None:
+    """Files are no larger than tensors and the place that is reckoned with; one byte less is refused."""
+    contents = replace(CONTENTS, dtype=dtype, final_reach=1)
+    store = filled(tmp_path / "store", contents)
+    tensors = sum(map(contents.num_bytes, examples()))
+    files = sum(file.stat().st_size for file in (tmp_path / "store").glob("features-*"))
+    assert tensors < files < tensors + module.PLACE * len(examples())
+    assert store.num_bytes < files
+    with pytest.raises(UserError, match="is full"):
+        filled(tmp_path / "tight", contents, max_bytes=tensors - 1)
+    assert not (tmp_path / "tight").exists()
 
 
 # What is damaged
