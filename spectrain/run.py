@@ -42,7 +42,6 @@ def train(config: DictConfig, asked: list[str]) -> Path:
     if finished:
         if accelerator.is_main_process:
             evaluate(config, run)
-        accelerator.wait_for_everyone()
         return run
     data = build(config.data)
     data.conversations()
@@ -70,21 +69,23 @@ def train(config: DictConfig, asked: list[str]) -> Path:
     if tracker is not None and accelerator.is_main_process:
         tracker.start(run, OmegaConf.to_container(config))
     try:
-        trainer.fit(drafter, target, dataset, source, run, tracker, accelerator)
+        shared = trainer.fit(drafter, target, dataset, source, run, tracker, accelerator)
     finally:
         source.flush()
-    if tracker is not None and accelerator.is_main_process:
-        tracker.finish()
-    if accelerator.is_main_process:
-        if drafter.trains_target:
-            with written_whole(run / "target") as scratch:
-                target.save(scratch)
-            target.name = f"{target.name}, trained"
-        save_drafter(run / "drafter", drafter, config)
-    if evaluation is not None and accelerator.is_main_process:
+        if tracker is not None and accelerator.is_main_process:
+            tracker.finish()
+    if not accelerator.is_main_process:
+        return run  # it waits for nobody: scoring may take longer than processes wait for each other
+    if drafter.trains_target:
+        with written_whole(run / "target") as scratch:
+            target.save(scratch)
+        target.name = f"{target.name}, trained"
+    save_drafter(run / "drafter", drafter, config)
+    if evaluation is not None and shared.in_place:
         rule, builder = build(config.acceptance), build(config.tree)
         score(config, run, target, drafter, evaluation, builder, rule, dataset)
-    accelerator.wait_for_everyone()
+    elif evaluation is not None:
+        evaluate(config, run)  # what was sharded is loaded anew
     return run
 
 
@@ -250,7 +251,8 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
             **provenance(),
         }
         (run / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
-        OmegaConf.save(config, run / "config.yaml")
+        OmegaConf.save(config, run / "config.yaml.part")
+        (run / "config.yaml.part").rename(run / "config.yaml")  # whole or not at all
     except OSError as error:
         raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
 

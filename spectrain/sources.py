@@ -10,6 +10,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .acceptance import Greedy, Interleaved, Match
@@ -28,6 +30,8 @@ from .target import Target
 
 class Source(ABC):
     """Turns examples into batches that hold the features a drafter reads."""
+
+    asks_drafter = False  # it lets the drafter write
 
     @abstractmethod
     def batch(
@@ -73,7 +77,7 @@ class Live(Source):
         batch = collate(examples, packed).to(target.device)
         if not layers:
             return batch
-        if all(example.key in self.kept for example in examples):
+        if all(example.key in self.kept for example in examples) and not target.in_step:
             hidden = laid_out([self.kept[example.key] for example in examples], packed)
             features = Features(batch.tokens, layers, hidden.to(target.device))
         else:
@@ -185,6 +189,8 @@ class Stored(Source):
         if stored is not None:
             stored.refuse_unless(wanted, self.path)
         self.store = FeatureStore(self.path, wanted, self.max_gb * 1e9, self.shard_mb * 1e6, mend=self.capture)
+        if target.sharding == "tensor" and dist.get_rank():
+            self.store.writes = False  # every process of it sees the same data, and the first keeps them
         return self.store
 
     def _wanted(self, target: Target, layers: tuple[Layer, ...], drafter: Drafter | None, stored: Contents | None) -> Contents:
@@ -216,8 +222,9 @@ class Stored(Source):
             return batch
         store = self._open(target, layers, drafter)
         rows = [store.read(example, layers, target) for example in examples]
-        if absent := sum(row is None for row in rows):
-            if not self.capture:
+        absent = sum(row is None for row in rows)
+        if _anywhere(absent > 0, target):
+            if absent and not self.capture:
                 raise RunError(f"source.path={self.path}: {absent} sequences of a batch are not in it; say source.capture=true")
             # The whole batch, as source=live runs it: the last bits of a product depend on what is batched with what.
             hidden = target.features(batch.tokens, store.layers, batch.lengths).hidden
@@ -234,6 +241,15 @@ class Stored(Source):
             self.store.flush()
 
 
+def _anywhere(missing: bool, target: Target) -> bool:
+    """Whether something is missing, on any process where all of them must run the target together."""
+    if not target.in_step or not dist.is_initialized():
+        return missing
+    found = torch.tensor(float(missing), device=target.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
+
+
 class Generated(Source):
     """Sequences written anew while training: of each batch, a `fraction` (GKD's lambda), drawn for each sequence by itself.
 
@@ -243,6 +259,8 @@ class Generated(Source):
     prompt that leaves no room for two tokens keeps the data's. By replay, the target decodes greedily with chains of `block`
     drafts, and a draft of that is learnt from with Draft-OPD's split loss.
     """
+
+    asks_drafter = True
 
     def __init__(
         self,
@@ -273,6 +291,10 @@ class Generated(Source):
         step: int = 0,
         packed: bool = False,
     ) -> Batch:
+        if target.sharding == "fsdp2":
+            raise UserError(
+                "source=generated: answers take their time, and a target with sharding=fsdp2 runs in step; use tensor"
+            )
         draws = [Random(f"{self.seed}/{step}/{example.key}") for example in examples]  # whatever is batched with what
         anew = [
             index

@@ -7,12 +7,14 @@ Nothing here copies or patches model code: attention goes through `AttentionInte
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedTokenizerBase
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -22,6 +24,7 @@ from spectrain.kernels.tree_attention import Visibility, tree_attention
 from .attention import by_document, causal_attention
 from .cache import TreeCache
 from .compiled import attend_layer, passed, running
+from .distributed import Sharding
 from .errors import UserError
 from .features import Features, Layer, document_positions
 from .packing import pack_linears
@@ -144,11 +147,16 @@ class Head:
 class Target(nn.Module):
     """A causal LM whose output is wanted. Frozen unless a drafter's `param_groups` names its parameters."""
 
-    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, path: str) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, path: str, sharding: Sharding = "none"
+    ) -> None:
         super().__init__()
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.name, self.path = name, path
+        self.sharding = sharding  # how the processes of the launch hold it together
+        self.recompute = False  # gradient checkpointing: layers that train are run again in the backward pass
+        self.in_step = sharding != "none"  # all processes run the same layers at the same time, if need be on no row
         if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
         self._check_attention()
@@ -204,7 +212,9 @@ class Target(nn.Module):
         return TreeCache(self.num_layers, batch_size, max_length, self.device)
 
     def pack(self) -> None:
-        """On a CPU, move decoding and feature capture to the faster linears."""
+        """On a CPU, move decoding and feature capture to the faster linears, where this process holds them."""
+        if self.sharding != "none":
+            return
         pack_linears(self.model)
 
     def features(self, tokens: Tensor, layers: tuple[Layer, ...], lengths: tuple[int, ...] | None = None) -> Features:
@@ -272,6 +282,8 @@ class Target(nn.Module):
             captured = stack.enter_context(self._capture(layers))
             working = [layer for layer in range(first, last) if layer not in skipped]
             stack.enter_context(self._only(working, hidden, first, dropped, lengths))
+            if self.recompute and grad and cache is None:
+                stack.enter_context(self._remembered(working))
             stack.enter_context(running(cache, kwargs["visibility"], working))
             output = self.decoder(
                 input_ids=tokens,
@@ -360,6 +372,9 @@ class Target(nn.Module):
                 dim, remaining = 1, tuple(length for length, keep in zip(lengths, kept.tolist()) if keep)
                 index = kept.repeat_interleave(torch.tensor(lengths))
             index = index.nonzero()[:, 0].to(self.device)
+            if not len(index):  # nothing to run, but others wait for this layer: a sequence that counts for nothing
+                index = index.new_tensor(range(lengths[0]) if lengths is not None else [0])
+                remaining = lengths[:1] if lengths is not None else None
 
             def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
                 """Whatever else has a part for each sequence is cut to the same ones."""
@@ -367,7 +382,8 @@ class Target(nn.Module):
                 args, kwargs = (_kept(value, index, size, dim) for value in (args, kwargs))
                 kwargs["lengths"] = remaining
                 output = forward(hidden_states.index_select(dim, index), *args, **kwargs)
-                result = hidden_states.index_copy(dim, index, output[0] if self._returns_tuple else output)
+                states = output[0] if self._returns_tuple else output
+                result = hidden_states.index_copy(dim, index, states) if kept.any() else hidden_states + 0 * states.sum()
                 return (result, *output[1:]) if self._returns_tuple else result
 
             return run
@@ -375,7 +391,7 @@ class Target(nn.Module):
         replaced: list[tuple[nn.Module, Callable[..., Any]]] = []
         for index, layer in enumerate(self.layers):
             kept = None if dropped is None else ~dropped[index].cpu()
-            if index not in working or (kept is not None and not kept.any()):
+            if index not in working or (kept is not None and not kept.any() and not self.in_step):
                 replaced.append((layer, skip))
             elif kept is not None and not kept.all():
                 replaced.append((layer, run_kept(layer, kept)))
@@ -403,6 +419,22 @@ class Target(nn.Module):
                     layer.forward = before
             if handle is not None:
                 handle.remove()
+
+    @contextmanager
+    def _remembered(self, working: Collection[int]) -> Iterator[None]:
+        """Gradient checkpointing: of each layer only the input is kept, and the backward pass runs it again."""
+        layers = [self.layers[index] for index in working]
+        before = [(layer.__dict__.get("forward"), layer.forward) for layer in layers]
+        for layer, (_, forward) in zip(layers, before):
+            layer.forward = partial(checkpoint, forward, use_reentrant=False)
+        try:
+            yield
+        finally:
+            for layer, (own, _) in zip(layers, before):
+                if own is None:
+                    del layer.forward
+                else:
+                    layer.forward = own
 
     def _check_attention(self) -> None:
         """Refuse a model whose attention does not go through the interface: a tree would be verified wrongly."""

@@ -30,6 +30,11 @@ def capture(config: DictConfig) -> None:
     dataset: Dataset = data.dataset(target.tokenizer)
     if dataset.is_sample:
         raise UserError("data: a stream does not know how much it holds; train with source=store, which captures what it reads")
+    if target.sharding != "none":
+        raise UserError(
+            f"target.sharding={target.sharding}: data store gives every process its own batches; leave it out, or train with "
+            "source=store, which captures what it reads"
+        )
     drafter: Drafter = build(config.drafter, target=target)
     told = source.prepare(drafter, target, dataset.examples)
     if not isinstance(source.store, FeatureStore):

@@ -207,6 +207,7 @@ class FeatureStore:
         self.waiting: dict[str, dict[str, Tensor]] = {}
         self.waiting_bytes = 0
         self.seen: set[str] = set()  # indices read
+        self.writes = True  # False: what waits is another process's to keep
         self.changed = -1  # when the folder was, as of the last look
         self.handle: Callable[[str], Any] = lru_cache(maxsize=128)(lambda name: safe_open(path / name, "pt"))
         self._sweep()
@@ -257,8 +258,9 @@ class FeatureStore:
     def flush(self) -> None:
         """Write what waits as one shard, then its index."""
         try:
-            if self.waiting:
+            if self.waiting and self.writes:
                 self._write()
+            self.waiting, self.waiting_bytes = {}, 0
         except OSError as error:
             raise UserError(
                 f"source.path={self.path}: it cannot be written ({error.strerror}); choose another folder"
@@ -288,7 +290,6 @@ class FeatureStore:
             scratch.write_text(json.dumps(asdict(shard)) + "\n")
         self._add(shard)
         self.checked |= set(self.waiting)
-        self.waiting, self.waiting_bytes = {}, 0
 
     def verify(self) -> None:
         """Read every shard whole, and leave behind those that are not as they were written."""

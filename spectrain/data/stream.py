@@ -48,7 +48,7 @@ class Stream(Data):
         subset: str | None = None,
         limit: int | None = None,
         max_length: int = 2048,
-        shards: int = 64,
+        shards: int = 16,
         window: int = 512,
         sample: int = 2000,
     ) -> None:
@@ -95,10 +95,12 @@ class Stream(Data):
             self._tell(error)
             return None
 
-    def examples(self, tokenizer: PreTrainedTokenizerBase, messages: list[Message] | None) -> list[Example] | None:
-        """What a conversation teaches, which is nothing where its answers were cut off; None where it is of no use."""
+    def examples(
+        self, tokenizer: PreTrainedTokenizerBase, messages: list[Message] | None
+    ) -> tuple[list[Example], int, int] | None:
+        """A conversation's examples, how many were cut, and how many had no answer left; None where it is of no use."""
         try:
-            return None if messages is None else examples_of(tokenizer, messages, self.max_length)[0]
+            return None if messages is None else examples_of(tokenizer, messages, self.max_length)
         except UserError as error:
             self._tell(error)
             return None
@@ -130,18 +132,16 @@ class Stream(Data):
 
     def dataset(self, tokenizer: PreTrainedTokenizerBase) -> StreamedDataset:
         """The stream, with a sample of what it holds."""
-        examples: list[Example] = []
         conversations = self.conversations()
-        useless = 0
-        for messages in conversations:
-            found = self.examples(tokenizer, messages)
-            examples += found or []
-            useless += found is None
+        found = [self.examples(tokenizer, messages) for messages in conversations]
+        usable = [one for one in found if one is not None]
+        examples = [example for kept, _, _ in usable for example in kept]
         if not examples:
             reason = self.first_reason or f"data.max_length={self.max_length} cuts off every answer"
             raise UserError(f"data.path={self.path}: its first {len(conversations)} conversations teach nothing; {reason}")
-        self.num_left_out += useless
-        return StreamedDataset(examples, len(conversations) - useless, 0, 0, self, tokenizer)
+        self.num_left_out += len(found) - len(usable)
+        cut, dropped = sum(cut for _, cut, _ in usable), sum(dropped for _, _, dropped in usable)
+        return StreamedDataset(examples, len(usable), cut, dropped, self, tokenizer)
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ class StreamBatches(Batches):
         except UserError as error:
             raise RunError(f"{error}, and go on with trainer.resume=auto") from error
         found = [self.data.examples(self.dataset.tokenizer, self.data.usable(row)) for row in rows]
-        shard.useless = sum(examples is None for examples in found)
-        kept = [example for examples in found for example in examples or ()]
+        shard.useless = sum(one is None for one in found)
+        kept = [example for one in found if one is not None for example in one[0]]
         random = Random(f"{self.seed}/{shard.window}")
         random.shuffle(kept)
         small = [(array("i", example.tokens), bytes(example.mask)) for example in kept]

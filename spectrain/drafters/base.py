@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..errors import UserError
 from ..features import Batch, Features, Layer
@@ -44,6 +46,7 @@ class Drafter(nn.Module, ABC):
     shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
     progress: float = 0.0  # how much of the training is done, from 0 to 1; the trainer keeps it, for schedules
     step: int = 0  # optimiser steps done; the trainer keeps it too
+    recompute: bool = False  # gradient checkpointing: `remembered` parts of the loss are run again in the backward pass
     trains_target: bool = False  # its parameter groups hold parameters of the target: the run then saves the target too
 
     verified_from: int = 0  # the first layer that drafting leaves to verification, where it runs layers of the target
@@ -136,6 +139,15 @@ class Drafter(nn.Module, ABC):
 
     def finish(self, target: Target) -> None:
         """Called once after training; a family that adapted the target merges its adapters here."""
+
+    def remembered(self, part: Callable[..., Any], *inputs: Any) -> Any:
+        """part(*inputs); with gradient checkpointing only the inputs are kept until the backward pass, which runs it again.
+
+        A family calls what repeats in its loss, a draft step or a layer, through this.
+        """
+        if not self.recompute or not torch.is_grad_enabled():
+            return part(*inputs)
+        return checkpoint(part, *inputs, use_reentrant=False)
 
     def forward(self, batch: Batch, target: Target) -> Losses:
         """What a data-parallel wrapper calls: the loss."""

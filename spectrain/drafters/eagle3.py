@@ -102,15 +102,21 @@ class Eagle3(VocabularyDrafter):
         values: list[Tensor] = []
         states: list[Tensor] = []  # of the supervised indices of every step
         for step in range(max(1, min(self.ttt_steps, batch.longest - 2))):
-            tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
-            x = torch.cat([self.input_layernorm(self._embed(tokens)), self.hidden_norm(hidden)], dim=-1)
-            q, k, v = self.self_attn.project(x, self.rotary(x, batch.positions + step))
+            hidden, k, v = self.remembered(self._unroll, batch, hidden, step, keys[:], values[:])
             keys.append(k)
             values.append(v)
-            attended = unrolled_attention(q, keys, values, batch.lengths)
-            hidden = self._feed_forward(hidden + self.self_attn.output(attended))
             states.append(hidden[wanted.rows(step)])
         return self._judge(wanted, states)
+
+    def _unroll(
+        self, batch: Batch, hidden: Tensor, step: int, keys: list[Tensor], values: list[Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One draft step over hidden states [B, T, D], behind the keys and values of the steps before; its own with it."""
+        tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
+        x = torch.cat([self.input_layernorm(self._embed(tokens)), self.hidden_norm(hidden)], dim=-1)
+        q, k, v = self.self_attn.project(x, self.rotary(x, batch.positions + step))
+        attended = unrolled_attention(q, [*keys, k], [*values, v], batch.lengths)
+        return self._feed_forward(hidden + self.self_attn.output(attended)), k, v
 
     def _judge(self, wanted: Supervision, states: list[Tensor]) -> Losses:
         """All steps at once, ordered by the answers that they share, so that the target is asked once for each of these."""

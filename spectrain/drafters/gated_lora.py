@@ -201,13 +201,13 @@ class GatedLora(Drafter):
             read["sampler"] = self.sampler(states, previous).to(states.dtype)
         head = self.head.projection
         theirs = Teacher(HeadTarget(anchors, head))
-        scale = batch.num_supervised / max(1, len(answers))  # as many terms as tokens that carry loss
+        weights = blocks.weights(asked, batch)
         terms = {}
         for name, hidden in read.items():
-            found = head_loss(self.divergence, hidden, head, answers, theirs)
-            terms[name] = scale * found.loss
+            found = head_loss(self.divergence, hidden, head, answers, theirs, row_weight=weights)
+            terms[name] = found.loss
         if self.consistency:
-            terms["consistency"] = self.consistency * scale * (states - anchors).float().pow(2).mean(-1).sum()
+            terms["consistency"] = self.consistency * (weights * (states - anchors).float().pow(2).mean(-1)).sum()
         tokens = self.divergence == "cross_entropy"
         right = (found.best == (most_likely(anchors, head)[0] if tokens else found.wanted)).float()
         hits = torch.zeros(self.num_masks, device=right.device).index_add(0, numbers, right)

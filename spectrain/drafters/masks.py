@@ -39,6 +39,20 @@ class Blocks:
         """[B, N] bool, the batch's own tokens."""
         return self.anchors == torch.arange(self.anchors.shape[1], device=self.anchors.device)
 
+    def weights(self, asked: Tensor, batch: Batch) -> Tensor:
+        """[R] what each place in `asked` [B, N] counts: so much that a document counts as many terms as it has tokens that
+        carry loss, whatever it is batched with."""
+        count, device = (len(asked) if self.lengths is None else len(self.lengths)), asked.device
+        document, owner = torch.arange(count, device=device)[:, None], torch.arange(count, device=device)[:, None]
+        if self.lengths is not None and batch.lengths is not None:
+            document, owner = (
+                torch.arange(count).repeat_interleave(torch.tensor(lengths)).to(device)[None]
+                for lengths in (self.lengths, batch.lengths)
+            )
+        tokens = torch.bincount(owner.expand_as(batch.tokens)[batch.loss_mask], minlength=count)
+        mine = document.expand_as(asked)[asked]
+        return (tokens / torch.bincount(mine, minlength=count).clamp(min=1))[mine]
+
 
 def add_blocks(batch: Batch, prefixes: list[list[tuple[int, int]]]) -> Blocks:
     """Put blocks behind prefixes, given for every document as (position i of its last token, number of masks)."""

@@ -100,14 +100,16 @@ class Pard(Drafter):
         final = batch.features.at("final")
         final = final.gather(1, blocks.places[..., None].expand(-1, -1, final.shape[-1]))[asked]
         mine, theirs = (head.projection.entries(slice(self.vocab_size)) for head in (self.model.head, self.head))
-        found = head_loss(self.divergence, seen.at("final")[asked], mine, answers, HeadTarget(final, theirs))
+        weights = blocks.weights(asked, batch)
+        found = head_loss(
+            self.divergence, seen.at("final")[asked], mine, answers, HeadTarget(final, theirs), row_weight=weights
+        )
         tokens = self.divergence == "cross_entropy"
         likeliest = most_likely(final, theirs)[0] if tokens else found.wanted
-        scale = batch.num_supervised / max(1, len(answers))  # as many terms as tokens that carry loss
         right = (found.best == likeliest).float()
         hits = torch.zeros(self.num_drafts, device=right.device).index_add(0, depths, right)
         counts = torch.zeros_like(hits).index_add(0, depths, torch.ones_like(right))
-        return Losses({self.divergence: scale * found.loss}, hits, counts)
+        return Losses({self.divergence: found.loss}, hits, counts)
 
     def prefixes(self, batch: Batch) -> list[list[tuple[int, int]]]:
         """Every prefix that the assistant goes on from, with as many masks as the conditional drop leaves it."""

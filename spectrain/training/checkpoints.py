@@ -68,39 +68,41 @@ def checkpoint_path(run: Path, step: int) -> Path:
 
 def latest_checkpoint(run: Path) -> Path | None:
     """The newest complete checkpoint of a run."""
-    found = sorted((run / "checkpoints").glob("step-*[0-9]"))
+    found = _by_step(run / "checkpoints")
     return found[-1] if found else None
+
+
+def _by_step(folder: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(folder.glob("step-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
 
 
 def save_checkpoint(
     path: Path,
     weights: dict[str, Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: dict[str, Tensor],
     progress: dict[str, Any],
     keep: int,
 ) -> None:
-    """Write weights, optimiser state, random state and `progress`, then drop all but the newest `keep` checkpoints."""
+    """Write weights, optimiser state and `progress`, then drop all but the newest `keep` checkpoints."""
     with written_whole(path) as scratch:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, scratch / "model.safetensors")
-        state, scalars = flatten_optimizer(optimizer)
-        save_file({**state, "rng": torch.get_rng_state()}, scratch / "optimizer.safetensors")
-        (scratch / "progress.json").write_text(json.dumps({**progress, "optimizer": scalars}))
-    for old in sorted(path.parent.glob("step-*[0-9]"))[:-keep]:
-        shutil.rmtree(old)
+        save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, scratch / "optimizer.safetensors")
+        (scratch / "progress.json").write_text(json.dumps(progress))
+    for old in _by_step(path.parent)[:-keep]:
+        shutil.rmtree(old.rename(old.with_name(old.name + ".part")))  # renamed first: what is half deleted is no checkpoint
+    for rest in path.parent.glob("*.part"):
+        shutil.rmtree(rest)  # of a save or a deletion that was killed
 
 
-def load_checkpoint(path: Path, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and progress of a checkpoint; the optimiser and the random state are set in place."""
+def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Weights, optimiser state and progress of a checkpoint."""
     try:
         progress = json.loads((path / "progress.json").read_text())
         weights = load_file(path / "model.safetensors")
-        state = load_file(path / "optimizer.safetensors")
+        return weights, load_file(path / "optimizer.safetensors"), progress
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{path}: this checkpoint cannot be read ({error}); delete it to go on from the one before") from error
-    torch.set_rng_state(state.pop("rng"))
-    if optimizer is not None:
-        unflatten_optimizer(optimizer, state, progress["optimizer"])
-    return weights, progress
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

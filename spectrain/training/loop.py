@@ -1,46 +1,60 @@
-"""The training loop, on accelerate. It knows no family: it asks a drafter for losses and for parameter groups."""
+"""The training loop. It knows no family: it asks a drafter for losses and for parameter groups."""
 
 import math
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import asdict, dataclass, field
+from itertools import islice, zip_longest
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..data.chat import Example
-from ..data.dataset import Dataset
+from ..data.dataset import Batches, Dataset
 from ..drafters.base import Drafter
-from ..errors import RunError, UserError
+from ..errors import RunError, Stopped, UserError
 from ..features import Layer
 from ..packing import pack_linears
 from ..sources import Source
 from ..target import Target
-from .checkpoints import checkpoint_path, latest_checkpoint, load_checkpoint, load_tensors, save_checkpoint, tensors_of
+from .checkpoints import checkpoint_path, latest_checkpoint, load_checkpoint, load_tensors, save_checkpoint
+from .parallel import Parallel, Sharding, connect, parallel
 from .progress import Progress
 from .tracking import MetricsFile, Tracker
+from .watch import WAITING, Watch
 
 
 @dataclass
 class Tally:
-    """What a logging interval added up."""
+    """What a logging interval added up on one process."""
 
     loss: float = 0.0
-    terms: dict[str, Tensor] = field(default_factory=dict)  # each named loss
-    hits: Tensor | None = None
-    counts: Tensor | None = None
     steps: int = 0
     tokens: int = 0
     supervised: int = 0
     target_seconds: float = 0.0
     drafter_seconds: float = 0.0
-    began: float = 0.0
+    seconds: float = 0.0
+    terms: dict[str, float] = field(default_factory=dict)  # each named loss
+    hits: list[float] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+
+    def add(self, other: "Tally") -> None:
+        """Join what another one added up."""
+        for name in ("loss", "steps", "tokens", "supervised", "target_seconds", "drafter_seconds", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, value in other.terms.items():
+            self.terms[name] = self.terms.get(name, 0.0) + value
+        self.hits = [mine + more for mine, more in zip_longest(self.hits, other.hits, fillvalue=0.0)]
+        self.counts = [mine + more for mine, more in zip_longest(self.counts, other.counts, fillvalue=0.0)]
 
 
 @dataclass
@@ -49,11 +63,15 @@ class Job:
 
     drafter: Drafter
     target: Target
-    dataset: Dataset
     source: Source
-    accelerator: Accelerator
-    model: nn.Module  # the drafter, as accelerate wraps it
-    optimizer: torch.optim.Optimizer
+    shared: Parallel
+    watch: Watch
+    run: Path
+    tally: Tally = field(default_factory=Tally)
+    step: int = 0  # steps done
+    position: dict[str, Any] | None = None  # where this process stands in the data
+    skipped: int = 0  # steps that changed nothing, because something was not finite
+    skipped_in_a_row: int = 0
 
 
 @dataclass
@@ -61,8 +79,9 @@ class Trainer:
     """AdamW with warm-up and cosine decay over `epochs` of the data, or `max_steps` steps where that is given.
 
     A step sees `accumulate` batches of up to `batch_tokens` tokens on each process, and its loss is divided by the number
-    of supervised tokens in all of them, so neither depends on how sequences were batched: padded, in buckets of like length,
-    or with `packing` one after another in one row, where they do not see each other.
+    of supervised tokens in all of them, so neither depends on the number of processes or on how sequences were batched: padded,
+    in buckets of like length, or with `packing` one after another in one row, where they do not see each other. A step whose
+    gradient is not finite is left out; `max_skipped` of them in a row stop the run.
     """
 
     lr: float = 1e-4
@@ -81,10 +100,14 @@ class Trainer:
     keep_checkpoints: int = 2
     log_every: int = 10
     mixed_precision: str = "auto"
+    sharding: Sharding = "auto"
+    gradient_checkpointing: bool = False
+    max_skipped: int = 5
+    patience: float = 60.0
     resume: str | None = None
 
     def __post_init__(self) -> None:
-        for key in ("lr", "epochs", "batch_tokens", "accumulate", "log_every", "keep_checkpoints"):
+        for key in ("lr", "epochs", "batch_tokens", "accumulate", "log_every", "keep_checkpoints", "max_skipped", "patience"):
             if getattr(self, key) <= 0:
                 raise UserError(f"trainer.{key}={getattr(self, key)}: use a number above 0")
         for key in ("max_steps", "save_every"):
@@ -99,7 +122,7 @@ class Trainer:
         precision = self.mixed_precision
         if precision == "auto":
             precision = "bf16" if torch.cuda.is_available() else "no"
-        return Accelerator(mixed_precision=precision, cpu=not torch.cuda.is_available())
+        return connect(precision, self.sharding)
 
     def num_steps(self, dataset: Dataset, num_processes: int = 1) -> int:
         """Optimiser steps of the whole run."""
@@ -125,65 +148,98 @@ class Trainer:
         tracker: Tracker | None = None,
         accelerator: Accelerator | None = None,
         on_step: Callable[[int], None] | None = None,
-    ) -> None:
-        """Train `drafter` in place; go on from the run's newest checkpoint where there is one."""
+    ) -> Parallel:
+        """Train `drafter` in place; go on from the run's newest checkpoint where there is one.
+
+        Afterwards the main process holds it whole, but in its place only where the returned `Parallel` says so. SIGTERM and
+        SIGINT let the step end, save a checkpoint and raise `Stopped`.
+        """
         run.mkdir(parents=True, exist_ok=True)
         accelerator = accelerator or self.accelerator()
-        num_steps = self.num_steps(dataset, accelerator.num_processes)
+        same_data = accelerator.num_processes if target.sharding == "tensor" else 1
+        shared = parallel(accelerator, self.sharding, same_data)
+        num_steps = self.num_steps(dataset, shared.data_count)
         torch.manual_seed(self.seed)
-        step, begun = 0, latest_checkpoint(run)
-        stage = drafter.stage_at(0, num_steps)
+        if self.gradient_checkpointing and drafter.adapts_layers:
+            raise UserError(
+                "trainer.gradient_checkpointing=true: this family adds to the target's layers while they run, so they cannot "
+                "be run again; leave it out and lower trainer.batch_tokens"
+            )
+        self._recompute(drafter, target, self.gradient_checkpointing)
+        begun = latest_checkpoint(run)
+        job = Job(drafter, target, source, shared, Watch(shared, self.patience), run)
+        state: dict[str, Tensor] = {}
+        numbers: dict[str, float] = {}
         if begun is not None:
-            step = int(begun.name.split("-")[1])
-            stage = drafter.stage_at(max(0, step - 1), num_steps)
-        stage_began = next(earlier for earlier in range(step + 1) if drafter.stage_at(earlier, num_steps) == stage)
-        optimizer = self._optimizer(drafter, target, stage)
-        position = None
-        if begun is not None:
-            weights, progress = load_checkpoint(begun, optimizer)
+            weights, state, progress = load_checkpoint(begun)
             _load_weights(drafter, target, weights)
-            position = progress["stream"]
+            job.step, job.position, job.skipped = progress["step"], progress["stream"], progress["skipped"]
+            numbers = progress["optimizer"]
+            job.tally = _tally_of(progress["tallies"], shared)
+            _set_random_state({name: state.pop(name) for name in list(state) if name.startswith("rng.")}, shared.rank)
+        stage = drafter.stage_at(max(0, job.step - 1), num_steps)  # that of the optimiser in the checkpoint
+        stage_began = next(earlier for earlier in range(job.step + 1) if drafter.stage_at(earlier, num_steps) == stage)
         pack_linears(drafter)
-        own = any(parameter.requires_grad for parameter in drafter.parameters())  # what wraps a model wants something to train
-        model = accelerator.prepare_model(drafter.to(accelerator.device), evaluation_mode=not own)
-        optimizer = accelerator.prepare(optimizer)
-        job = Job(drafter, target, dataset, source, accelerator, model, optimizer)
-        processes = accelerator.process_index, accelerator.num_processes
-        stream = dataset.stream(self.batch_tokens, self.seed, self.packing, *processes, position)
-        if accelerator.is_main_process and begun is None:
+        shared.share(drafter, target)
+        self._begin_stage(job, stage)
+        if begun is not None:
+            shared.load_optimizer(state, numbers)
+        process = shared.data_rank, shared.data_count
+        stream = dataset.stream(self.batch_tokens, self.seed, self.packing, *process, job.position)
+        job.position = stream.state()
+        if shared.is_main and begun is None:
             print(self._efficiency(dataset), flush=True)
-        metrics_file = MetricsFile(run / "metrics.jsonl", step) if accelerator.is_main_process else None
-        tally = Tally(began=time.perf_counter())
-        with Progress(num_steps, step, enabled=accelerator.is_main_process) as progress_line:
-            while step < num_steps:
+        metrics_file = MetricsFile(run / "metrics.jsonl", job.step) if shared.is_main else None
+        with (
+            Progress(num_steps, job.step, enabled=shared.is_main) as progress_line,
+            StopSignals() as stop,
+            job.watch as watch,
+        ):
+            while job.step < num_steps:
+                step, began = job.step, time.perf_counter()
                 if drafter.stage_at(step, num_steps) != stage:
                     stage, stage_began = drafter.stage_at(step, num_steps), step
-                    job.optimizer = accelerator.prepare(self._optimizer(drafter, target, stage))
+                    self._begin_stage(job, stage)
                 lr = self.lr_at(step, num_steps, stage_began)
-                for group in job.optimizer.param_groups:
+                for group in shared.optimizer.param_groups:
                     group["lr"] = lr * group["lr_scale"]
                 drafter.progress, drafter.step = step / num_steps, step
+                watch.at(step, "reading data")
                 share = list(islice(stream, self.accumulate))
-                self._step(job, share, tally, step, drafter.features_in(stage))
-                step += 1
+                try:
+                    stopped = self._step(job, share, drafter.features_in(stage), stop)
+                except RuntimeError as error:
+                    raise _explained(error, job) from error
+                if stopped:
+                    self._stop(job, stream, stop)
+                job.position = stream.state()
+                job.step = step = step + 1
+                job.tally.seconds += time.perf_counter() - began
+                if job.skipped_in_a_row >= self.max_skipped:
+                    self._give_up(job)
                 if step % self.log_every == 0 or step == num_steps or step == 1:
-                    metrics = self._metrics(accelerator, tally, step, lr)
-                    metrics |= stream.counts(stream.merged(gather_object([stream.state()])))
-                    tally = Tally(began=time.perf_counter())
+                    metrics = self._metrics(job, lr) | stream.counts(self._position(job, stream))
+                    job.tally = Tally()
                     if metrics_file is not None:
                         metrics_file.write(metrics)
                         if tracker is not None:
                             tracker.log({k: v for k, v in metrics.items() if k != "step"}, step)
                     progress_line.update(step, metrics)
                 if self.save_every is not None and step % self.save_every == 0 and step < num_steps:
-                    source.flush()
-                    position = stream.merged(gather_object([stream.state()]))
-                    if accelerator.is_main_process:
-                        self._save(job, run, step, position)
-                    accelerator.wait_for_everyone()
+                    self._save(job, stream)
                 if on_step is not None:
                     on_step(step)
-        drafter.finish(target)
+        self._recompute(drafter, target, False)
+        shared.release()
+        if shared.in_place or shared.is_main:
+            drafter.finish(target)
+        return shared
+
+    def _recompute(self, drafter: Drafter, target: Target, on: bool) -> None:
+        """Switch gradient checkpointing for whatever may train."""
+        for module in (target, *drafter.modules()):
+            if isinstance(module, (Drafter, Target)):
+                module.recompute = on
 
     def _efficiency(self, dataset: Dataset) -> str:
         """How full batches are, padded and packed."""
@@ -193,105 +249,189 @@ class Trainer:
         )
         return f"batches of up to {self.batch_tokens} tokens: {used} ({other})"
 
-    def _optimizer(self, drafter: Drafter, target: Target, stage: int) -> torch.optim.Optimizer:
+    def _position(self, job: Job, stream: Batches) -> dict[str, Any]:
+        """Where the run stands in the data, from what all processes say; every process must call this."""
+        return stream.merged(job.shared.gathered(job.position)[:: job.shared.copies])
+
+    def _begin_stage(self, job: Job, stage: int) -> None:
         """AdamW over what a stage trains; every other parameter is frozen."""
-        groups = drafter.param_groups(stage)
+        drafter, target = job.drafter, job.target
+        groups = [{"lr_scale": 1.0, **group} for group in drafter.param_groups(stage)]
         trained = {id(parameter) for group in groups for parameter in group["params"]}
         for parameter in [*drafter.parameters(), *target.parameters()]:
             parameter.requires_grad_(id(parameter) in trained)
-        groups = [{"lr_scale": 1.0, **group} for group in groups]
-        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+        job.shared.optimise(groups, self.clip, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
-    def _step(self, job: Job, share: list[list[Example]], tally: Tally, step: int, layers: tuple[Layer, ...]) -> None:
-        """One optimiser step over this process's share of batches."""
-        accelerator, model, optimizer = job.accelerator, job.model, job.optimizer
+    def _step(self, job: Job, share: list[list[Example]], layers: tuple[Layer, ...], stop: "StopSignals") -> bool:
+        """One optimiser step over this process's share of batches; nothing but True where a process was asked to stop."""
+        shared, drafter, target = job.shared, job.drafter, job.target
+        now, began = Tally(steps=1), time.perf_counter()
+        with shared.whole() if job.source.asks_drafter else nullcontext():
+            batches = [job.source.batch(examples, target, layers, drafter, job.step, self.packing) for examples in share]
+        now.target_seconds = time.perf_counter() - began
+        job.watch.at(job.step, WAITING)
+        supervised, stops = shared.sums(sum(batch.num_supervised for batch in batches), float(stop.asked is not None))
+        if stops:
+            return True
+        job.watch.at(job.step, "computing")
         began = time.perf_counter()
-        source = job.source
-        batches = [source.batch(examples, job.target, layers, job.drafter, step, self.packing) for examples in share]
-        tally.target_seconds += time.perf_counter() - began
-        began = time.perf_counter()
-        supervised = torch.tensor(sum(batch.num_supervised for batch in batches), device=accelerator.device)
-        everywhere = int(accelerator.reduce(supervised, reduction="sum"))
-        scale = accelerator.num_processes / max(1, everywhere)  # data-parallel wrappers average gradients
-        model.train()
+        scale = shared.data_count / max(1, supervised)  # gradients are averaged over processes
+        drafter.train()
         for number, batch in enumerate(batches):
+            losses = shared.loss(batch)
+            total = losses.total * scale
             last = number + 1 == len(batches)
-            with nullcontext() if last else accelerator.no_sync(model):
-                losses = model(batch, job.target)
-                total = losses.total * scale
-                if not torch.isfinite(total):
-                    raise RunError(f"training: the loss is {total.item()} at step {step + 1}; lower trainer.lr or trainer.clip")
-                accelerator.backward(total)
-            tally.loss += float(total.detach()) / accelerator.num_processes
-            for name, term in losses.terms.items():
-                tally.terms[name] = term.detach().float() * scale / accelerator.num_processes + tally.terms.get(name, 0.0)
-            tally.hits = losses.hits.detach().float() + (0 if tally.hits is None else tally.hits)
-            tally.counts = losses.counts.detach().float() + (0 if tally.counts is None else tally.counts)
-            tally.tokens += sum(len(example.tokens) for example in share[number])
-        self._share_target_gradients(job)
-        norm = accelerator.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], self.clip)
-        if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
-            raise RunError(f"training: the gradient is not finite at step {step + 1}; lower trainer.lr or trainer.clip")
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        tally.supervised += everywhere
-        tally.steps += 1
-        tally.drafter_seconds += time.perf_counter() - began
+            if last:
+                job.watch.at(job.step, WAITING)
+            shared.backward(total, last)
+            terms = {name: float(term.detach()) * scale / shared.data_count for name, term in losses.terms.items()}
+            tokens = sum(len(example.tokens) for example in share[number])
+            hits, counts = losses.hits.detach().float().tolist(), losses.counts.detach().float().tolist()
+            now.add(Tally(float(total.detach()) / shared.data_count, tokens=tokens, terms=terms, hits=hits, counts=counts))
+        finite = shared.step()
+        now.drafter_seconds = time.perf_counter() - began
+        now.supervised = int(supervised)
+        job.skipped_in_a_row = 0 if finite else job.skipped_in_a_row + 1
+        if finite:
+            job.tally.add(now)
+        else:
+            job.skipped += 1
+            if shared.is_main:
+                print(f"spectrain: training: step {job.step + 1} is left out: its gradient is not finite", file=sys.stderr)
+        return False
 
-    def _share_target_gradients(self, job: Job) -> None:
-        """Average the gradients of the target's own parameters over processes: they are not in what accelerate wraps.
-
-        A parameter that no sequence of this process went through, its layer dropped, has a gradient of zero.
-        """
-        own = {id(parameter) for parameter in job.drafter.parameters()}
-        theirs = [p for group in job.optimizer.param_groups for p in group["params"] if id(p) not in own]
-        for parameter in theirs:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        if job.accelerator.num_processes == 1 or not theirs:
-            return
-        flat = torch.cat([parameter.grad.flatten() for parameter in theirs])  # one exchange instead of hundreds
-        flat = job.accelerator.reduce(flat, reduction="mean")
-        for parameter, mean in zip(theirs, flat.split([parameter.numel() for parameter in theirs])):
-            parameter.grad = mean.view_as(parameter)
-
-    def _metrics(self, accelerator: Accelerator, tally: Tally, step: int, lr: float) -> dict[str, Any]:
+    def _metrics(self, job: Job, lr: float) -> dict[str, Any]:
         """The means of an interval over all processes."""
-        assert tally.hits is not None and tally.counts is not None
-        seconds = time.perf_counter() - tally.began
-        sums = torch.tensor([tally.loss, tally.tokens], dtype=torch.float64, device=accelerator.device)
-        sums = accelerator.reduce(sums, reduction="sum")
-        hits = accelerator.reduce(tally.hits.float(), reduction="sum")
-        counts = accelerator.reduce(tally.counts.float(), reduction="sum")
-        terms = {name: float(accelerator.reduce(term, reduction="sum")) / tally.steps for name, term in tally.terms.items()}
+        shared, tally = job.shared, job.tally
+        names, depths = sorted(tally.terms), len(tally.hits)
+        own = tally.target_seconds + tally.drafter_seconds
+        values = [tally.loss, tally.tokens, own, tally.target_seconds, *(tally.terms[name] for name in names), *tally.hits]
+        loss, tokens, busy, target_busy, *rest = shared.sums(*values, *tally.counts)
+        hits, counts = rest[len(names) : len(names) + depths], rest[len(names) + depths :]
+        steps, seconds = max(1, tally.steps), max(tally.seconds, 1e-9)
+        terms = {name: value / steps for name, value in zip(names, rest)}
+        busy /= shared.data_count
+        target_busy /= shared.data_count
         return {
-            "step": step,
-            "loss": float(sums[0]) / tally.steps,
+            "step": job.step,
+            "loss": loss / steps if tally.steps else None,
             **({"losses": terms} if len(terms) > 1 else {}),
-            "agreement": [round(value, 4) for value in (hits / counts.clamp(min=1)).tolist()],
+            "agreement": [round(hit / max(1.0, count), 4) for hit, count in zip(hits, counts)],
             "lr": lr,
-            "tokens_per_second": float(sums[1]) / seconds,
+            "skipped": job.skipped,
+            "tokens_per_second": tokens / seconds,
             "supervised_per_second": tally.supervised / seconds,
             "time_share": {
-                "target": round(tally.target_seconds / seconds, 3),
-                "drafter": round(tally.drafter_seconds / seconds, 3),
-                "rest": round(max(0.0, 1 - (tally.target_seconds + tally.drafter_seconds) / seconds), 3),
+                "target": round(target_busy / seconds, 3),
+                "drafter": round((busy - target_busy) / seconds, 3),
+                "rest": round(max(0.0, 1 - busy / seconds), 3),
             },
         }
 
-    def _save(self, job: Job, run: Path, step: int, position: dict[str, Any]) -> None:
-        inner: Any = getattr(job.optimizer, "optimizer", job.optimizer)
-        progress = {"step": step, "stream": position}
-        save_checkpoint(checkpoint_path(run, step), _weights(job.drafter, job.target), inner, progress, self.keep_checkpoints)
+    def _save(self, job: Job, stream: Batches) -> None:
+        """A checkpoint of the whole run, written by the main process; every process must call this."""
+        shared = job.shared
+        job.source.flush()
+        weights = _weights(job)
+        state, numbers = shared.optimizer_state()
+        tallies = shared.gathered(asdict(job.tally))
+        states = shared.gathered(_random_state())
+        position = self._position(job, stream)
+        if shared.is_main:
+            for rank, own in enumerate(states):
+                state |= {f"rng.{name}.{rank}": tensor for name, tensor in own.items()}
+            progress = {"step": job.step, "stream": position, "skipped": job.skipped, "tallies": tallies}
+            progress["optimizer"] = numbers
+            save_checkpoint(checkpoint_path(job.run, job.step), weights, state, progress, self.keep_checkpoints)
+        shared.wait()
+
+    def _stop(self, job: Job, stream: Batches, stop: "StopSignals") -> None:
+        """Save and leave, because a signal asked for it."""
+        if job.step and not checkpoint_path(job.run, job.step).exists():
+            self._save(job, stream)
+        signals = [number for number in job.shared.gathered(stop.asked) if number is not None]
+        name = signal.Signals(signals[0]).name
+        how = f"stopped by {name} after step {job.step}, which is saved; go on with the same command, trainer.resume=auto"
+        status = 0 if signals[0] == signal.SIGTERM else 1
+        raise Stopped(f"{how} run={job.run}" if job.shared.is_main else "", status)
+
+    def _give_up(self, job: Job) -> None:
+        kept = latest_checkpoint(job.run)
+        where = f"the last good checkpoint is {kept}" if kept is not None else "no checkpoint was saved yet"
+        raise RunError(
+            f"training: the gradient was not finite in {job.skipped_in_a_row} steps in a row, up to step {job.step}; {where}; "
+            "lower trainer.lr or trainer.clip"
+        )
 
 
-def _weights(drafter: Drafter, target: Target) -> dict[str, Tensor]:
+class StopSignals:
+    """While it is entered, SIGTERM and the first SIGINT are only noted, so that the step that runs can end."""
+
+    def __init__(self) -> None:
+        self.asked: int | None = None
+        self.before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.asked is not None:
+            raise KeyboardInterrupt  # a second time: at once
+        self.asked = self.asked or number
+
+
+def _explained(error: RuntimeError, job: Job) -> Exception:
+    """The error, or where another process is what failed, one that says which."""
+    text = str(error)
+    if isinstance(error, (UserError, RunError)) or job.shared.count == 1:
+        return error
+    if not any(sign in text for sign in ("onnection", "peer", "NCCL", "gloo", "Gloo", "imed out", "imeout", "ocket")):
+        return error
+    gone = job.watch.lost()
+    return error if gone is None else RunError(f"training: {gone}; go on with trainer.resume=auto run={job.run}")
+
+
+def _random_state() -> dict[str, Tensor]:
+    """The state of torch's own generators, for what a family may draw from them."""
+    state = {"cpu": torch.get_rng_state()}
+    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
+
+
+def _set_random_state(saved: dict[str, Tensor], rank: int) -> None:
+    """Undo `_random_state`; a process that was not there before keeps what its seed gave it."""
+    if f"rng.cpu.{rank}" in saved:
+        torch.set_rng_state(saved[f"rng.cpu.{rank}"])
+    if f"rng.cuda.{rank}" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved[f"rng.cuda.{rank}"])
+
+
+def _tally_of(saved: list[dict[str, Any]], shared: Parallel) -> Tally:
+    """What this process had added up; with another number of processes the first takes all sums over."""
+    tallies = [Tally(**one) for one in saved]
+    if len(tallies) == shared.count:
+        return tallies[shared.rank]
+    whole = Tally()
+    if shared.rank == 0:
+        for tally in tallies:
+            whole.add(tally)
+    whole.steps, whole.supervised, whole.seconds = tallies[0].steps, tallies[0].supervised, tallies[0].seconds
+    return whole
+
+
+def _weights(job: Job) -> dict[str, Tensor]:
     """What a checkpoint keeps: the drafter, and the parameters of the target that are being trained."""
-    own = {id(parameter) for parameter in drafter.parameters()}
-    weights = {f"drafter.{name}": tensor for name, tensor in tensors_of(drafter).items()}
-    for name, parameter in target.named_parameters():
-        if parameter.requires_grad and id(parameter) not in own:
-            weights[f"target.{name}"] = parameter.detach().cpu()
+    own = {id(parameter) for parameter in job.drafter.parameters()}
+    weights = {f"drafter.{name}": tensor for name, tensor in job.shared.weights(job.drafter).items()}
+    trained = [name for name, p in job.target.named_parameters() if p.requires_grad and id(p) not in own]
+    if trained:
+        theirs = job.shared.weights(job.target)
+        weights |= {f"target.{name}": theirs[name] for name in trained}
     return weights
 
 

@@ -33,7 +33,8 @@ class Progress:
 
     def update(self, step: int, metrics: dict[str, Any]) -> None:
         agreement = " ".join(f"{value:.2f}" for value in metrics["agreement"])
-        line = f"loss {metrics['loss']:.3f}  agreement {agreement}  {metrics['tokens_per_second']:.0f} tokens/s"
+        loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.3f}"
+        line = f"loss {loss}  agreement {agreement}  {metrics['tokens_per_second']:.0f} tokens/s"
         line += f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else ""
         now = time.monotonic()
         if self.live:

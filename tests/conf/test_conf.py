@@ -50,6 +50,7 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
         ("data", "jsonl"): [f"data.path={tmp_path / 'chats.jsonl'}"],
         ("data", "speculators"): [f"data.path={tmp_path / 'prepared'}"],
         ("data", "hub"): [f"data.path={tmp_path / 'saved'}"],
+        ("data", "stream"): [f"data.path={tmp_path / 'chats.jsonl'}"],
     }
 
 

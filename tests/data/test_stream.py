@@ -9,6 +9,7 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
@@ -16,7 +17,11 @@ from spectrain.config import build
 from spectrain.data.chat import Example, tokenize
 from spectrain.data.dataset import Batches
 from spectrain.data.stream import Stream, StreamedDataset
+from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
+from spectrain.sources import Live
+from spectrain.target import Target
+from spectrain.training.loop import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -189,3 +194,54 @@ def test_steps_must_be_said(tokenizer: PreTrainedTokenizerBase) -> None:
     """A stream has no epochs to count."""
     with pytest.raises(UserError, match=r"trainer\.max_steps"):
         streamed(tokenizer).num_batches(100, 0)
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
+def test_training_on_a_stream_resumes_where_it_was_killed(tiny: Target, tmp_path: Path, packing: bool) -> None:
+    """Killed between two steps and gone on with, it ends in the metrics of a run that was not, rows left out included."""
+    rows = [BAD[0] if number % 7 == 5 else chat(number) for number in range(60)]
+    trainer = Trainer(lr=1e-3, max_steps=8, batch_tokens=60, accumulate=2, log_every=1, save_every=3, packing=packing)
+
+    def fit(run: str, kill: int | None = None) -> list[dict[str, Any]]:
+        def on_step(step: int) -> None:
+            if step == kill:
+                raise InterruptedError
+
+        drafter = Eagle3(tiny, ttt_steps=2, vocab_size=256)
+        drafter.load_state_dict(start)
+        trainer.fit(drafter, tiny, streamed(tiny.tokenizer, rows), Live(), tmp_path / run, on_step=on_step)
+        return [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+
+    drafter = Eagle3(tiny, ttt_steps=2, vocab_size=256)
+    drafter.prepare(tiny, streamed(tiny.tokenizer, rows).token_counts(tiny.head.vocab_size))
+    start = drafter.state_dict()
+    whole = fit("whole")
+    with pytest.raises(InterruptedError):
+        fit("cut", kill=7)
+    cut = fit("cut")
+    assert [(line["step"], line["loss"], line["left_out"]) for line in cut] == [
+        (line["step"], line["loss"], line["left_out"]) for line in whole
+    ]
+    assert whole[-1]["left_out"] > 0
+
+
+def test_packed_training_is_padded_training(tiny: Target, tmp_path: Path) -> None:
+    """A step on the same conversations has the same loss, however they are laid out."""
+    losses = []
+    for packing in (False, True):
+        torch.manual_seed(0)
+        drafter = Eagle3(tiny, ttt_steps=2, vocab_size=256)
+        trainer = Trainer(max_steps=2, batch_tokens=10_000, log_every=1, packing=packing)
+        trainer.fit(drafter, tiny, streamed(tiny.tokenizer), Live(), tmp_path / str(packing))
+        metrics = (tmp_path / str(packing) / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in metrics])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_sample_counts_what_was_cut(tokenizer: PreTrainedTokenizerBase) -> None:
+    """As a data set that is there whole does."""
+    long = {"messages": [{"role": "user", "content": "long question " * 40}, {"role": "assistant", "content": "Yes."}]}
+    rows = [chat(0), {"messages": [chat(1)["messages"][0], {"role": "assistant", "content": "word " * 100}]}, long]
+    sample = streamed(tokenizer, rows, max_length=32)
+    assert (sample.num_conversations, sample.num_cut, sample.num_dropped) == (3, 2, 1)
+    assert "2 cut to data.max_length, 1 without an answer left out" in sample.summary()

@@ -1,0 +1,158 @@
+"""A watch over the other processes of a run: whoever dies or stays behind is named, instead of everybody waiting in silence."""
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from .parallel import Parallel
+
+BEAT = 2.0  # seconds between signs of life
+SILENT = 30.0  # seconds without one after which a process counts as dead
+
+
+class Watch:
+    """Signs of life of all processes in a store of their own, which a thread writes and reads.
+
+    A process is dead where its thread is silent too; it is slow where it alone has not reached a step that all others wait
+    in for `patience` seconds: of that it is told once for each step.
+    """
+
+    def __init__(self, shared: Parallel, patience: float) -> None:
+        self.rank, self.count, self.patience = shared.rank, shared.count, patience
+        self.step, self.since, self.doing = 0, time.monotonic(), "starting"
+        self.ended = threading.Event()
+        self.told: set[tuple[int, int]] = set()
+        self.beats = 0
+        self.seen: dict[int, tuple[int, float]] = {}  # of every process: its newest beat, and when that was first read here
+        self.farewell: str | None = None
+        if self.count == 1:
+            return
+        port = shared.gathered(_free_port() if self.rank == 0 else 0)[0]
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        self.store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, self.count, self.rank == 0, timedelta(seconds=SILENT), wait_for_workers=False
+        )
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> "Watch":
+        if self.count > 1:
+            self._beat()
+            self.thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.ended.set()
+        if self.count == 1:
+            return
+        self.farewell = "" if error is None else " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        with suppress(RuntimeError):  # the process that keeps the store may have gone
+            self._beat()
+
+    def at(self, step: int, doing: str) -> None:
+        """Say where this process is: at a step, on its own work (`doing`), or waiting for the others."""
+        self.step, self.doing, self.since = step, doing, time.monotonic()
+
+    def lost(self) -> str | None:
+        """Which process is gone, in words; waits until one can be told to be."""
+        if self.count == 1:
+            return None
+        deadline = time.monotonic() + SILENT + 2 * BEAT
+        while time.monotonic() < deadline:
+            found = self._gone()
+            if found is not None:
+                return found
+            time.sleep(BEAT / 4)
+        return None
+
+    def _beat(self) -> None:
+        self.beats += 1
+        sign = {
+            "beat": self.beats,
+            "step": self.step,
+            "doing": self.doing,
+            "for": time.monotonic() - self.since,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "farewell": self.farewell,
+        }
+        self.store.set(f"{self.rank}", json.dumps(sign))
+
+    def _signs(self) -> dict[int, dict[str, Any]]:
+        """The last sign of every process that has given one."""
+        ranks = [rank for rank in range(self.count) if self.store.check([f"{rank}"])]
+        signs: dict[int, dict[str, Any]] = {rank: json.loads(self.store.get(f"{rank}")) for rank in ranks}
+        for rank, sign in signs.items():
+            if self.seen.get(rank, (0, 0.0))[0] != sign["beat"]:
+                self.seen[rank] = (sign["beat"], time.monotonic())
+        return signs
+
+    def _gone(self) -> str | None:
+        try:
+            signs = self._signs()
+        except RuntimeError:
+            return "rank 0, which keeps the signs of life, no longer answers"
+        for rank, sign in signs.items():
+            who = f"rank {rank} ({sign['host']}, process {sign['pid']})"
+            if rank != self.rank and sign["farewell"]:
+                return f"{who} stopped at step {sign['step'] + 1}: {sign['farewell']}"
+            if rank != self.rank and sign["farewell"] is None and not self._alive(rank, sign):
+                return f"{who} died at step {sign['step'] + 1}, while {sign['doing']}"
+        return None
+
+    def _alive(self, rank: int, sign: dict[str, Any]) -> bool:
+        """A process of this machine is asked for; of another, its last sign must be fresh, by this machine's clock."""
+        if sign["host"] == socket.gethostname():
+            try:
+                os.kill(sign["pid"], 0)
+                with open(f"/proc/{sign['pid']}/stat") as stat:
+                    return stat.read().rsplit(")", 1)[1].split()[0] != "Z"  # ended, though nobody has asked how
+            except ProcessLookupError:
+                return False
+            except OSError:
+                return True
+        return time.monotonic() - self.seen[rank][1] < SILENT
+
+    def _run(self) -> None:
+        while not self.ended.wait(BEAT):
+            try:
+                self._beat()
+                signs = self._signs()
+            except RuntimeError:
+                continue  # whoever waits for it will hear; see `lost`
+            self._tell_slow(signs)
+            if self.doing == WAITING and time.monotonic() - self.since > SILENT and (found := self._gone()):
+                print(f"spectrain: training: {found}; go on with trainer.resume=auto", file=sys.stderr, flush=True)
+                os._exit(1)  # a collective that waits for a dead process never returns
+
+    def _tell_slow(self, signs: dict[int, dict[str, Any]]) -> None:
+        """On the first process that waits: the ones that keep all others waiting."""
+        waiting = [rank for rank, sign in signs.items() if sign["doing"] == WAITING and sign["farewell"] is None]
+        if not waiting or waiting[0] != self.rank or time.monotonic() - self.since < self.patience:
+            return
+        for rank, sign in signs.items():
+            if sign["doing"] != WAITING and sign["for"] > self.patience and (rank, sign["step"]) not in self.told:
+                self.told.add((rank, sign["step"]))
+                print(
+                    f"spectrain: training: rank {rank} ({sign['host']}, process {sign['pid']}) keeps the others waiting at "
+                    f"step {sign['step'] + 1}: {sign['for']:.0f} s of {sign['doing']}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+WAITING = "waiting"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

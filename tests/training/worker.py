@@ -1,0 +1,99 @@
+"""What test_processes.py starts on several processes: trains drafters and writes down what came of it. Not a test itself."""
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Drafter
+from spectrain.features import Batch
+from spectrain.loading import load_tiny
+from spectrain.sources import Live
+from spectrain.target import Target
+from spectrain.training.loop import Trainer
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("eagle3.Eagle3", {"ttt_steps": 2, "vocab_size": 256}),
+    "medusa": ("medusa.Medusa", {"num_heads": 2, "vocab_size": 256}),
+    "medusa2": ("medusa.Medusa", {"num_heads": 2, "vocab_size": 256, "adapt": "lora", "rank": 4, "heads_first": 0.5}),
+    "hydra": ("hydra.Hydra", {"num_heads": 2, "vocab_size": 256, "prefix_attention": True}),
+    "causal": ("causal.Causal", {"num_layers": 2}),
+    "pard": ("pard.Pard", {"num_layers": 2, "num_drafts": 3}),
+    "kangaroo": ("kangaroo.Kangaroo", {}),
+    "gated_lora": ("gated_lora.GatedLora", {"num_masks": 2, "rank": 4}),
+    "early_exit": ("early_exit.EarlyExit", {"max_dropout": 0.5, "exit_scale": 1.0, "self_distillation": True}),
+}
+
+
+def dataset(count: int = 8, length: int = 16) -> Dataset:
+    """Equally long conversations, by default so few that every step sees all of them; prompts of unequal length."""
+    rows = torch.randint(3, 2000, (count, length), generator=torch.Generator().manual_seed(5)).tolist()
+    return Dataset([Example(row, [i >= 4 + n % 5 for i in range(length)]) for n, row in enumerate(rows)], count, 0, 0)
+
+
+def make(family: str, target: Target) -> Drafter:
+    path, options = FAMILIES[family]
+    module, name = path.split(".")
+    torch.manual_seed(0)
+    made: Drafter = getattr(importlib.import_module(f"spectrain.drafters.{module}"), name)(target, **options)
+    made.prepare(target, torch.arange(target.head.vocab_size))
+    return made
+
+
+class Slow(Live):
+    """The second process reads its data slowly."""
+
+    def batch(self, *arguments: Any, **options: Any) -> Batch:
+        if os.environ.get("RANK") == "1":
+            time.sleep(6)
+        return super().batch(*arguments, **options)
+
+
+def train(job: dict[str, Any]) -> None:
+    """Train one family; write its weights, those of the target that it trained, and the metrics to `out`.
+
+    `die` is (rank, step) of a process that is killed there, `leave` a step after which all of them leave.
+    """
+    out = Path(job["out"])
+    target = load_tiny(sharding=job.get("target", "none"))
+    drafter = make(job["family"], target)
+    own = {id(parameter) for parameter in drafter.parameters()}
+    theirs = {id(p) for group in drafter.param_groups(1) for p in group["params"]} - own
+    names = [name for name, parameter in target.named_parameters() if id(parameter) in theirs]
+    trainer = Trainer(**{"lr": 1e-3, "max_steps": 4, "warmup": 0.0, "log_every": 1, **job["options"]})
+
+    def on_step(step: int) -> None:
+        if step == job.get("leave"):
+            raise Left
+        if [int(os.environ.get("RANK", 0)), step] == job.get("die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    source = Slow() if job.get("slow") else Live()
+    try:
+        shared = trainer.fit(drafter, target, dataset(job.get("count", 8)), source, out, on_step=on_step)
+    except Left:
+        return
+    if shared.is_main:
+        weights = {f"drafter.{name}": value.clone() for name, value in drafter.state_dict().items()}
+        after = dict(target.named_parameters())
+        weights |= {f"target.{name}": after[name].detach().clone() for name in names if name in after}
+        save_file(weights, out / "weights.safetensors")
+
+
+class Left(Exception):
+    """Stands for a kill of all processes between two steps."""
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    for one in json.loads(sys.argv[1]):
+        train(one)
