@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.run import train
 from spectrain.sources import Stored
 from spectrain.target import Target
+from spectrain.training.loop import Trainer
 
 SETTINGS = ("recipe=eagle3", "target=tiny", "data.limit=12", "+data.max_length=128", "+drafter.ttt_steps=2", "eval=none")
 
@@ -93,12 +95,10 @@ def test_a_stopped_capture_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_many_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each captures its own batches, and together these are all."""
     for rank in range(2):
-        with monkeypatch.context() as patched:
-            patched.setattr("accelerate.Accelerator.process_index", rank)
-            patched.setattr("accelerate.Accelerator.num_processes", 2)
-            patched.setattr("accelerate.Accelerator.wait_for_everyone", lambda self: None)
-            with pytest.raises(RunError, match="sequences are still missing"):
-                stored(tmp_path / str(rank))  # in truth in one folder, both beginning before either has written
+        process = SimpleNamespace(process_index=rank, num_processes=2, is_main_process=not rank, wait_for_everyone=lambda: None)
+        monkeypatch.setattr(Trainer, "accelerator", lambda self, process=process: process)
+        with pytest.raises(RunError, match="sequences are still missing"):
+            stored(tmp_path / str(rank))  # in truth in one folder, both beginning before either has written
     halves = [FeatureStore(tmp_path / str(rank)).home for rank in range(2)]
     assert not set(halves[0]) & set(halves[1]) and len(halves[0] | halves[1]) == 12
 
