@@ -16,6 +16,7 @@ USAGE = """spectrain: train drafters for speculative decoding and prove what the
   spectrain eval run=runs/NAME                     score it again: other prompts, tree, acceptance rule
   spectrain data inspect data=jsonl data.path=F    a conversation, its supervised tokens in colour
   spectrain data regenerate data=.. out=DIR        answers by the target itself: our engine, or a server
+  spectrain data store recipe=R source.path=DIR    the target's features on disk, for source=store; data verify checks them
   spectrain bench decode | train                   time against rows; training tokens per second
   spectrain bench kernels | engine                 kernels and the decoding engine, against their floors
   spectrain bench report                           what eval/results holds, against its goals
@@ -50,6 +51,8 @@ def dispatch(arguments: list[str]) -> None:
         "eval": ("eval", evaluate),
         "data inspect": ("inspect", inspect_data),
         "data regenerate": ("regenerate", regenerate_data),
+        "data store": ("train", store_data),
+        "data verify": ("verify", verify_data),
         "bench decode": ("train", bench_decode),
         "bench train": ("train", bench_train),
         "bench kernels": ("bench_kernels", bench_machine),
@@ -69,6 +72,8 @@ def dispatch(arguments: list[str]) -> None:
         return task(rest)
     if name == "bench decode" and not any(argument.startswith(("drafter=", "recipe=")) for argument in rest):
         rest = ["drafter=ngram", *rest]  # the configuration wants one, though only the target is timed
+    if name == "data store" and not any(argument.startswith("source=") for argument in rest):
+        rest = ["source=store", *rest]
     compose_and_call(config_name, task, rest)
 
 
@@ -161,6 +166,18 @@ def regenerate_data(config: Any) -> None:
     from .data.regenerate import regenerate
 
     regenerate(checked(config, REGENERATE_KEYS))
+
+
+def store_data(config: Any) -> None:
+    from .data.capture import capture
+
+    capture(checked(config, TRAIN_KEYS))
+
+
+def verify_data(config: Any) -> None:
+    from .data.capture import verify
+
+    verify(checked(config, ("path", "drop")))
 
 
 def bench_decode(config: Any) -> None:

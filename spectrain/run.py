@@ -21,6 +21,7 @@ from .drafters.base import Drafter
 from .errors import UserError
 from .provenance import processor, provenance, versions
 from .shapes import TreeBuilder
+from .sources import Source
 from .target import Target
 from .training.checkpoints import latest_checkpoint, load_tensors, tensors_of, written_whole
 from .training.parallel import connect
@@ -54,6 +55,8 @@ def train(config: DictConfig, asked: list[str]) -> Path:
     dataset = data.dataset(target.tokenizer)
     trainer.num_steps(dataset)  # a stream must be told
     drafter = fresh_drafter(config, target, dataset)
+    source: Source = build(config.source)
+    told = source.prepare(drafter, target, None if dataset.is_sample else dataset.examples)
     if accelerator.is_main_process:
         open_run(run, config, dataset, target)
         print(
@@ -61,14 +64,17 @@ def train(config: DictConfig, asked: list[str]) -> Path:
             + (f", {data.num_left_out} unusable conversations left out" if data.num_left_out else ""),
             flush=True,
         )
+        if told is not None:
+            print(told, flush=True)
     accelerator.wait_for_everyone()
     target.pack()
     tracker = build(config.get("tracker"))
     if tracker is not None and accelerator.is_main_process:
         tracker.start(run, OmegaConf.to_container(config))
     try:
-        shared = trainer.fit(drafter, target, dataset, build(config.source), run, tracker, accelerator)
+        shared = trainer.fit(drafter, target, dataset, source, run, tracker, accelerator)
     finally:
+        source.flush()
         if tracker is not None and accelerator.is_main_process:
             tracker.finish()
     if accelerator.is_main_process:

@@ -1,20 +1,27 @@
 """Where features come from. Shapes: B batch, T tokens, L layers, D target width."""
 
+import hashlib
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Any, Literal
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .acceptance import Greedy, Interleaved, Match
 from .data.chat import Example
 from .data.dataset import collate
+from .data.speculators import SpeculatorsCache, hidden_states_folder
+from .data.store import PLACE, Contents, FeatureStore, fingerprint, names, read_manifest
 from .decode import decode
 from .drafters.base import Drafter
-from .errors import UserError
+from .errors import RunError, UserError
 from .features import Batch, Features, Layer, laid_out
 from .replay import KEPT, Recorder, Replay, collate_replays, replays
 from .shapes import Chain
@@ -38,6 +45,16 @@ class Source(ABC):
     ) -> Batch:
         """These examples with their features, padded or packed; without features where `layers` is empty. Some sources ask
         the drafter too."""
+
+    def prepare(self, drafter: Drafter, target: Target, examples: list[Example] | None) -> str | None:
+        """Called once before training, before anything is written; what the user should know of what is to come.
+
+        `examples` are all there will be, or None where they come as a stream.
+        """
+        return None
+
+    def flush(self) -> None:
+        """Write down what would be lost: called before a checkpoint, so that a resumed run finds it, and at the end."""
 
 
 class Live(Source):
@@ -75,6 +92,162 @@ class Live(Source):
             if example.key not in self.kept and self.bytes + size <= self.keep_bytes:
                 self.kept[example.key] = kept.to("cpu", copy=True)
                 self.bytes += size
+
+
+class Stored(Source):
+    """Reads features from a folder, which `spectrain data store` fills; what it lacks is captured at first use.
+
+    A new folder holds the layers that the drafter reads, in `dtype` (auto: the target's; fp8 and int8 have a scale a token and
+    layer), with `supervised_only` the last state only where the drafter reads it. No more than `max_gb` are written, in shards
+    of `shard_mb`. With capture=false nothing is, and what is missing stops the training. A cache of the speculators project is
+    read as it is.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = "auto",
+        supervised_only: bool | None = None,
+        max_gb: float = 100.0,
+        shard_mb: float = 512.0,
+        capture: bool = True,
+    ) -> None:
+        for key, value in (("max_gb", max_gb), ("shard_mb", shard_mb)):
+            if not value > 0:
+                raise UserError(f"source.{key}={value}: use more than 0")
+        self.path, self.dtype, self.supervised_only = Path(path).expanduser(), dtype, supervised_only
+        self.max_gb, self.shard_mb, self.capture = max_gb, shard_mb, capture
+        self.store: FeatureStore | SpeculatorsCache | None = None
+
+    def prepare(self, drafter: Drafter, target: Target, examples: list[Example] | None) -> str:
+        """Open the store, and stop where what is missing would not fit the budget or the disk."""
+        layers = drafter.features_in(0)
+        if not layers:
+            raise UserError("source=store: this family reads no features, it runs the target itself; use source=live")
+        store = self._open(target, layers, drafter)
+        if examples is None:
+            return f"{self.path}: layers {names(store.layers)}; what it lacks of a stream is captured, up to {self.max_gb:g} GB"
+        distinct = list({store.key(example): example for example in examples}.values())
+        missing = [example for example in distinct if example not in store]
+        if missing and not self.capture:
+            raise UserError(
+                f"source.path={self.path}: {len(missing)} of {len(distinct)} sequences are not in it; capture them first with "
+                "spectrain data store, or say source.capture=true"
+            )
+        if isinstance(store, SpeculatorsCache):
+            if len(missing) == len(distinct):
+                raise UserError(
+                    f"source.path={self.path}: none of the {len(distinct)} sequences is in it, made from other data or with "
+                    "another chat template; read that data"
+                )
+            told = f"{self.path}: layers {names(store.layers)}, {len(distinct) - len(missing)} of {len(distinct)} sequences"
+            for name, reason in store.damaged.items():
+                told += f"; {name} cannot be read ({reason})"
+            return told + (f"; the target is run for the other {len(missing)}" if missing else "")
+        return self._budget(store, distinct, missing)
+
+    def _budget(self, store: FeatureStore, distinct: list[Example], missing: list[Example]) -> str:
+        """What the store will take, in a sentence."""
+        contents = store.contents
+        tokens = sum(len(example.tokens) for example in distinct)
+        a_token = sum(map(contents.num_bytes, distinct)) / tokens
+        to_come = sum(map(contents.num_bytes, missing))
+        total = store.num_bytes + to_come + PLACE * len(missing)
+        where = next(folder for folder in (self.path.absolute(), *self.path.absolute().parents) if folder.is_dir())
+        free = shutil.disk_usage(where).free
+        told = f"{tokens} tokens of {a_token:.0f} bytes, {total / 1e9:.3g} GB in {contents.dtype}"
+        less = "ask for less: source.dtype=int8 in a new folder, source.supervised_only=true, data.limit"
+        if total > self.max_gb * 1e9:
+            raise UserError(f"source.max_gb={self.max_gb:g}: the store needs {told}; raise it, or {less}")
+        if to_come > free:
+            raise UserError(
+                f"source.path={self.path}: the store needs {told}, and only {free / 1e9:.3g} GB are free; choose another disk, "
+                f"or {less}"
+            )
+        return (
+            f"{self.path}: {len(distinct)} sequences, {told}; {len(distinct) - len(missing)} are stored, "
+            f"{to_come / 1e9:.3g} GB to capture; {free / 1e9:.3g} GB free"
+        )
+
+    def _open(self, target: Target, layers: tuple[Layer, ...], drafter: Drafter | None) -> FeatureStore | SpeculatorsCache:
+        if self.store is not None:
+            return self.store
+        folder = hidden_states_folder(self.path)
+        if folder is not None:
+            cache = SpeculatorsCache(folder, target)
+            lacking = [layer for layer in layers if layer not in cache.layers]
+            if lacking:
+                raise UserError(
+                    f"source.path={self.path}: it holds layers {names(cache.layers)}, and the drafter reads "
+                    f"{names(tuple(lacking))} too; give it those of the cache with drafter.layers"
+                )
+            self.store = cache
+            return cache
+        manifest = self.path / "manifest.json"
+        stored = read_manifest(manifest) if manifest.exists() else None
+        wanted = self._wanted(target, layers, drafter, stored)
+        if stored is not None:
+            stored.refuse_unless(wanted, self.path)
+        self.store = FeatureStore(self.path, wanted, self.max_gb * 1e9, self.shard_mb * 1e6, mend=self.capture)
+        if target.sharding == "tensor" and dist.get_rank():
+            self.store.writes = False  # every process of it sees the same data, and the first keeps them
+        return self.store
+
+    def _wanted(self, target: Target, layers: tuple[Layer, ...], drafter: Drafter | None, stored: Contents | None) -> Contents:
+        """What is asked of the store; what is left open is as it is stored."""
+        reach = None if drafter is None else drafter.final_reach
+        if self.supervised_only and (reach is None or "final" not in layers):
+            raise UserError("source.supervised_only=true: this family reads every position; leave it out")
+        thrifty = self.supervised_only or (
+            self.supervised_only is None and stored is not None and stored.final_reach is not None
+        )
+        dtype: Any = self.dtype
+        if dtype == "auto":
+            dtype = str(target.dtype).removeprefix("torch.") if stored is None else stored.dtype
+        template = hashlib.sha256(str(target.tokenizer.chat_template).encode()).hexdigest()[:16]
+        facts = target.name, target.path, fingerprint(target.model), template
+        return Contents(*facts, layers, target.width, dtype, reach if thrifty else None)
+
+    def batch(
+        self,
+        examples: list[Example],
+        target: Target,
+        layers: tuple[Layer, ...],
+        drafter: Drafter | None = None,
+        step: int = 0,
+        packed: bool = False,
+    ) -> Batch:
+        batch = collate(examples, packed).to(target.device)
+        if not layers:
+            return batch
+        store = self._open(target, layers, drafter)
+        rows = [store.read(example, layers, target) for example in examples]
+        absent = sum(row is None for row in rows)
+        if _anywhere(absent > 0, target):
+            if absent and not self.capture:
+                raise RunError(f"source.path={self.path}: {absent} sequences of a batch are not in it; say source.capture=true")
+            # The whole batch, as source=live runs it: the last bits of a product depend on what is batched with what.
+            hidden = target.features(batch.tokens, store.layers, batch.lengths).hidden
+            parts = hidden if batch.lengths is None else hidden[0].split(batch.lengths)
+            rows = [
+                store.take(example, states[: len(example.tokens)], layers) if row is None else row
+                for example, row, states in zip(examples, rows, parts)
+            ]
+        found = laid_out([row for row in rows if row is not None], packed)
+        return replace(batch, features=Features(batch.tokens, layers, found))
+
+    def flush(self) -> None:
+        if self.store is not None:
+            self.store.flush()
+
+
+def _anywhere(missing: bool, target: Target) -> bool:
+    """Whether something is missing, on any process where all of them must run the target together."""
+    if not target.in_step or not dist.is_initialized():
+        return missing
+    found = torch.tensor(float(missing), device=target.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return bool(found)
 
 
 class Generated(Source):

@@ -69,8 +69,13 @@ def assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message])
     return [(whole, shared)] if len(shared) == len(apart) else apart
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[Example]:
-    """Token ids and loss masks of a conversation; stops where a mask comes out all zero or all one."""
+def tokenize(tokenizer: PreTrainedTokenizerBase, messages: list[Message] | Example) -> list[Example]:
+    """Token ids and loss masks of a conversation; stops where a mask comes out all zero or all one.
+
+    One that another project has tokenised stays as it is.
+    """
+    if isinstance(messages, Example):
+        return [messages]
     if not tokenizer.chat_template:
         raise UserError(
             "target: its tokenizer has no chat template; use an instruction-tuned model or add one to the tokenizer"

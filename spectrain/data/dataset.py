@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class Dataset:
     num_conversations: int
     num_cut: int  # examples cut to max_length
     num_dropped: int  # examples without a supervised token after the cut
+
+    is_sample: ClassVar[bool] = False  # there is more to train on than the examples
 
     @classmethod
     def build(cls, data: Data, tokenizer: PreTrainedTokenizerBase) -> Dataset:

@@ -17,7 +17,7 @@ from glob import glob, has_magic
 from itertools import islice
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
@@ -150,6 +150,8 @@ class StreamedDataset(Dataset):
 
     data: Stream
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
+
+    is_sample: ClassVar[bool] = True
 
     def num_batches(self, batch_tokens: int, seed: int, packed: bool = False) -> int:
         raise UserError("trainer.max_steps: a stream does not know how much it holds; say how many steps to train")

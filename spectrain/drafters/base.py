@@ -42,6 +42,7 @@ class Drafter(nn.Module, ABC):
     """Guesses what its target will say next. Runtime objects enter the constructor by one keyword, `target`."""
 
     layers: tuple[Layer, ...] = ()  # the features it reads, in training and decoding; none for an independent model
+    final_reach: int | None = None  # its loss reads "final" where the next token carries loss and so far before; None: anywhere
     shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
     progress: float = 0.0  # how much of the training is done, from 0 to 1; the trainer keeps it, for schedules
     step: int = 0  # optimiser steps done; the trainer keeps it too

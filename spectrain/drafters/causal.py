@@ -36,6 +36,7 @@ class Causal(Drafter):
     Which sequences these are is the source's to say: source=live takes the data's, source=generated others.
     """
 
+    final_reach = 0
     shape = ("architecture", "num_layers", "model")
     is_captured = True
     carried = ("cache",)

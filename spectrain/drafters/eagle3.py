@@ -33,6 +33,7 @@ class Eagle3(VocabularyDrafter):
     the step before. The head is the drafter's own, over the `vocab_size` tokens that the assistant uses most.
     """
 
+    final_reach = 0
     shape = ("vocab_size", "layers")
     is_captured = True
     carried = ("cache",)

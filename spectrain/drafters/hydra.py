@@ -106,6 +106,7 @@ class Hydra(HeadsDrafter):
         for key, value in (("num_heads", num_heads), ("num_layers", num_layers)):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
+        self.final_reach = None if prefix_attention else num_heads
         self.divergence, self.head_decay = loss, head_decay
         self.head = target.head
         vocab_size = min(vocab_size, target.head.vocab_size)

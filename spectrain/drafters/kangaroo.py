@@ -35,6 +35,7 @@ class Kangaroo(SelfDrafter):
     likely token is unlikely, the second exit, which is the tree builder's to do: tree=chain with stop and stop_on=token.
     """
 
+    final_reach = 0
     shape = ("exit_layer",)
     carried = ("cache",)
     learns_replays = True

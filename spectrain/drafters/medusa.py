@@ -87,6 +87,7 @@ class Medusa(HeadsDrafter):
             raise UserError(
                 "drafter.self_distillation: the original is the target with its adapters off; use drafter.adapt=lora"
             )
+        self.final_reach = num_heads  # head k reads 1 + k positions before what it is judged by
         self.divergence, self.head_decay, self.adapt = loss, head_decay, adapt
         self.heads_first, self.heads_coefficient, self.schedule = heads_first, heads_coefficient, schedule
         self.self_distillation, self.target_lr_scale, self.rank, self.alpha = self_distillation, target_lr_scale, rank, alpha

@@ -37,6 +37,7 @@ class Pard(Drafter):
     divergence from what the target says there.
     """
 
+    final_reach = 0
     shape = ("architecture", "num_layers", "model")
     is_captured = True
     carried = ("cache",)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,24 +23,43 @@ def written_whole(directory: Path) -> Iterator[Path]:
     scratch = directory.with_name(directory.name + ".part")
     shutil.rmtree(scratch, ignore_errors=True)
     try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        old = directory.with_name(directory.name + ".old")
-        if directory.exists():
-            directory.rename(old)
-        scratch.rename(directory)
-        shutil.rmtree(old, ignore_errors=True)
+        with full_disk_told(directory, "go on with trainer.resume=auto"):
+            scratch.mkdir(parents=True)
+            yield scratch
+            old = directory.with_name(directory.name + ".old")
+            if directory.exists():
+                directory.rename(old)
+            scratch.rename(directory)
+            shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def written_file(file: Path) -> Iterator[Path]:
+    """A scratch file that becomes `file` once it is complete; no other process's scratch has its name."""
+    scratch = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
+    try:
+        with full_disk_told(file, "give the same command again"):
+            yield scratch
+            scratch.replace(file)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+@contextmanager
+def full_disk_told(place: Path, how: str) -> Iterator[None]:
+    """A full disk as the user's mistake; other errors as they are."""
+    try:
+        yield
     except (OSError, SafetensorError) as error:
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         full = full or "No space left" in str(error) or "File too large" in str(error)
         if not full:
             raise
         raise UserError(
-            f"{directory}: the disk is full, so it was not saved and what was saved before is intact; free some space and go "
-            "on with trainer.resume=auto"
+            f"{place}: the disk is full, so it was not saved and what was saved before is intact; free some space and {how}"
         ) from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def checkpoint_path(run: Path, step: int) -> Path:

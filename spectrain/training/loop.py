@@ -334,6 +334,7 @@ class Trainer:
     def _save(self, job: Job, stream: Batches) -> None:
         """A checkpoint of the whole run, written by the main process; every process must call this."""
         shared = job.shared
+        job.source.flush()
         weights = _weights(job)
         state, numbers = shared.optimizer_state()
         tallies = shared.gathered(asdict(job.tally))

@@ -45,9 +45,12 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
     """What must be given with a choice, here from files of this test."""
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
     Dataset.from_list([{"messages": MESSAGES}]).save_to_disk(tmp_path / "saved")
+    Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [0, 1]}]).save_to_disk(tmp_path / "prepared")
     return {
         ("target", "hf"): [f"target.model={TINY}"],
+        ("source", "store"): [f"source.path={tmp_path / 'store'}"],
         ("data", "jsonl"): [f"data.path={tmp_path / 'chats.jsonl'}"],
+        ("data", "speculators"): [f"data.path={tmp_path / 'prepared'}"],
         ("data", "hub"): [f"data.path={tmp_path / 'saved'}"],
         ("data", "stream"): [f"data.path={tmp_path / 'chats.jsonl'}"],
         ("writer", "openai"): ["writer.model=some/name"],
@@ -135,6 +138,11 @@ def test_regenerate_composes() -> None:
     config = composed("regenerate", "target=tiny", "out=DIR", "++sampling.temperature=0", "++regenerate.turns=first")
     checked = check_config(config, REGENERATE_KEYS)
     assert build(checked.sampling).temperature == 0 and build(checked.regenerate).turns == "first"
+
+
+def test_verify_composes() -> None:
+    """The configuration of `data verify` passes its check."""
+    assert check_config(composed("verify", "path=DIR"), ("path", "drop")).drop is False
 
 
 def test_eval_composes() -> None:
