@@ -3,7 +3,7 @@
 import hashlib
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -77,21 +77,22 @@ class Live(Source):
         batch = collate(examples, packed).to(target.device)
         if not layers:
             return batch
-        if all(example.key in self.kept for example in examples) and not target.in_step:
-            hidden = laid_out([self.kept[example.key] for example in examples], packed)
-            features = Features(batch.tokens, layers, hidden.to(target.device))
-        else:
-            features = target.features(batch.tokens, layers, batch.lengths)
-            self._keep(examples, features.hidden if batch.lengths is None else features.hidden[0].split(batch.lengths))
-        return replace(batch, features=features)
+        if self.keep_bytes and not target.in_step:
+            hidden = laid_out([self._features(example, target, layers) for example in examples], packed)
+            return replace(batch, features=Features(batch.tokens, layers, hidden.to(target.device)))
+        return replace(batch, features=target.features(batch.tokens, layers, batch.lengths))
 
-    def _keep(self, examples: list[Example], hidden: Iterable[Tensor]) -> None:
-        for row, example in zip(hidden, examples):
-            kept = row[: len(example.tokens)]
-            size = kept.numel() * kept.element_size()
-            if example.key not in self.kept and self.bytes + size <= self.keep_bytes:
-                self.kept[example.key] = kept.to("cpu", copy=True)
-                self.bytes += size
+    def _features(self, example: Example, target: Target, layers: tuple[Layer, ...]) -> Tensor:
+        """[T, L, D] of one example, kept where there is room. It is run alone: its last bits would depend on its company, so a
+        resumed run, which has kept nothing yet, would not have the same features as an undisturbed one."""
+        if example.key in self.kept:
+            return self.kept[example.key]
+        hidden = target.features(torch.tensor([example.tokens], device=target.device), layers).hidden[0]
+        size = hidden.numel() * hidden.element_size()
+        if self.bytes + size <= self.keep_bytes:
+            self.kept[example.key] = hidden = hidden.to("cpu", copy=True)
+            self.bytes += size
+        return hidden.to("cpu")
 
 
 class Stored(Source):
