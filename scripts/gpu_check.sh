@@ -8,12 +8,14 @@
 #   OUT=eval/results bash scripts/gpu_check.sh engine counts|identity|single|batched|training [toy]
 #   RUNS="DIR ..." OUT=eval/results bash scripts/gpu_check.sh families
 #   TARGET=DIR OUT=eval/results bash scripts/gpu_check.sh bench|train|score
+#   TARGET=DIR OUT=eval/results bash scripts/gpu_check.sh scale [toy]
 #
 # kernels, without a name all four, measures what $OUT/kernels.json has not yet, for 7 minutes at most, and says how much
 # is left; the same call again goes on. So does engine, with $OUT/engine.json, 6 minutes and what the last row takes. With toy
 # they take seconds, on any machine, to see that every line of them runs. kernels needs torch, triton and rich, engine
 # transformers and peft too; the others need what spectrain needs.
-# families scores drafters that were trained elsewhere, each in its run folder, through captured rounds.
+# scale trains in every way to share parameters (DDP, FSDP2, ZeRO-2, ZeRO-3; with several GPUs a spread and a cut target too),
+# started through accelerate, beside one plain process. families scores drafters that were trained elsewhere, each in its run folder, through captured rounds.
 # TARGET is the target's directory in transformers format (weights brought along by hand serve; without it the converted
 # package is used). Needs no network. Each part stays under 9 minutes, and train, kernels and engine go on where they were
 # cut off, so the parts can run one by one, or the same one again. JSON with its setting goes to OUT.
@@ -75,6 +77,13 @@ score() {
   cp "$RUN/metrics.jsonl" "$OUT/gpu-eagle3-smollm2-metrics.jsonl"
 }
 
+scale() {
+  local out="$OUT/scale.json" toy=False place=None
+  if [ "${1:-}" = toy ]; then out="$OUT/scale-toy.json" toy=True; fi
+  [ -n "${TARGET:-}" ] && place="'$TARGET'"
+  timeout 530 "$PYTHON" -c "from spectrain.bench.scale import Scale as S; S('$out', $toy, 20, $place).run()"
+}
+
 bench() {
   timeout 200 "$PYTHON" -m spectrain bench decode "${target[@]}" | tee "$OUT/gpu-bench-decode.txt"
   timeout 200 "$PYTHON" -m spectrain bench train recipe=eagle3 "${target[@]}" | tee "$OUT/gpu-bench-train.txt"
@@ -87,5 +96,6 @@ case "$PART" in
   train) train ;;
   score) score ;;
   bench) bench ;;
-  *) echo "gpu_check.sh: $PART is no part; use kernels, engine, families, bench, train or score" >&2; exit 2 ;;
+  scale) scale "${@:2}" ;;
+  *) echo "gpu_check.sh: $PART is no part; use kernels, engine, families, bench, train, score or scale" >&2; exit 2 ;;
 esac
