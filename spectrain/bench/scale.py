@@ -16,6 +16,16 @@ CONF = Path(__file__).resolve().parents[1] / "conf" / "accelerate"
 WAYS = ("ddp", "fsdp2", "zero2", "zero3")
 
 
+def table(found: dict[str, Any]) -> str:
+    """The rows of a result as a Markdown table."""
+    lines = ["| way | tokens/s | largest difference of a step's loss |", "|---|---:|---:|"]
+    for row in found["rows"]:
+        failed = row["error"] is not None
+        speed = "failed" if failed else f"{row['tokens_per_second']:,.0f}"
+        lines.append(f"| {row['way']} | {speed} | {row['error'] if failed else format(row['largest_difference'], '.1e')} |")
+    return "\n".join(lines)
+
+
 class Scale:
     """Trains EAGLE-3 for `steps` steps in every way and writes losses, speed and differences to `out`.
 
@@ -52,11 +62,10 @@ class Scale:
             pairs = zip(row["losses"], plain["losses"])
             row["largest_difference"] = max((abs(a - b) / max(abs(b), 1e-3) for a, b in pairs), default=None)
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        found = {"setting": {"processes": self.processes, "settings": self.settings, **provenance()}, "rows": rows}
+        facts = {key: value for key, value in provenance().items() if key != "command"}
+        found = {"setting": {"processes": self.processes, "settings": self.settings, **facts}, "rows": rows}
         self.out.write_text(json.dumps(found, indent=2) + "\n")
-        for row in rows:
-            speed, difference = row["tokens_per_second"] or 0, row["largest_difference"]
-            print(f"{row['way']:>14}  {speed:8.0f} tokens/s  largest difference {difference}  {row['error'] or ''}")
+        print(table(found))
 
     def _train(self, run: Path, command: list[str], more: list[str] | None = None) -> dict[str, Any]:
         """One training: its losses, and its speed over the second half of its steps."""
