@@ -175,7 +175,7 @@ class Replicated(Parallel):
         """DDP holds the parameters that are being trained, so each stage has its own."""
         if self.count > 1 and any(parameter.requires_grad for parameter in self.drafter.parameters()):
             places = [self.device] if self.device.type == "cuda" else None
-            self.model = nn.parallel.DistributedDataParallel(self.drafter, device_ids=places, broadcast_buffers=False)
+            self.model = nn.parallel.DistributedDataParallel(self.drafter, device_ids=places)
 
     def loss(self, batch: Batch) -> Losses:
         with self.accelerator.autocast():
