@@ -9,6 +9,7 @@ question about such values is answered with yes, and a number among them is 1.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 aten = torch.ops.aten
 
@@ -28,12 +29,35 @@ KNOWN = 1 << 22  # elements up to which values are followed; a float needs them 
 KNOWN_FLOATS = 1 << 10
 BLOCK = 512  # bytes: a GPU's allocator gives no less
 
+Shape = tuple[int, ...]
+
+
+def attention_flops(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
+    """Of scores and of what they weigh, [B, H, T, D] against [B, K, S, D]; masked or not, as torch counts them too."""
+    return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
+
+
+def attention_backward_flops(gradient: Shape, query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
+    """Five products, one of which computes the scores again, for two."""
+    return 5 * attention_flops(query, key, value) // 2
+
+
+def linear_flops(x: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(x) * weight[0]
+
+
 FORMULAS: dict[Any, Any] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
-    torch.ops.mkldnn._linear_pointwise: lambda x, weight, *args, out_val=None, **kwargs: 2 * x.numel() * weight.shape[0],
+    aten._scaled_dot_product_flash_attention: attention_flops,
+    aten._scaled_dot_product_efficient_attention: attention_flops,
+    aten._scaled_dot_product_cudnn_attention: attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    aten._scaled_dot_product_flash_attention_backward: attention_backward_flops,
+    aten._scaled_dot_product_efficient_attention_backward: attention_backward_flops,
+    aten._scaled_dot_product_cudnn_attention_backward: attention_backward_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+    torch.ops.mkldnn._linear_pointwise: linear_flops,
 }
-"""What torch's own registry of FLOP formulas lacks."""
+"""What torch's own registry of FLOP formulas lacks, by the shapes of operands; its attention knows no grouped heads."""
 
 SELECTING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
@@ -97,10 +121,13 @@ class Outline(Tensor):
         self.inner, self.held = other.inner, other.held
 
     def tolist(self) -> Any:
-        return self.inner.tolist() if self.is_known else self.held.ledger.assume(torch.ones(self.shape).tolist())
+        return self.numpy().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        return (self.inner if self.is_known else self.held.ledger.assume(torch.ones(self.shape, dtype=self.dtype))).numpy()
+        if not self.is_known:
+            raise RuntimeError("planning: its training step reads values that only a real run has")
+        with _disable_current_modes():
+            return self.inner.numpy()
 
     def data_ptr(self) -> int:
         return id(self.held)
@@ -126,6 +153,7 @@ class Ledger(TorchDispatchMode):
         self.phase = "other"
         self.vocabularies: set[int] = set()  # widths that make a tensor one of logits
         self.flops: Counter[str] = Counter()
+        self.formulas = {**flop_registry, **{packet: shape_wrapper(formula) for packet, formula in FORMULAS.items()}}
         self.assumed = 0
         self.sizes: list[int] = []  # of every storage that there ever was
         self.parts: list[str] = []
@@ -196,9 +224,8 @@ class Ledger(TorchDispatchMode):
         if out is None:
             out = self._outlined(func, tree_map(_unreal, plain), tree_map(_unreal, options))
         result = tree_map(lambda value: self._wrapped(value, wrappers, func) if isinstance(value, Tensor) else value, out)
-        formula = flop_registry.get(func._overloadpacket) or FORMULAS.get(func._overloadpacket)
-        if formula is not None:
-            self.flops[self.phase] += formula(*args, **kwargs, out_val=result)
+        if func._overloadpacket in self.formulas:
+            self.flops[self.phase] += self.formulas[func._overloadpacket](*args, **kwargs, out_val=result)
         return result
 
     def _is_large(self, func: Any, taken: list[Tensor], args: Any, kwargs: Any) -> bool:
@@ -288,17 +315,20 @@ class _Redirect(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.device.type == "cuda":
-            args, kwargs = tuple(map(self._here, args)), {key: self._here(value) for key, value in kwargs.items()}
+        if self.device.type == "cuda" and func is not torch.device:
+            if any(map(self._is_planned, (*args, *kwargs.values()))):
+                args, kwargs = tuple(map(self._here, args)), {key: self._here(value) for key, value in kwargs.items()}
             if func is F.scaled_dot_product_attention:
                 return _gpu_attention(*args, **kwargs)
             if func is F.rms_norm:
                 return _gpu_rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
+    def _is_planned(self, value: Any) -> bool:
+        return (isinstance(value, torch.device) and value.type == "cuda") or (isinstance(value, str) and value[:4] == "cuda")
+
     def _here(self, value: Any) -> Any:
-        planned = isinstance(value, torch.device) and value.type == "cuda" or (isinstance(value, str) and value[:4] == "cuda")
-        return torch.device("cpu") if planned else value
+        return torch.device("cpu") if self._is_planned(value) else value
 
 
 def _gpu_attention(
@@ -311,22 +341,23 @@ def _gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Fused attention as a GPU has it: without a mask flash attention, with one, or in float32, the kernel that takes any bias.
+    """Fused attention as a Hopper GPU has it: flash attention, with a mask cuDNN's, in float32 the kernel that takes that.
 
-    Neither holds the scores. A GPU or a torch whose fused kernels refuse grouped heads with a mask holds them all.
+    None of them holds the scores. A GPU or a torch whose fused kernels refuse a mask with grouped heads holds them all.
     """
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
-    if attn_mask is None and query.dtype != torch.float32:
+    bias = attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        bias = torch.where(attn_mask, query.new_zeros(()), -torch.inf).to(query.dtype)
+    if query.dtype == torch.float32:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+        learns = query.requires_grad
+        return aten._scaled_dot_product_efficient_attention(query, key, value, bias, learns, dropout_p, is_causal, scale=scale)[0]
+    if bias is None:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-    bias = None
-    if attn_mask is not None:
-        zero = query.new_zeros(())
-        bias = torch.where(attn_mask, zero, -torch.inf) if attn_mask.dtype == torch.bool else attn_mask
-        bias = bias.to(query.dtype).expand(*query.shape[:3], key.shape[2])
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale
-    )[0]
+    return aten._scaled_dot_product_cudnn_attention(query, key, value, bias, True, dropout_p, is_causal, False, scale=scale)[0]
 
 
 def _gpu_rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
