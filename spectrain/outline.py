@@ -241,7 +241,7 @@ class Ledger(TorchDispatchMode):
         first = args[0] if args else None
         if func is aten._local_scalar_dense.default:
             return True if first.dtype == torch.bool else 1.0 if first.is_floating_point() else 1
-        if func is aten.equal.default:
+        if func in (aten.equal.default, aten.allclose.default):
             return True
         if func is aten.nonzero.default:
             return self.assume(torch.empty(first.numel(), first.dim(), dtype=torch.int64, device="meta"))
@@ -354,7 +354,9 @@ def _gpu_attention(
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
         learns = query.requires_grad
-        return aten._scaled_dot_product_efficient_attention(query, key, value, bias, learns, dropout_p, is_causal, scale=scale)[0]
+        return aten._scaled_dot_product_efficient_attention(query, key, value, bias, learns, dropout_p, is_causal, scale=scale)[
+            0
+        ]
     if bias is None:
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     return aten._scaled_dot_product_cudnn_attention(query, key, value, bias, True, dropout_p, is_causal, False, scale=scale)[0]

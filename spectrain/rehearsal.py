@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,9 @@ def rehearse(config: Any, device: torch.device, dataset: Dataset, batches: list[
         with ledger.counting("building", "drafter weights"):
             drafter: Drafter = build(config.drafter, target=target)
             drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
+        for part, module in (("target weights", target), ("drafter weights", drafter)):
+            for parameter in module.parameters():
+                ledger.name(parameter, part)
         target.pack()
         pack_linears(drafter)
         ledger.vocabularies = vocabularies(target, drafter)
@@ -175,7 +178,7 @@ def measure_sizes(found: Rehearsal, drafter: Drafter, target: Target, stage: int
     found.lent_bytes = size_of(*target.head.embedding.parameters(), *target.head.output.parameters())
     found.drafter_bytes = size_of(*drafter.state_dict().values())
     adam = sum(2 * p.numel() * p.element_size() + 4 for p in trained)
-    mine = {p.untyped_storage()._cdata if False else p.data_ptr() for p in drafter.parameters()}
+    mine = {p.data_ptr() for p in drafter.parameters()}
     found.checkpoint_bytes = found.drafter_bytes + size_of(*(p for p in trained if p.data_ptr() not in mine)) + adam
     if drafter.trains_target:
         adapters = {id(p) for name, p in target.named_parameters() if ".lora_" in name}  # merged when it is saved
@@ -251,8 +254,6 @@ class _OneProcess:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def no_sync(self, model: nn.Module) -> Any:
-        from contextlib import nullcontext
-
         return nullcontext()
 
     def clip_grad_norm_(self, parameters: list[Tensor], most: float) -> Tensor:
