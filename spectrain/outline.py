@@ -1,10 +1,10 @@
 """Tensors that have a shape and no data: what a computation would hold and how much it would work, without doing it.
 
 Inside `Ledger` every tensor that is made is an `Outline`. Any model and any drafter runs on them unchanged, on a device that
-need not be here; memory is counted as storages come and go, FLOPs by torch's own formulas. What follows from small
-tensors of known values alone, such as tokens and loss masks, is really computed, so masks select as many rows as they would. Where
-a size would hang on values that nobody knows, the most is assumed, every row, and `Ledger.assumed` counts how often; a
-question about such values is answered with yes, and a number among them is 1.
+need not be here; memory is counted as storages come and go, FLOPs by torch's own formulas. What follows from small tensors of
+known values alone, such as tokens and loss masks, is really computed, so masks select as many rows as they would. Where a size
+would hang on values that nobody knows, the most is assumed, every row, and `Ledger.assumed` counts how often; a question
+about such values is answered with yes, and a number among them is 1.
 """
 
 from __future__ import annotations
@@ -80,28 +80,29 @@ class Held:
 class Outline(Tensor):
     """A tensor without data, or with values that are followed; it says that it is on the planned device."""
 
-    inner: Tensor  # on the device "meta", or real where values are known
+    body: Tensor  # on the device "meta", or real where values are known
     held: Held
 
     @staticmethod
     def __new__(cls, inner: Tensor, held: Held) -> Outline:
-        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
-            cls, inner.shape, inner.stride(), inner.storage_offset(), dtype=inner.dtype, device="cpu"
-        )
+        size, stride, offset = inner.shape, inner.stride(), inner.storage_offset()
+        wrapper: Any = Tensor._make_wrapper_subclass
+        found: Outline = wrapper(cls, size, stride, offset, dtype=inner.dtype, device="cpu")
+        return found
 
     def __init__(self, inner: Tensor, held: Held) -> None:
-        self.inner, self.held = inner, held
+        self.body, self.held = inner, held
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         ledger = next(leaf.held.ledger for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Outline))
         return ledger.__torch_dispatch__(func, types, args, kwargs)
 
     @property
     def is_known(self) -> bool:
-        return self.held.known and self.inner.device.type == "cpu"
+        return self.held.known and self.body.device.type == "cpu"
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -112,13 +113,13 @@ class Outline(Tensor):
         return self.device.type == "cuda"
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         return self.detach()
 
     @data.setter
-    def data(self, other: Outline) -> None:
+    def data(self, other: Any) -> None:
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
-        self.inner, self.held = other.inner, other.held
+        self.body, self.held = other.body, other.held
 
     def tolist(self) -> Any:
         return self.numpy().tolist()
@@ -127,7 +128,7 @@ class Outline(Tensor):
         if not self.is_known:
             raise RuntimeError("planning: its training step reads values that only a real run has")
         with _disable_current_modes():
-            return self.inner.numpy()
+            return self.body.numpy()
 
     def data_ptr(self) -> int:
         return id(self.held)
@@ -137,9 +138,9 @@ class Outline(Tensor):
             copied = self.detach().clone()
             copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
             memo[id(self)] = copied
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return memo[id(self)]
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"Outline({list(self.shape)}, {self.dtype})"
 
 
@@ -162,7 +163,7 @@ class Ledger(TorchDispatchMode):
 
     def __enter__(self) -> Ledger:
         self._redirect.__enter__()
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -210,7 +211,7 @@ class Ledger(TorchDispatchMode):
         wrappers: dict[int, Outline] = {}
 
         def inner(value: Any) -> Any:
-            found = value.inner if isinstance(value, Outline) else value
+            found = value.body if isinstance(value, Outline) else value
             if isinstance(value, Tensor) and not known:
                 found = _unreal(found)
             if isinstance(value, Outline):
@@ -238,7 +239,7 @@ class Ledger(TorchDispatchMode):
 
     def _outlined(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operation gives of unknown values; the most, where that hangs on them."""
-        first = args[0] if args else None
+        first: Any = args[0] if args else None
         if func is aten._local_scalar_dense.default:
             return True if first.dtype == torch.bool else 1.0 if first.is_floating_point() else 1
         if func in (aten.equal.default, aten.allclose.default):
@@ -253,11 +254,11 @@ class Ledger(TorchDispatchMode):
 
     def _wrapped(self, out: Tensor, wrappers: dict[int, Outline], func: Any) -> Tensor:
         if id(out) in wrappers:  # it was written to in place
-            wrappers[id(out)].inner = out
+            wrappers[id(out)].body = out
             return wrappers[id(out)]
         storage = out.untyped_storage()
         for taken in wrappers.values():
-            if taken.inner.untyped_storage()._cdata == storage._cdata:
+            if taken.body.untyped_storage()._cdata == storage._cdata:
                 return Outline(out, taken.held)
         known, size = out.device.type == "cpu", storage.nbytes()
         if known and not _may_be_known(out):

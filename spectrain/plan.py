@@ -206,7 +206,7 @@ def target_epochs(config: DictConfig, seen: Rehearsal, work: Work) -> float:
     """How often the target runs over the data: of what is kept once only, where all of a batch is."""
     whole = work.tokens * len(seen.features) * seen.width * seen.dtype.itemsize
     kept = kept_features(config, seen, work) / whole if whole else 0.0
-    rows = work.dataset.examples and len(work.dataset.examples) / len(work.batches) or 1.0
+    rows = (work.dataset.examples and len(work.dataset.examples) / len(work.batches)) or 1.0
     return min(1.0, work.epochs) + max(0.0, work.epochs - 1) * (1 - kept**rows)
 
 
@@ -331,7 +331,7 @@ class _Timed(Source):
 
 def changes(config: DictConfig, asked: Plan, seen: Rehearsal, sharded: dict[str, int]) -> list[dict[str, Any]]:
     """What would take less, each planned anew, best first."""
-    found = [
+    found: list[dict[str, Any]] = [
         {"change": f"shard {what} over {asked.devices} devices", "peak_bytes": size} for what, size in sharded.items()
     ]  # fmt: skip
     if seen.features and not is_stored(config):
@@ -378,8 +378,8 @@ def show(found: dict[str, Any]) -> None:
     console.width = max(console.width, WIDTH)
     tokens, memory, disk_, flops, hours_ = (found[key] for key in ("tokens", "memory", "disk", "flops", "hours"))
     table = Table(title="spectrain plan", show_header=False)
-    table.add_row("parameters", f"{amount(found['parameters']['trained'])} trained; drafter {amount(found['parameters']['drafter'])}, "
-                  f"target {amount(found['parameters']['target'])}")  # fmt: skip
+    sizes = {name: amount(number) for name, number in found["parameters"].items()}
+    table.add_row("parameters", f"{sizes['trained']} trained; drafter {sizes['drafter']}, target {sizes['target']}")
     how = "counted" if tokens["counted"] else "plan.tokens"
     table.add_row(
         "tokens", f"{amount(tokens['epoch'])} an epoch ({how}), {tokens['epochs']:.3g} epochs, {tokens['steps']} steps"
