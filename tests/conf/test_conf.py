@@ -18,6 +18,7 @@ from spectrain.data.readers import Data
 from spectrain.drafters.base import Drafter
 from spectrain.eval.run import Evaluation
 from spectrain.evaluation import complete
+from spectrain.plan import Plan
 from spectrain.shapes import TreeBuilder
 from spectrain.sources import Source
 from spectrain.target import Target
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 TINY = Path(spectrain.__file__).parent / "data" / "tiny"
 KINDS: dict[str, type] = {
     "target": Target, "drafter": Drafter, "source": Source, "data": Data, "trainer": Trainer, "tree": TreeBuilder,
-    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker,
+    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan,
 }  # fmt: skip
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
@@ -70,8 +71,8 @@ def test_choice_composes_and_builds(
 ) -> None:
     """A choice passes the check against its constructor and becomes what its group holds; data can be read."""
     drafter = [] if group == "drafter" else ["drafter=ngram"]
-    config = composed("train", *drafter, f"{group}={choice}", *needed.get((group, choice), []))
-    checked = check_config(config, TRAIN_KEYS)
+    config = composed("plan", *drafter, f"{group}={choice}", *needed.get((group, choice), []))
+    checked = check_config(config, [*TRAIN_KEYS, "plan"])
     if (group, choice) in EMPTY:
         assert build(checked.get(group)) is None
         return
@@ -96,7 +97,7 @@ def test_yaml_starts_with_its_target(group: str, choice: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     """A recipe passes the check on the tiny target, and every group of it can be built."""
-    checked = check_config(composed("train", f"recipe={recipe}", "target=tiny"), TRAIN_KEYS)
+    checked = check_config(composed("plan", f"recipe={recipe}", "target=tiny"), [*TRAIN_KEYS, "plan"])
     for group, kind in KINDS.items():
         if group not in ("target", "drafter", "tracker"):
             assert isinstance(build(checked[group]), kind)
