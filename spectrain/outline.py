@@ -221,8 +221,9 @@ class Ledger(TorchDispatchMode):
         plain, options = tree_map(inner, args), tree_map(inner, kwargs)
         if not known and func._schema.is_mutable:
             self._forget(func, args, kwargs)
-        out = func(*plain, **options) if known and not self._is_large(func, taken, plain, options) else None
-        if out is None:
+        if known and not self._is_large(func, taken, plain, options):
+            out = func(*plain, **options)
+        else:
             out = self._outlined(func, tree_map(_unreal, plain), tree_map(_unreal, options))
         result = tree_map(lambda value: self._wrapped(value, wrappers, func) if isinstance(value, Tensor) else value, out)
         if func._overloadpacket in self.formulas:

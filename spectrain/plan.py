@@ -151,13 +151,27 @@ def plan(config: DictConfig, asked: Plan) -> dict[str, Any]:
         },
         "disk": disk(seen, work),
         "flops": {"target_per_token": seen.flops.get(TARGET, 0.0), "step_per_token": seen.flops.get(STEP, 0.0), "run": flops},
-        "hours": hours(config, asked, seen, work, flops),
+        "hours": hours(config, asked, seen, work, flops), "notes": notes(config, asked, seen),
     }  # fmt: skip
     if limit is not None:
         room = limit * (1 - RESERVE)
         found["fits"] = seen.peak <= room
         found["changes"] = [] if found["fits"] else changes(config, asked, seen, sharded)
     return {**found, "setting": OmegaConf.to_container(config), "provenance": provenance()}
+
+
+def notes(config: DictConfig, asked: Plan, seen: Rehearsal) -> list[str]:
+    """What the numbers leave out or take for granted."""
+    found = []
+    if seen.assumed:
+        found.append(f"{seen.assumed} sizes hang on what the target says; the most was assumed")
+    if str(config.source["_target_"]).endswith(".Generated"):
+        found.append("sequences that are written while training are not counted, in memory, arithmetic or assumed hours")
+    if asked.planned.type == "cuda":
+        found.append(
+            "attention is taken to run in fused kernels, masked too, as on an H100; elsewhere it may store every score"
+        )
+    return found
 
 
 def survey(config: DictConfig, asked: Plan) -> Work:
@@ -398,8 +412,8 @@ def show(found: dict[str, Any]) -> None:
     table.add_row("arithmetic", f"{flops['run']:.3g} FLOP; {each}")
     table.add_row("hours", f"{hours_['value']:.3g} ({hours_['basis']})")
     console.print(table)
-    if memory["assumed_sizes"]:
-        console.print(f"{memory['assumed_sizes']} sizes hang on what the target says; the most was assumed")
+    for note in found["notes"]:
+        console.print(note, highlight=False)
     if memory["limit_bytes"] is None:
         console.print("plan.device_gb=80 says whether it fits, and what to change if not", highlight=False)
         return

