@@ -6,6 +6,7 @@
 #
 #   OUT=eval/results bash scripts/gpu_check.sh kernels [ceilings|correctness|table|divergence] [toy]
 #   OUT=eval/results bash scripts/gpu_check.sh engine counts|identity|single|batched|training [toy]
+#   OUT=eval/results bash scripts/gpu_check.sh online [toy]
 #   RUNS="DIR ..." OUT=eval/results bash scripts/gpu_check.sh families
 #   TARGET=DIR OUT=eval/results bash scripts/gpu_check.sh bench|train|score
 #   TARGET=DIR OUT=eval/results bash scripts/gpu_check.sh scale [toy]
@@ -15,7 +16,9 @@
 # they take seconds, on any machine, to see that every line of them runs. kernels needs torch, triton and rich, engine
 # transformers and peft too; the others need what spectrain needs.
 # scale trains in every way to share parameters (DDP, FSDP2, ZeRO-2, ZeRO-3; with several GPUs a spread and a cut target too),
-# started through accelerate, beside one plain process. families scores drafters that were trained elsewhere, each in its run folder, through captured rounds.
+# started through accelerate, beside one plain process.
+# online takes 3 minutes: peak memory of an EAGLE-3 step with its target at 8B size, planned beside measured, in $OUT/online.json.
+# families scores drafters that were trained elsewhere, each in its run folder, through captured rounds.
 # TARGET is the target's directory in transformers format (weights brought along by hand serve; without it the converted
 # package is used). Needs no network. Each part stays under 9 minutes, and train, kernels and engine go on where they were
 # cut off, so the parts can run one by one, or the same one again. JSON with its setting goes to OUT.
@@ -51,6 +54,12 @@ engine() {
   timeout 530 "$PYTHON" -c "from spectrain.bench.engine import EngineBench as E; E('$1', '$out', $toy, 360, $place).run()" ||
     [ $? -eq 124 ]
   "$PYTHON" -c "from spectrain.bench.report import Report; Report('$OUT').run()" > "$OUT/report.md"
+}
+
+online() {
+  local out="$OUT/online.json" toy=False
+  if [ "${1:-}" = toy ]; then out="$OUT/online-toy.json" toy=True; fi
+  timeout 530 "$PYTHON" -c "from spectrain.bench.online import OnlineBench as O; O(out='$out', toy=$toy).run()" || [ $? -eq 124 ]
 }
 
 families() {
@@ -92,10 +101,11 @@ bench() {
 case "$PART" in
   kernels) kernels "${@:2}" ;;
   engine) engine "${@:2}" ;;
+  online) online "${@:2}" ;;
   families) families ;;
   train) train ;;
   score) score ;;
   bench) bench ;;
   scale) scale "${@:2}" ;;
-  *) echo "gpu_check.sh: $PART is no part; use kernels, engine, families, bench, train, score or scale" >&2; exit 2 ;;
+  *) echo "gpu_check.sh: $PART is no part; use kernels, engine, online, families, bench, train, score or scale" >&2; exit 2 ;;
 esac

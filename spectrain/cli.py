@@ -13,6 +13,7 @@ from typing import Any
 USAGE = """spectrain: train drafters for speculative decoding and prove what they gain
 
   spectrain train recipe=eagle3                    train a drafter for the default target, then score it
+  spectrain plan recipe=eagle3                     what that takes: memory, disk, arithmetic, hours
   spectrain eval run=runs/NAME                     score it again: other prompts, tree, acceptance rule
   spectrain data inspect data=jsonl data.path=F    a conversation, its supervised tokens in colour
   spectrain data regenerate data=.. out=DIR        answers by the target itself: our engine, or a server
@@ -48,6 +49,7 @@ def dispatch(arguments: list[str]) -> None:
     """Find the command that the first words name and run it with the others."""
     commands: dict[str, tuple[str | None, Callable[[Any], None]]] = {
         "train": ("train", train),
+        "plan": ("plan", plan_training),
         "eval": ("eval", evaluate),
         "data inspect": ("inspect", inspect_data),
         "data regenerate": ("regenerate", regenerate_data),
@@ -70,6 +72,8 @@ def dispatch(arguments: list[str]) -> None:
     config_name, task = commands[name]
     if config_name is None:
         return task(rest)
+    if name == "plan":
+        rest = ["plan.json=true" if argument == "--json" else argument for argument in rest]
     if name == "bench decode" and not any(argument.startswith(("drafter=", "recipe=")) for argument in rest):
         rest = ["drafter=ngram", *rest]  # the configuration wants one, though only the target is timed
     if name == "data store" and not any(argument.startswith("source=") for argument in rest):
@@ -146,6 +150,18 @@ def train(config: Any) -> None:
     from . import run
 
     run.train(checked(config, TRAIN_KEYS), list(HydraConfig.get().overrides.task))
+
+
+def plan_training(config: Any) -> None:
+    from hydra.core.hydra_config import HydraConfig
+
+    from . import run
+    from .config import build, register_resolvers
+
+    register_resolvers(str(config.plan.get("device", "auto")))  # a recipe's settings for the planned device
+    complete = checked(config, (*TRAIN_KEYS, "plan"))
+    run.take_shape(complete, list(HydraConfig.get().overrides.task))
+    build(complete.plan).run(complete)
 
 
 def evaluate(config: Any) -> None:

@@ -20,9 +20,10 @@ from .errors import RunError, UserError
 PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
 
 
-def register_resolvers() -> None:
-    """`${cpu_gpu:A,B}` is A on a machine without a GPU and B on one with."""
-    OmegaConf.register_new_resolver("cpu_gpu", lambda cpu, gpu: gpu if torch.cuda.is_available() else cpu, replace=True)
+def register_resolvers(device: str = "auto") -> None:
+    """`${cpu_gpu:A,B}` is A on a machine without a GPU and B on one with, or what a named `device` has."""
+    has_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    OmegaConf.register_new_resolver("cpu_gpu", lambda cpu, gpu: gpu if has_gpu else cpu, replace=True)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -78,6 +79,13 @@ def check_node(group: str, node: dict[str, Any]) -> dict[str, Any]:
         if parameter.default is inspect.Parameter.empty and key not in checked:
             raise UserError(f"{group}.{key}: it must be given, as in {group}.{key}=VALUE")
     return checked
+
+
+def settings_of(node: Any) -> dict[str, Any]:
+    """One group's settings, defaults included."""
+    parameters = inspect.signature(get_object(node["_target_"])).parameters
+    defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
+    return {**defaults, **{str(key): value for key, value in node.items() if not str(key).startswith("_")}}
 
 
 def build(node: Any, **runtime: Any) -> Any:

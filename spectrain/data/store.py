@@ -49,6 +49,11 @@ STALE = 600.0
 """Seconds after which a file that nobody finished is a killed process's: writing one takes far less."""
 
 
+def bytes_of(rows: float, width: int, dtype: str) -> float:
+    """What so many states take on disk, with a scale each where they have one."""
+    return rows * (width * STORED[dtype].itemsize + (4 if dtype in LARGEST else 0))
+
+
 def quantize(states: Tensor, dtype: Dtype) -> tuple[Tensor, Tensor | None]:
     """States [.., D] as they are stored and, for fp8 and int8, one float32 scale a token and layer [..].
 
@@ -115,7 +120,7 @@ class Contents:
         rows = len(example.tokens) * len(self.everywhere)
         if self.final_reach is not None:
             rows += len(read_before(example.mask, self.final_reach))
-        return rows * (self.width * STORED[self.dtype].itemsize + (4 if self.dtype in LARGEST else 0))
+        return int(bytes_of(rows, self.width, self.dtype))
 
     def encode(self, example: Example, states: Tensor) -> dict[str, Tensor]:
         """The tensors to store of states [T, L, D]."""

@@ -19,6 +19,7 @@ from spectrain.data.writers import Sampling, Writer
 from spectrain.drafters.base import Drafter
 from spectrain.eval.run import Evaluation
 from spectrain.evaluation import complete
+from spectrain.plan import Plan
 from spectrain.shapes import TreeBuilder
 from spectrain.sources import Source
 from spectrain.target import Target
@@ -29,8 +30,7 @@ ROOT = Path(__file__).parents[2]
 TINY = Path(spectrain.__file__).parent / "data" / "tiny"
 KINDS: dict[str, type] = {
     "target": Target, "drafter": Drafter, "source": Source, "data": Data, "trainer": Trainer, "tree": TreeBuilder,
-    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker,
-    "writer": Writer,
+    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan, "writer": Writer,
 }  # fmt: skip
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
@@ -81,7 +81,7 @@ def test_choice_composes_and_builds(
         checked = check_config(composed("regenerate", *overrides), REGENERATE_KEYS)
     else:
         drafter = [] if group == "drafter" else ["drafter=ngram"]
-        checked = check_config(composed("train", *drafter, *overrides), TRAIN_KEYS)
+        checked = check_config(composed("plan", *drafter, *overrides), [*TRAIN_KEYS, "plan"])
     if (group, choice) in EMPTY:
         assert build(checked.get(group)) is None
         return
@@ -108,7 +108,7 @@ def test_yaml_starts_with_its_target(group: str, choice: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     """A recipe passes the check on the tiny target, and every group of it can be built."""
-    checked = check_config(composed("train", f"recipe={recipe}", "target=tiny"), TRAIN_KEYS)
+    checked = check_config(composed("plan", f"recipe={recipe}", "target=tiny"), [*TRAIN_KEYS, "plan"])
     for group, kind in KINDS.items():
         if group not in ("target", "drafter", "tracker", "writer"):
             assert isinstance(build(checked[group]), kind)

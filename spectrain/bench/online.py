@@ -1,0 +1,133 @@
+"""Peak memory of an online training step, target and EAGLE-3 drafter on one device: as `spectrain plan` foretells it, as it is.
+
+The geometry is that of Llama-3.1-8B, weights are random. On a GPU the allocator is asked; on a CPU torch's profiler, which sees
+every allocation. What was planned is written beside what was measured.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from omegaconf import OmegaConf
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig
+
+from .. import outline, rehearsal
+from ..config import build
+from ..data.chat import Example
+from ..data.dataset import Dataset
+from ..loading import load_tokenizer
+from ..rehearsal import rehearse, size_of
+from ..sources import Live
+from ..target import Target
+from ..training.loop import Trainer
+from .engine import TOY as TOY_ENGINE
+from .models import Model, random_network, randomise
+from .steps import Bench, Step, digest
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured."""
+
+    model: Model = field(default_factory=Model)
+    batches: tuple[tuple[int, int], ...] = ((4, 2048), (1, 8192))  # conversations, and their length
+    ttt_steps: int = 7
+    steps: int = 3
+    copied_bytes: int = 2 << 30
+    product_width: int = 8192
+    repeats: int = 20
+
+
+TOY = Sizes(TOY_ENGINE.model, ((2, 64),), 3, 3, 1 << 16, 32, 2)
+
+
+@dataclass
+class OnlineBench(Bench):
+    """Measure `part` and write each row into `out` as it comes; nothing new is begun after `seconds`."""
+
+    part: Literal["all"] = "all"
+    out: str = "eval/results/online.json"
+    toy: bool = False
+    seconds: float = 360
+
+    @property
+    def sizes(self) -> Sizes:
+        return TOY if self.toy else Sizes()
+
+    def steps(self) -> Iterator[Step]:
+        for conversations, length in self.sizes.batches:
+            name = f"online/eagle3 B={conversations} T={length}"
+            work = partial(online_row, self.sizes, conversations, length, self.device, self.dtype)
+            yield Step(name, digest(outline, rehearsal), work)
+
+
+def online_row(sizes: Sizes, conversations: int, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Planned and measured peak bytes of a training step over conversations whose every token is supervised."""
+    examples = [Example([1] * length, [False] + [True] * (length - 1)) for _ in range(conversations)]
+    dataset = Dataset(examples, conversations, 0, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        config = settings(sizes, conversations * length, folder)
+        planned = rehearse(config, device, dataset, [examples], 1000)
+        measured = measured_peak(config, sizes, dataset, device, dtype, Path(folder))
+    return {
+        "conversations": conversations, "length": length, "ttt_steps": sizes.ttt_steps, "dtype": str(dtype),
+        "planned_bytes": planned.peak, "measured_bytes": measured, "planned_over_measured": planned.peak / measured,
+        "parts": planned.memory, "flops_per_token": sum(planned.flops.values()),
+    }  # fmt: skip
+
+
+def settings(sizes: Sizes, batch_tokens: int, folder: str) -> Any:
+    """A configuration as `spectrain train` has it, of a target that is a config.json in a folder."""
+    llama(sizes.model).save_pretrained(folder)
+    drafter = {
+        "_target_": "spectrain.drafters.eagle3.Eagle3",
+        "ttt_steps": sizes.ttt_steps,
+        "vocab_size": sizes.model.draft_vocab,
+    }
+    trainer = {"_target_": "spectrain.training.loop.Trainer", "batch_tokens": batch_tokens, "max_steps": sizes.steps}
+    target = {"_target_": "spectrain.loading.load_hf", "model": folder}
+    return OmegaConf.create({"target": target, "drafter": drafter, "trainer": trainer})
+
+
+def llama(model: Model) -> LlamaConfig:
+    config: LlamaConfig = random_network(model, torch.device("meta"), torch.float32).config
+    config.architectures = ["LlamaForCausalLM"]
+    return config
+
+
+def measured_peak(config: Any, sizes: Sizes, dataset: Dataset, device: torch.device, dtype: torch.dtype, folder: Path) -> int:
+    """Bytes that training really holds at its worst moment."""
+    tokenizer = load_tokenizer(str(folder), False, required=False)
+    target = Target(random_network(sizes.model, device, dtype), tokenizer, "random", "random")
+    with device:
+        drafter = build(config.drafter, target=target)
+    randomise(drafter)
+    target.pack()
+    trainer: Trainer = build(config.trainer)
+    work = partial(trainer.fit, drafter, target, dataset, Live(), folder / "run")
+    return peak(work, size_of(*target.parameters(), *drafter.parameters(), *drafter.buffers()), device)
+
+
+def peak(work: Callable[[], Any], held: int, device: torch.device) -> int:
+    """The most bytes in tensors while `work` runs; `held` are there before it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    now = most = 0
+    results: Any = profiler.profiler
+    for event in results.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            most = max(most, now)
+    return held + most

@@ -1,0 +1,373 @@
+"""Tensors that have a shape and no data: what a computation would hold and how much it would work, without doing it.
+
+Inside `Ledger` every tensor that is made is an `Outline`. Any model and any drafter runs on them unchanged, on a device that
+need not be here; memory is counted as storages come and go, FLOPs by torch's own formulas. What follows from small tensors of
+known values alone, such as tokens and loss masks, is really computed, so masks select as many rows as they would. Where a size
+would hang on values that nobody knows, the most is assumed, every row, and `Ledger.assumed` counts how often; a question
+about such values is answered with yes, and a number among them is 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry, shape_wrapper
+
+aten = torch.ops.aten
+
+KNOWN = 1 << 22  # elements up to which values are followed; a float needs them rarely, and weights shall not have any
+KNOWN_FLOATS = 1 << 10
+BLOCK = 512  # bytes: a GPU's allocator gives no less
+
+Shape = tuple[int, ...]
+
+
+def attention_flops(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
+    """Of scores and of what they weigh, [B, H, T, D] against [B, K, S, D]; masked or not, as torch counts them too."""
+    return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
+
+
+def attention_backward_flops(gradient: Shape, query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
+    """Five products, one of which computes the scores again, for two."""
+    return 5 * attention_flops(query, key, value) // 2
+
+
+def linear_flops(x: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(x) * weight[0]
+
+
+FORMULAS: dict[Any, Any] = {
+    aten._scaled_dot_product_flash_attention: attention_flops,
+    aten._scaled_dot_product_efficient_attention: attention_flops,
+    aten._scaled_dot_product_cudnn_attention: attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    aten._scaled_dot_product_flash_attention_backward: attention_backward_flops,
+    aten._scaled_dot_product_efficient_attention_backward: attention_backward_flops,
+    aten._scaled_dot_product_cudnn_attention_backward: attention_backward_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+    torch.ops.mkldnn._linear_pointwise: linear_flops,
+}
+"""What torch's own registry of FLOP formulas lacks, by the shapes of operands; its attention knows no grouped heads."""
+
+SELECTING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
+         aten.new_empty_strided.default}  # fmt: skip
+
+
+class Held:
+    """One storage, for as long as a tensor is left that uses it."""
+
+    def __init__(self, ledger: Ledger, size: int, known: bool, part: str) -> None:
+        self.ledger, self.known, self.index = ledger, known, len(ledger.sizes)
+        ledger.sizes.append(size)
+        ledger.parts.append(part)
+        ledger.events.append(self.index)
+
+    def __del__(self) -> None:
+        self.ledger.events.append(~self.index)
+
+
+class Outline(Tensor):
+    """A tensor without data, or with values that are followed; it says that it is on the planned device."""
+
+    body: Tensor  # on the device "meta", or real where values are known
+    held: Held
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, held: Held) -> Outline:
+        size, stride, offset = inner.shape, inner.stride(), inner.storage_offset()
+        wrapper: Any = Tensor._make_wrapper_subclass
+        found: Outline = wrapper(cls, size, stride, offset, dtype=inner.dtype, device="cpu")
+        return found
+
+    def __init__(self, inner: Tensor, held: Held) -> None:
+        self.body, self.held = inner, held
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        ledger = next(leaf.held.ledger for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Outline))
+        return ledger.__torch_dispatch__(func, types, args, kwargs)
+
+    @property
+    def is_known(self) -> bool:
+        return self.held.known and self.body.device.type == "cpu"
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self.held.ledger.device
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cuda"
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Any) -> None:
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.body, self.held = other.body, other.held
+
+    def tolist(self) -> Any:
+        if not self.is_known and self.dtype.is_floating_point and self.dim() < 2:  # like `float` of each
+            return torch.ones(self.shape).tolist()
+        return self.numpy().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if not self.is_known:
+            raise RuntimeError("planning: its training step reads values that only a real run has")
+        with _disable_current_modes():
+            return self.body.numpy()
+
+    def data_ptr(self) -> int:
+        return id(self.held)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            copied = self.detach().clone()
+            copied = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Outline({list(self.shape)}, {self.dtype})"
+
+
+class Ledger(TorchDispatchMode):
+    """What is held at every moment, by part, and the FLOPs done, by phase."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.part = "other"
+        self.phase = "other"
+        self.vocabularies: set[int] = set()  # widths that make a tensor one of logits
+        self.flops: Counter[str] = Counter()
+        self.formulas = {**flop_registry, **{packet: shape_wrapper(formula) for packet, formula in FORMULAS.items()}}
+        self.assumed = 0
+        self.sizes: list[int] = []  # of every storage that there ever was
+        self.parts: list[str] = []
+        self.events: list[int] = []  # a storage's number where it came, its complement where it went
+        self._redirect = _Redirect(device)
+
+    def __enter__(self) -> Ledger:
+        self._redirect.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._redirect.__exit__(*error)
+
+    @contextmanager
+    def counting(self, phase: str, part: str) -> Iterator[None]:
+        """Count FLOPs under `phase`, and new storages as `part`."""
+        before = self.phase, self.part
+        self.phase, self.part = phase, part
+        try:
+            yield
+        finally:
+            self.phase, self.part = before
+
+    def name(self, tensor: Any, part: str) -> None:
+        """Count this tensor's storage as another part, from its beginning."""
+        if isinstance(tensor, Outline):
+            self.parts[tensor.held.index] = part
+
+    def assume(self, answer: Any) -> Any:
+        self.assumed += 1
+        return answer
+
+    def peak(self, first: int = 0) -> dict[str, int]:
+        """Bytes by part at the moment, from event `first` on, when most was held."""
+        now = most = best = 0
+        for moment, event in enumerate(self.events):
+            now += self.sizes[event] if event >= 0 else -self.sizes[~event]
+            if moment >= first and now > most:
+                most, best = now, moment
+        found: Counter[str] = Counter()
+        for event in self.events[: best + 1]:
+            index = event if event >= 0 else ~event
+            found[self.parts[index]] += self.sizes[index] if event >= 0 else -self.sizes[index]
+        return {part: size for part, size in found.most_common() if size}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in SELECTING:
+            args = (args[0], self._selected(args[1]), *args[2:])
+        taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = all(_is_known(tensor) for tensor in taken) and sum(map(Tensor.numel, taken)) <= KNOWN
+        known = known and func not in EMPTY
+        wrappers: dict[int, Outline] = {}
+
+        def inner(value: Any) -> Any:
+            found = value.body if isinstance(value, Outline) else value
+            if isinstance(value, Tensor) and not known:
+                found = _unreal(found)
+            if isinstance(value, Outline):
+                wrappers[id(found)] = value
+            return found
+
+        plain, options = tree_map(inner, args), tree_map(inner, kwargs)
+        if not known and func._schema.is_mutable:
+            self._forget(func, args, kwargs)
+        if known and not self._is_large(func, taken, plain, options):
+            out = func(*plain, **options)
+        else:
+            out = self._outlined(func, tree_map(_unreal, plain), tree_map(_unreal, options))
+        result = tree_map(lambda value: self._wrapped(value, wrappers, func) if isinstance(value, Tensor) else value, out)
+        if func._overloadpacket in self.formulas:
+            self.flops[self.phase] += self.formulas[func._overloadpacket](*args, **kwargs, out_val=result)
+        return result
+
+    def _is_large(self, func: Any, taken: list[Tensor], args: Any, kwargs: Any) -> bool:
+        """Whether something made from nothing, whose size only its outline tells, is too large to follow its values."""
+        if taken or "device" not in kwargs:
+            return False
+        nobody = {"generator": None} if "generator" in kwargs else {}
+        made = func(*args, **{**kwargs, **nobody, "device": "meta"})
+        return not _may_be_known(made)
+
+    def _outlined(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation gives of unknown values; the most, where that hangs on them."""
+        first: Any = args[0] if args else None
+        if func is aten._local_scalar_dense.default:
+            return True if first.dtype == torch.bool else 1.0 if first.is_floating_point() else 1
+        if func in (aten.equal.default, aten.allclose.default):
+            return True
+        if func is aten.nonzero.default:
+            return self.assume(torch.empty(first.numel(), first.dim(), dtype=torch.int64, device="meta"))
+        if func is aten.masked_select.default:
+            return self.assume(torch.empty(first.numel(), dtype=first.dtype, device="meta"))
+        if func is torch.ops.mkldnn._reorder_linear_weight.default:
+            return torch.empty_like(first)
+        return func(*args, **kwargs)
+
+    def _wrapped(self, out: Tensor, wrappers: dict[int, Outline], func: Any) -> Tensor:
+        if id(out) in wrappers:  # it was written to in place
+            wrappers[id(out)].body = out
+            return wrappers[id(out)]
+        storage = out.untyped_storage()
+        for taken in wrappers.values():
+            if taken.body.untyped_storage()._cdata == storage._cdata:
+                return Outline(out, taken.held)
+        known, size = out.device.type == "cpu", storage.nbytes()
+        if known and not _may_be_known(out):
+            out, known = _unreal(out), False
+        part = self.part
+        if func is torch.ops.mkldnn._reorder_linear_weight.default:
+            part = "packed copies of weights"
+        elif out.dim() > 1 and out.shape[-1] in self.vocabularies:
+            part = "logits"
+        return Outline(out, Held(self, -(-size // BLOCK) * BLOCK if self.device.type == "cuda" else size, known, part))
+
+    def _selected(self, indices: Any) -> list[Any]:
+        """Masks as the numbers of the rows that they select."""
+        found: list[Any] = []
+        for index in indices:
+            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+                found += index.nonzero().unbind(1)
+            else:
+                found.append(index)
+        return found
+
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """What is written to with unknown values is known no more, nor is anything that shares its storage."""
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else kwargs.get(argument.name)
+                for leaf in tree_leaves(value):
+                    if isinstance(leaf, Outline):
+                        leaf.held.known = False
+
+
+def _is_known(tensor: Tensor) -> bool:
+    return tensor.is_known if isinstance(tensor, Outline) else tensor.device.type == "cpu"
+
+
+def _may_be_known(tensor: Tensor) -> bool:
+    return tensor.numel() <= (KNOWN_FLOATS if tensor.is_floating_point() else KNOWN)
+
+
+def _unreal(value: Any) -> Any:
+    """A tensor's outline on the device "meta", and that device for any other."""
+    if isinstance(value, torch.device):
+        return torch.device("meta")
+    if not isinstance(value, Tensor) or value.device.type == "meta":
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+class _Redirect(TorchFunctionMode):
+    """What a planned GPU would do, where torch without one would refuse, or do it as a CPU does."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.device.type == "cuda" and func is not torch.device:
+            if any(map(self._is_planned, (*args, *kwargs.values()))):
+                args, kwargs = tuple(map(self._here, args)), {key: self._here(value) for key, value in kwargs.items()}
+            if func is F.scaled_dot_product_attention:
+                return _gpu_attention(*args, **kwargs)
+            if func is F.rms_norm:
+                return _gpu_rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _is_planned(self, value: Any) -> bool:
+        return (isinstance(value, torch.device) and value.type == "cuda") or (isinstance(value, str) and value[:4] == "cuda")
+
+    def _here(self, value: Any) -> Any:
+        return torch.device("cpu") if self._is_planned(value) else value
+
+
+def _gpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Fused attention as a Hopper GPU has it: flash attention, with a mask cuDNN's, in float32 the kernel that takes that.
+
+    None of them holds the scores. A GPU or a torch whose fused kernels refuse a mask with grouped heads holds them all.
+    """
+    if torch.is_autocast_enabled("cuda"):
+        query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
+    bias = attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        bias = torch.where(attn_mask, query.new_zeros(()), -torch.inf).to(query.dtype)
+    if query.dtype == torch.float32:
+        groups = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+        learns = query.requires_grad
+        return aten._scaled_dot_product_efficient_attention(query, key, value, bias, learns, dropout_p, is_causal, scale=scale)[
+            0
+        ]
+    if bias is None:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    return aten._scaled_dot_product_cudnn_attention(query, key, value, bias, True, dropout_p, is_causal, False, scale=scale)[0]
+
+
+def _gpu_rms_norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """One kernel where the dtypes agree, as on a GPU; otherwise torch composes it."""
+    if weight is not None and weight.dtype != input.dtype:
+        return torch.rms_norm(input, normalized_shape, weight, eps)
+    return aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
