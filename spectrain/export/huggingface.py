@@ -134,20 +134,21 @@ def generate(model: str, option: str) -> str:
 
 
 def mask_token(target: TargetFiles, rows: int) -> int:
-    """A token that no text holds: a row behind the tokenizer's, else a special token that nothing of the target uses."""
+    """A token that no text holds: a row behind the tokenizer's, a special token that nothing uses, or the padding."""
     tokenizer = target.tokenizer
     if rows > len(tokenizer):
         return len(tokenizer)
     template = tokenizer.chat_template or ""
-    used = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
     spare = {
         token.content: number
         for number, token in sorted(tokenizer.added_tokens_decoder.items())
-        if token.special and token.content not in used and token.content not in template
+        if token.special and token.content not in template and token.content not in (tokenizer.bos_token, tokenizer.eos_token)
     }
-    if not spare:
+    last = [spare.pop(token) for token in (tokenizer.pad_token, tokenizer.unk_token) if token in spare]
+    chosen = [*spare.values(), *last]
+    if not chosen:
         raise UserError(
             f"pard_token: {target.said} has no token to spare for the mask, and engines want the target's vocabulary; "
             "use drafter=causal, or a target whose embedding has rows without a token"
         )
-    return next(iter(spare.values()))
+    return chosen[0]

@@ -31,6 +31,7 @@ from .layout import Finding, Portable
 from .targets import TargetFiles
 
 NUM_PROMPTS, NUM_TOKENS, DEPTH = 8, 64, 3
+MARGIN = 0.02  # the least that a reading must be nearer: right ones were 2.4 % and more, wrong ones of raw drafters up to 1.7 %
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def misread(drafter: Portable, files: TargetFiles) -> list[Finding]:
     better = []
     for reading in readers[drafter.family](drafter, files):
         theirs = divergences(reading.drafter, target, written)
-        if bool((theirs < as_said).all()):  # on each of the prompts: by chance one time in 256
+        nearer = theirs.mean() < (1 - MARGIN) * as_said.mean()
+        if nearer and bool((theirs < as_said).all()):  # on each of the prompts: by chance one time in 256
             better.append((theirs.mean().item(), reading))
     if not better:
         return found

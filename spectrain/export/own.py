@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..drafters.eagle3 import VARIANTS
 from ..errors import UserError
 from ..provenance import versions
 from .eagle3 import Settings, completed, shapes_of
 from .layout import Expected, Files, Finding, Layout, Portable, write_json, write_tensors
+from .peft import shape_of
 from .targets import TargetFiles
 
 
@@ -40,7 +42,8 @@ class Own(Layout):
             width, vocab = target.config.hidden_size, target.vocab_size
         architecture = drafter["architecture"]
         layer = {**architecture, "hidden_size": width, "vocab_size": vocab}
-        return Settings(layer, drafter.get("layers"), {}, drafter.get("vocab_size", 32000))
+        variants = {key: bool(architecture.get(key, False)) for key in VARIANTS}
+        return Settings(layer, drafter.get("layers"), variants, drafter.get("vocab_size", 32000))
 
     def view(self, files: Files) -> dict[str, Any]:
         return dict(files.tensors)
@@ -64,6 +67,8 @@ class Own(Layout):
             heads = {name.split(".")[1] for name in names if name.startswith("heads.")}
             layers = {name.split(".")[3] for name in names if name.startswith("heads.0.blocks.")}
             drafter |= {"num_heads": len(heads), "num_layers": len(layers)}
+        if drafter["_target_"].endswith(".GatedLora"):
+            drafter |= shape_of(names, files.sidecar("adapter_config.json"))
         if "d2t" in names:
             drafter["vocab_size"] = len(names["d2t"])
         return drafter

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from ..errors import UserError
 from .layout import Expected, Files, Layout, Portable, write_json, write_tensors
 from .targets import TargetFiles
 
 GATED = "spectrain.drafters.gated_lora.GatedLora"
+
+
+def shape_of(tensors: dict[str, Tensor], adapter: dict[str, Any]) -> dict[str, Any]:
+    """The settings that the weights fix, from them and from peft's own."""
+    return {
+        "num_masks": tensors["masks"].shape[0],
+        "rank": adapter["r"],
+        "alpha": adapter["lora_alpha"],
+        "sampler": "sampler.first.weight" in tensors,
+    }
 
 
 class Peft(Layout):
@@ -46,13 +59,9 @@ class Peft(Layout):
         if adapter is None:
             raise UserError("adapter_config.json: it is missing beside the drafter, so peft could not read the adapter")
         tensors = drafter.tensors
-        width = tensors["masks"].shape[1]
         settings = {
-            "num_masks": tensors["masks"].shape[0],
-            "rank": adapter["r"],
-            "alpha": adapter["lora_alpha"],
-            "sampler": "sampler.first.weight" in tensors,
-            "width": width,
+            **shape_of(tensors, adapter),
+            "width": tensors["masks"].shape[1],
             "gate": "the adapter acts on mask tokens alone; elsewhere the target is what it was, bit by bit",
         }
         write_json(directory / "gated_lora.json", settings)
