@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_module
-from omegaconf import open_dict
+from omegaconf import DictConfig, open_dict
 from safetensors.torch import load_file, save_file
 
 from spectrain.acceptance import Greedy
@@ -30,12 +30,18 @@ from . import foreign
 TINY = TargetFiles("tiny")
 
 
-def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
-    """A drafter as training would save it, with random weights."""
+def settings_for(drafter: str, **options: Any) -> DictConfig:
+    """A composed configuration with these settings of a drafter."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=[f"drafter={drafter}", "target=tiny", "tree=chain"])
     with open_dict(config):
         config.drafter.update(options)
+    return config
+
+
+def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
+    """A drafter as training would save it, with random weights."""
+    config = settings_for(drafter, **options)
     module: Drafter = build(config.drafter, target=tiny)
     module.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
     with torch.no_grad():
