@@ -102,7 +102,7 @@ def trained_exits(drafter: Portable) -> dict[str, Any]:
 
     assert drafter.trained_target is not None
     count = AutoConfig.from_pretrained(drafter.trained_target).get_text_config().num_hidden_layers
-    return {"trained": list(range(1, count + 1)), "default": drafter.drafter.get("exit_layer")}
+    return {"trained": list(range(1, count)), "default": drafter.drafter.get("exit_layer")}
 
 
 def convert(source: Path, out: Path, form: str, target: TargetFiles | None) -> Path:

@@ -30,8 +30,9 @@ from .eagle3 import rope_of
 from .layout import Finding, Portable
 from .targets import TargetFiles
 
-NUM_PROMPTS, NUM_TOKENS, DEPTH = 8, 64, 3
-MARGIN = 0.02  # the least that a reading must be nearer: right ones were 2.4 % and more, wrong ones of raw drafters up to 1.7 %
+NUM_PROMPTS, NUM_TOKENS, DEPTH = 16, 64, 3
+MARGIN, ERRORS = 0.02, 3.0  # how much nearer a reading must be, and by how many standard errors over prompts: a drafter after
+# 40 steps is 1.7 % nearer in a wrong one, while right ones were 5 % and more nearer, by 4 standard errors and more
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,8 @@ def misread(drafter: Portable, files: TargetFiles) -> list[Finding]:
     better = []
     for reading in readers[drafter.family](drafter, files):
         theirs = divergences(reading.drafter, target, written)
-        nearer = theirs.mean() < (1 - MARGIN) * as_said.mean()
-        if nearer and bool((theirs < as_said).all()):  # on each of the prompts: by chance one time in 256
+        gain = as_said - theirs
+        if gain.mean() > MARGIN * as_said.mean() and gain.mean() > ERRORS * gain.std() / len(gain) ** 0.5:
             better.append((theirs.mean().item(), reading))
     if not better:
         return found
@@ -66,7 +67,7 @@ def misread(drafter: Portable, files: TargetFiles) -> list[Finding]:
     kept, theirs_kept = (accepted(one, target, written) for one in (drafter, best.drafter))
     what = (
         f"with {best.what} it would accept {theirs_kept:.2f} tokens a forward instead of {kept:.2f} ({NUM_PROMPTS} prompts, "
-        f"chain of {DEPTH}, greedy), and on each prompt it is nearer to its target"
+        f"chain of {DEPTH}, greedy), and it is nearer to its target"
     )
     return [*found, Finding(best.finding, "error", what, "engines read what the files say", best.mend)]
 

@@ -91,7 +91,9 @@ def test_the_library_reads_ours(variant: str, tiny: Target, tmp_path: Path, monk
     convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
     model = theirs(tmp_path / "out")
     assert float(model.embed_tokens.weight.std()) > 0.01
-    assert compared(model, drafter, tiny, monkeypatch) < 1e-4
+    difference = compared(model, drafter, tiny, monkeypatch)
+    print(f"{variant}: {difference:.1e}")
+    assert difference < 1e-4
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -103,7 +105,9 @@ def test_we_read_what_the_library_trained(variant: str, tiny: Target, tmp_path: 
     model.save_pretrained(tmp_path / "theirs")
     found = read_drafter(tmp_path / "theirs", TINY)
     ours: Any = instantiate(replace(found, drafter={**found.drafter, "ttt_steps": STEPS}), tiny)
-    assert compared(theirs(tmp_path / "theirs"), ours, tiny, monkeypatch) < 1e-4
+    difference = compared(theirs(tmp_path / "theirs"), ours, tiny, monkeypatch)
+    print(f"{variant}: {difference:.1e}")
+    assert difference < 1e-4
 
 
 def trained_by_the_library(tiny: Target, drafter: Eagle3, folder: Path, flags: dict[str, Any]) -> Any:
