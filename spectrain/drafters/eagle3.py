@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import TreeCache
-from ..config import nearest
 from ..errors import UserError
 from ..features import Batch, Features, Layer
 from ..losses import Loss
@@ -216,7 +215,7 @@ def check_architecture(asked: dict[str, Any]) -> dict[str, Any]:
     """The architecture with every variant said; refuses unknown keys and norms that exclude each other."""
     for key in asked:
         if key not in (*LAYER, *VARIANTS):
-            raise UserError(f"drafter.architecture.{key}: there is no such key; {nearest(key, (*LAYER, *VARIANTS))}")
+            raise UserError(f"drafter.architecture.{key}: there is no such key; valid are {', '.join((*LAYER, *VARIANTS))}")
     whole = {**dict.fromkeys(VARIANTS, False), **asked}
     if whole["norm_before_fc"] and whole["fc_norm"]:
         raise UserError("drafter.architecture.fc_norm: norm_before_fc norms the fused features already; use one of them")
