@@ -3,7 +3,6 @@
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_module
@@ -21,11 +20,6 @@ from spectrain.target import Target
 from .foreign import specforge, write
 
 COUNT = 200  # conversations to begin with, and again as many of the new domain
-
-
-def composed(command: str, *overrides: str) -> Any:
-    with initialize_config_module("spectrain.conf", version_base="1.3"):
-        return compose(command, overrides=list(overrides))
 
 
 def domains(folder: Path) -> None:
@@ -46,14 +40,17 @@ def domains(folder: Path) -> None:
 def trained(folder: Path, recipe: str, data: str, *more: str) -> Path:
     asked = [f"recipe={recipe}", "target=tiny", "data=jsonl", f"data.path={folder / data}", "eval=none",
              f"run={folder / f'{recipe}-{data}'}", "++drafter.vocab_size=2048", "++trainer.epochs=3", *more]  # fmt: skip
-    return run.train(check_config(composed("train", *asked), TRAIN_KEYS), [word.lstrip("+") for word in asked])
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = compose("train", overrides=asked)
+    return run.train(check_config(config, TRAIN_KEYS), [word.lstrip("+") for word in asked])
 
 
 def accepted(folder: Path, drafter: Path) -> float:
     """Tokens per forward of greedy chains on the new domain's prompts."""
     asked = [f"run={drafter}", "target=tiny", "tree=chain", "tree.depth=3", "eval=default", "++eval.baselines=[]",
              f"++eval.prompts={folder / 'prompts.jsonl'}", "++eval.max_new_tokens=48", "++eval.oracle=false"]  # fmt: skip
-    config, place = complete(composed("eval", *asked))
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config, place = complete(compose("eval", overrides=asked))
     summary = run.evaluate(check_config(config, TRAIN_KEYS), place)
     assert summary["lossless"]["identical"] == summary["lossless"]["checked"] == 40
     return float(summary["acceptance_length"]["pooled"])
