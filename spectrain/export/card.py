@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .layout import Layout, Portable
-from .targets import TargetFiles
+from .targets import LOADERS, TargetFiles
 
 KINDS = {
     "Eagle3": "EAGLE-3", "Medusa": "Medusa", "Causal": "distilled draft model", "Pard": "PARD", "GatedLora": "gated LoRA",
@@ -99,8 +99,11 @@ def setting_line(setting: dict[str, Any]) -> str:
 def served(drafter: Portable, layout: Layout, target: TargetFiles, place: str) -> list[str]:
     """The command of every engine that reads this layout."""
     own = f"{place}/target" if drafter.trained_target is not None and drafter.family != "EarlyExit" else target.place
-    commands = layout.serve(drafter, own, place)
-    commands["spectrain"] = f"spectrain eval run={place} target=hf target.model={own}"
+    commands = layout.serve(drafter, target, own, place)
+    shipped = target.said in LOADERS
+    commands["spectrain"] = f"spectrain eval run={place} " + (
+        f"target={target.said}" if shipped else f"target=hf target.model={own}"
+    )
     if drafter.family == "EarlyExit":
         exit_layer = drafter.drafter["exit_layer"]
         commands["spectrain"] = (

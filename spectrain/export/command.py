@@ -13,9 +13,10 @@ from rich.console import Console
 from ..errors import RunError, UserError
 from ..training.checkpoints import written_whole
 from .card import card
-from .converter import FORMATS, convert, detect, layout_for, read_drafter, refuse_full, write_drafter
+from .converter import convert, read_drafter, refuse_full, write_drafter
 from .hub import push
 from .layout import Files, Portable
+from .layouts import FORMATS, detect, layout_for
 from .linter import check, lint
 from .targets import TargetFiles
 

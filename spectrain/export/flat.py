@@ -112,8 +112,8 @@ class Flat(Eagle3Layout):
         write_json(directory / "config.json", config)
         write_tensors(directory / "model.safetensors", {prefixed(k, self.prefix): v for k, v in tensors.items()})
 
-    def serve(self, drafter: Portable, target: str, place: str) -> dict[str, str]:
-        return {
-            "SGLang": serve_sglang(target, "EAGLE3", place, 3),
-            "vLLM": serve_vllm(target, {"method": "eagle3", "model": place, "num_speculative_tokens": 3}),
-        }
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+        commands = {"SGLang": serve_sglang(target, "EAGLE3", place, 3)}
+        if drafter.drafter.get("layers") in (None, default_layers(files.num_layers)):  # vLLM numbers others by one more
+            commands["vLLM"] = serve_vllm(target, {"method": "eagle3", "model": place, "num_speculative_tokens": 3})
+        return commands

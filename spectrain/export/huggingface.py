@@ -107,7 +107,7 @@ class HuggingFace(Layout):
             )
         shutil.copytree(trained, directory, dirs_exist_ok=True)
 
-    def serve(self, drafter: Portable, target: str, place: str) -> dict[str, str]:
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
         if drafter.family == "EarlyExit":
             exit_layer = drafter.drafter["exit_layer"]
             return {"transformers": generate(place, f"assistant_early_exit={exit_layer}")}

@@ -1,7 +1,7 @@
 """What every layout shares: the files of a directory, a drafter on its way between two of them, and the contract.
 
 A layout is one class in one file. `read` gives a drafter in our own terms and `write` takes one, so that converting is the two
-of them, and a new layout is one file and one line in converter.py.
+of them, and a new layout is one file and one line in layouts.py.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ class Layout(ABC):
     def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
         """Lay it down in an existing folder; refuses by name what the layout cannot hold."""
 
-    def serve(self, drafter: Portable, target: str, place: str) -> dict[str, str]:
-        """The command of every engine that reads it: engine -> command."""
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+        """The command of every engine that reads it, by engine; `target` is what the engine loads, `place` the drafter."""
         return {}
 
 

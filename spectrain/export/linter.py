@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ..drafters.eagle3 import default_layers
 from ..errors import UserError
-from .converter import detect
 from .eagle3 import Eagle3Layout, Settings, rope_of
 from .flat import Flat
 from .layout import PICKLED, Expected, Files, Finding, Layout
+from .layouts import detect
 from .own import Own
 from .targets import TargetFiles, tokenizer_hash
 

@@ -218,7 +218,7 @@ class VllmMedusa(Layout):
         write_json(directory / "config.json", config)
         write_tensors(directory / "model.safetensors", theirs)
 
-    def serve(self, drafter: Portable, target: str, place: str) -> dict[str, str]:
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
         heads = drafter.drafter["num_heads"]
         return {"vLLM": serve_vllm(target, {"method": "medusa", "model": place, "num_speculative_tokens": heads})}
 

@@ -120,5 +120,5 @@ class Speculators(Eagle3Layout):
         tensors["t2d"] = tensors["t2d"].to(torch.bool)
         write_tensors(directory / "model.safetensors", {prefixed(k, self.prefix): v for k, v in tensors.items()})
 
-    def serve(self, drafter: Portable, target: str, place: str) -> dict[str, str]:
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
         return {"vLLM": serve_vllm(target, {"method": "eagle3", "model": place, "num_speculative_tokens": 3})}

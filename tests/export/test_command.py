@@ -91,6 +91,14 @@ def test_card_has_a_command_for_every_engine_that_serves_it(case: str, tiny: Tar
     ]
 
 
+def test_flat_layout_is_not_for_vllm_where_it_numbers_layers_otherwise(tiny: Target, tmp_path: Path) -> None:
+    """With other layers than the default the two engines read one flat file differently, so only one is named."""
+    run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256, layers=[1, 3, 6])
+    out = exported(run, "sglang", tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
+    assert "sglang.launch_server" in (out / "README.md").read_text() and "vllm serve" not in (out / "README.md").read_text()
+
+
 MISTAKES = {
     "no format": ({}, "format"),
     "an unknown format": ({"format": "vlm"}, "vllm"),

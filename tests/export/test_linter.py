@@ -18,7 +18,8 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.medusa import Medusa
 from spectrain.export.converter import convert
 from spectrain.export.layout import Files, Finding
-from spectrain.export.linter import check, detect, lint
+from spectrain.export.layouts import detect
+from spectrain.export.linter import check, lint
 from spectrain.export.measure import misread
 from spectrain.export.targets import TargetFiles
 from spectrain.run import save_drafter
