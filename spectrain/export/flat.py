@@ -11,9 +11,9 @@ from typing import Any
 
 from ..drafters.eagle3 import default_layers
 from ..errors import UserError
-from .commands import serve_sglang, serve_vllm
 from .eagle3 import Eagle3Layout, Settings, prefixed, same, settings_of, variants_of
 from .layout import Files, Finding, Portable, write_json, write_tensors
+from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

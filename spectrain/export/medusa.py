@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from .commands import serve_vllm
 from .layout import Expected, Files, Finding, Layout, Portable, write_json, write_tensors
+from .serving import serve_vllm
 from .targets import TargetFiles
 
 MEDUSA = "spectrain.drafters.medusa.Medusa"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ..errors import UserError
-from .commands import serve_vllm
 from .eagle3 import Eagle3Layout, Settings, prefixed, settings_of, variants_of
 from .layout import Files, Finding, Portable, need, write_json, write_tensors
+from .serving import serve_vllm
 from .targets import TargetFiles
 
 VERSION = "0.9.0"  # of the library, whose files these equal
