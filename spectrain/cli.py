@@ -21,6 +21,9 @@ USAGE = """spectrain: train drafters for speculative decoding and prove what the
   spectrain bench decode | train                   time against rows; training tokens per second
   spectrain bench kernels | engine                 kernels and the decoding engine, against their floors
   spectrain bench report                           what eval/results holds, against its goals
+  spectrain export run=.. format=vllm out=DIR      write it for vllm, sglang, transformers (hf), medusa or peft
+  spectrain convert IN OUT --to FORMAT             from one project's layout to another's
+  spectrain lint DIR --target TARGET               what is wrong with a drafter's files
   spectrain doctor                                 what this machine has, and what is missing
 
 Settings are key=value; spectrain train --help lists their groups."""
@@ -60,6 +63,9 @@ def dispatch(arguments: list[str]) -> None:
         "bench kernels": ("bench_kernels", bench_machine),
         "bench engine": ("bench_engine", bench_machine),
         "bench report": ("bench_report", bench_machine),
+        "export": ("export", export),
+        "convert": (None, convert),
+        "lint": (None, lint),
         "doctor": (None, doctor),
     }
     words = 2 if arguments[0] in ("data", "bench") else 1
@@ -212,6 +218,24 @@ def bench_machine(config: Any) -> None:
     from .config import build
 
     build(checked(config, ("bench",)).bench).run()
+
+
+def export(config: Any) -> None:
+    from .export.command import export
+
+    export(checked(config, ("run", "format", "out", "push", "private", "target")))
+
+
+def convert(arguments: list[str]) -> None:
+    from .export.command import convert_command
+
+    convert_command(arguments)
+
+
+def lint(arguments: list[str]) -> None:
+    from .export.command import lint_command
+
+    lint_command(arguments)
 
 
 def doctor(arguments: list[str]) -> None:

@@ -1,6 +1,5 @@
 """What `spectrain eval` leaves unsaid: settings of the run it scores, then the defaults of training."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from .errors import UserError
-from .run import drafter_directory
+from .run import drafter_directory, saved_description
 
 
 def complete(config: DictConfig) -> tuple[DictConfig, Path]:
@@ -23,7 +22,7 @@ def complete(config: DictConfig) -> tuple[DictConfig, Path]:
     whole: dict[str, Any] = {key: defaults[key] for key in ("target", "drafter", "tree", "acceptance", "eval", "trainer")}
     folder = Path(config.run) if config.run is not None else Path("runs") / "eval"
     if config.run is not None:
-        whole |= saved_settings(folder, named)
+        whole |= saved_settings(folder, named, config.get("target"))
     for group in ("target", "drafter", "tree", "acceptance", "eval"):
         asked = config.get(group)
         if asked is not None:
@@ -44,15 +43,15 @@ def complete(config: DictConfig) -> tuple[DictConfig, Path]:
     return completed, folder
 
 
-def saved_settings(folder: Path, named: bool) -> dict[str, Any]:
-    """The settings that a run folder or a drafter directory keeps."""
+def saved_settings(folder: Path, named: bool, target: Any) -> dict[str, Any]:
+    """The settings that a run folder or a drafter directory keeps; `target` is what the command says of it, if anything."""
     directory = drafter_directory(folder)
     if directory is None:
         if named:
             return {}
         raise UserError(f"run={folder}: there is no drafter in it; give a run folder or a drafter directory")
     try:
-        description = json.loads((directory / "config.json").read_text())
+        description = saved_description(directory, target)
         saved = {key: description[key] for key in ("drafter", "target")}
         saved |= {key: description[key] for key in ("tree", "acceptance") if description.get(key)}
     except (ValueError, KeyError, TypeError) as error:

@@ -19,6 +19,9 @@ from .config import build
 from .data.dataset import Dataset
 from .drafters.base import Drafter
 from .errors import UserError
+from .export.converter import read_drafter
+from .export.layout import PICKLED, Portable
+from .export.targets import TargetFiles
 from .provenance import processor, provenance, versions
 from .shapes import TreeBuilder
 from .sources import Source
@@ -128,7 +131,7 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None) -> dic
         dataset = build(config.data).dataset(target.tokenizer)
     drafter: Drafter = build(config.drafter, target=target)
     if directory is not None:
-        load_weights(drafter, directory)
+        load_weights(drafter, directory, target)
         if drafter.trains_target and saved_target is None:
             raise UserError(
                 f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
@@ -206,7 +209,7 @@ def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Draft
         )
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     if config.drafter.get("init"):
-        load_weights(drafter, initial_directory(config))
+        load_weights(drafter, initial_directory(config), target)
     return drafter
 
 
@@ -225,7 +228,7 @@ def take_shape(config: DictConfig, asked: list[str]) -> None:
     if not config.drafter.get("init"):
         return
     directory = initial_directory(config)
-    saved = json.loads((directory / "config.json").read_text())["drafter"]
+    saved = saved_description(directory, config.target)["drafter"]
     if saved["_target_"] != config.drafter["_target_"]:
         raise UserError(f"drafter.init={directory}: it holds a {saved['_target_']}; choose the recipe of that family")
     for key in get_object(saved["_target_"]).shape:
@@ -316,17 +319,22 @@ def save_drafter(directory: Path, drafter: Drafter, config: DictConfig) -> None:
         (scratch / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
-def load_weights(drafter: Drafter, directory: Path) -> None:
-    """Load what `save_drafter` wrote; a missing, unknown or misshapen tensor stops with its name."""
+def load_weights(drafter: Drafter, directory: Path, target: Target | None = None) -> None:
+    """Load what `save_drafter` or another project wrote; a missing, unknown or misshapen tensor stops with its name."""
     names = {place: name for name, place in drafter.layout().items()}
     path = directory / "model.safetensors"
     weights: dict[str, torch.Tensor] = {}
     home = {name: file for name, (file, _) in drafter.layout().items()}
     try:
-        for file in dict.fromkeys(["model.safetensors", *(file for file, _ in names)]):
-            path = directory / file
-            found = {names.get((file, there), there): tensor for there, tensor in load_file(path).items()}
-            weights, home = weights | found, home | dict.fromkeys(found, file)
+        if is_ours(directory):
+            for file in dict.fromkeys(["model.safetensors", *(file for file, _ in names)]):
+                path = directory / file
+                found = {names.get((file, there), there): tensor for there, tensor in load_file(path).items()}
+                weights, home = weights | found, home | dict.fromkeys(found, file)
+        else:
+            there = {name: ours for (_, name), ours in names.items()}
+            foreign = read_drafter(directory, None if target is None else TargetFiles(target.path)).tensors
+            weights = {there.get(name, name): tensor for name, tensor in foreign.items()}
         load_tensors(drafter, weights)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: the drafter's weights cannot be read ({error})") from error
@@ -337,10 +345,36 @@ def load_weights(drafter: Drafter, directory: Path) -> None:
         raise UserError(f"{path}: it does not fit the drafter in config.json ({detail})") from error
 
 
+def is_ours(directory: Path) -> bool:
+    """Whether `save_drafter` wrote a directory; otherwise it is another project's, or an export."""
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except OSError:
+        return False
+    return not isinstance(config, dict) or "drafter" in config
+
+
+def saved_description(directory: Path, target: Any) -> dict[str, Any]:
+    """What config.json says of a drafter and its surroundings; another project's is translated, with the `target` asked for."""
+    if is_ours(directory):
+        found: dict[str, Any] = json.loads((directory / "config.json").read_text())
+        return found
+    settings: Any = OmegaConf.to_container(target) if target else None
+    foreign: Portable = read_drafter(directory, TargetFiles.of(settings) if settings else None)
+    if settings is None and foreign.target is not None:
+        settings = TargetFiles(foreign.target).settings
+        foreign = read_drafter(directory, TargetFiles(foreign.target))
+    if settings is None:
+        raise UserError(f"target: the files in {directory} do not say which target they are for; say it, as in target=tiny")
+    return {"drafter": foreign.drafter, "target": settings, **foreign.description}
+
+
 def drafter_directory(run: Path) -> Path | None:
-    """The drafter of a run folder, or the folder itself where it is a drafter directory."""
+    """The drafter of a run folder, or the folder itself where it is a drafter directory, ours or another project's."""
     for directory in (run / "drafter", run):
-        if (directory / "config.json").exists() and (directory / "model.safetensors").exists():
+        if not any((directory / name).exists() for name in ("config.json", "adapter_config.json")):
+            continue
+        if any(path.suffix in (".safetensors", *PICKLED) for path in directory.iterdir()):
             return directory
     return None
 

@@ -42,24 +42,23 @@ def whole_loss(drafter: Eagle3, batch: Batch) -> Tensor:
     with torch.no_grad():
         logits = drafter.head.logits(batch.features.at("final"))
         log_p, inside = logits[..., drafter.draft_ids].log_softmax(-1), drafter.t2d[logits.argmax(-1)]
-    hidden = drafter.fc(batch.features.fused(drafter.fused).to(drafter.fc.weight.dtype))
+    hidden = drafter.fuse(batch.features)
     total = hidden.new_zeros((), dtype=torch.float32)
     keys: list[Tensor] = []
     values: list[Tensor] = []
     positions = torch.arange(length, device=hidden.device)[None]
     eye = torch.eye(length, dtype=torch.bool, device=hidden.device)
     for step in range(min(drafter.ttt_steps, length - 2)):
-        embedded = drafter._embed(batch.tokens.roll(-1 - step, dims=1))
-        x = torch.cat([drafter.input_layernorm(embedded), drafter.hidden_norm(hidden)], dim=-1)
+        x, residual = drafter.inputs(batch.tokens.roll(-1 - step, dims=1), hidden)
         q, k, v = drafter.self_attn.project(x, drafter.rotary(x, positions + step))
         keys, values = [*keys, k], [*values, v]
         mask = torch.cat([torch.ones_like(eye).tril(), *[eye] * step], dim=1) if step else None
         attended = F.scaled_dot_product_attention(
             q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
-        hidden = drafter._feed_forward(hidden + drafter.self_attn.output(attended))
+        hidden = drafter.outputs(residual + drafter.self_attn.output(attended))
         told = slice(step + 1, length - 1)  # index t answers for token t + 2 + step, and its target's state is at t + 1 + step
-        log_q = drafter.lm_head(drafter.norm(hidden[:, : length - 2 - step])).float().log_softmax(-1)
+        log_q = drafter.lm_head(drafter.read_by_head(hidden[:, : length - 2 - step])).float().log_softmax(-1)
         losses = F.kl_div(log_q, log_p[:, told], reduction="none", log_target=True).sum(-1)
         total = total + drafter.step_decay**step * torch.where(inside[:, told], losses, 0.0).sum()
     return total

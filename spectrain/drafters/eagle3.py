@@ -6,14 +6,15 @@ Index t pairs the target's features at t with the embedding of token t + 1, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..attention import unrolled_attention
 from ..cache import TreeCache
-from ..features import Batch, Layer
+from ..errors import UserError
+from ..features import Batch, Features, Layer
 from ..losses import Loss
 from ..shapes.base import Branches, Rollout, TreeBuilder
 from ..tree import TokenTree
@@ -26,15 +27,32 @@ if TYPE_CHECKING:
     from ..target import Target
 
 
+LAYER = (
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
+    "max_position_embeddings",
+)  # fmt: skip
+VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "own_embedding")
+
+
+def default_layers(num_layers: int) -> list[int]:
+    """The layers that engines fuse where nothing is said: the residual stream entering these."""
+    return sorted({min(2, num_layers), num_layers // 2, max(num_layers - 3, 0)})
+
+
 class Eagle3(VocabularyDrafter):
     """EAGLE-3 with training-time test (section 3.2): `ttt_steps` unrolled drafts share one backward pass.
 
     Three layers of the target are fused into the first hidden state; each further draft step reads the un-normed output of
     the step before. The head is the drafter's own, over the `vocab_size` tokens that the assistant uses most.
+
+    `architecture` says what differs from the target's layer: keys of a Llama configuration in LAYER, or variants that other
+    projects train, each false unless it is said. norm_before_residual: the normed state is the residual stream too;
+    norm_before_fc: one norm over the fused features; fc_norm: one for each layer's; norm_output: the normed output is what
+    the next step reads (EAGLE-3.1); own_embedding: the drafter keeps its input embedding, which is not trained.
     """
 
     final_reach = 0
-    shape = ("vocab_size", "layers")
+    shape = ("vocab_size", "layers", "architecture")
     is_captured = True
     carried = ("cache",)
 
@@ -47,16 +65,24 @@ class Eagle3(VocabularyDrafter):
         loss: Loss = "forward_kl",
         step_decay: float = 0.8,
         start: Literal["target", "random"] = "target",
+        architecture: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        config = llama_config(target)
-        count = target.num_layers
-        chosen = sorted({min(2, count), count // 2, max(count - 3, 0)}) if layers is None else sorted(set(layers))
+        asked = check_architecture(architecture or {})
+        config = llama_config(target, {key: value for key, value in asked.items() if key in LAYER})
+        chosen = default_layers(target.num_layers) if layers is None else sorted(set(layers))
         self.fused: tuple[Layer, ...] = tuple(chosen)
         self.layers = (*self.fused, "final")
         self.ttt_steps, self.divergence, self.step_decay, self.start = ttt_steps, loss, step_decay, start
         width, vocab_size = target.width, min(vocab_size, target.head.vocab_size)
         self.head = target.head
+        self.norm_before_residual, self.norm_output = asked["norm_before_residual"], asked["norm_output"]
+        self.input_norm = nn.RMSNorm(len(self.fused) * width, eps=config.rms_norm_eps) if asked["norm_before_fc"] else None
+        norms = [nn.RMSNorm(width, eps=config.rms_norm_eps) for _ in self.fused] if asked["fc_norm"] else None
+        self.fc_norm = None if norms is None else nn.ModuleList(norms)
+        self.embed_tokens = None
+        if asked["own_embedding"]:
+            self.embed_tokens = nn.Embedding(target.head.vocab_size, width).requires_grad_(False)
         self.fc = nn.Linear(len(self.fused) * width, width, bias=False)
         self.input_layernorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
@@ -77,6 +103,10 @@ class Eagle3(VocabularyDrafter):
         SmolLM2, 46k tokens: agreement 0.24 against 0.30), for that layer predicts the token that is already known.
         """
         ids = self.choose_vocabulary(token_counts)
+        if self.embed_tokens is not None:
+            with torch.no_grad():
+                every = torch.arange(self.head.vocab_size, device=target.device)
+                self.embed_tokens.weight.copy_(self.head.embed(every))
         if self.start == "random":
             return
         with torch.no_grad():
@@ -97,7 +127,7 @@ class Eagle3(VocabularyDrafter):
         """
         assert batch.features is not None
         wanted = Supervision(self, batch)
-        hidden = self.fc(batch.features.fused(self.fused).to(self.fc.weight.dtype))
+        hidden = self.fuse(batch.features)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         states: list[Tensor] = []  # of the supervised indices of every step
@@ -113,28 +143,47 @@ class Eagle3(VocabularyDrafter):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One draft step over hidden states [B, T, D], behind the keys and values of the steps before; its own with it."""
         tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
-        x = torch.cat([self.input_layernorm(self._embed(tokens)), self.hidden_norm(hidden)], dim=-1)
+        x, residual = self.inputs(tokens, hidden)
         q, k, v = self.self_attn.project(x, self.rotary(x, batch.positions + step))
         attended = unrolled_attention(q, [*keys, k], [*values, v], batch.lengths)
-        return self._feed_forward(hidden + self.self_attn.output(attended)), k, v
+        return self.outputs(residual + self.self_attn.output(attended)), k, v
 
     def _judge(self, wanted: Supervision, states: list[Tensor]) -> Losses:
         """All steps at once, ordered by the answers that they share, so that the target is asked once for each of these."""
         answers = [wanted.answers(step) for step in range(len(states))]
         answer, order = torch.cat(answers).sort(stable=True)
         step = torch.cat([torch.full_like(found, number) for number, found in enumerate(answers)])[order]
-        hidden = self.norm(torch.cat(states).index_select(0, order))
+        hidden = self.read_by_head(torch.cat(states).index_select(0, order))
         loss, right = wanted.judge(hidden, self.lm_head, answer, self.step_decay**step)
         hits = torch.zeros(self.ttt_steps, device=hidden.device).index_add(0, step, right.float())
         counts = torch.zeros_like(hits).index_add(0, step, torch.ones_like(right, dtype=hits.dtype))
         return Losses({self.divergence: loss}, hits, counts)
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.head.embed(tokens).to(self.fc.weight.dtype)
+    def fuse(self, features: Features) -> Tensor:
+        """The first hidden state [B, T, D]: the fused layers of the target through fc."""
+        fused = features.fused(self.fused).to(self.fc.weight.dtype)
+        if self.input_norm is not None:
+            fused = self.input_norm(fused)
+        if self.fc_norm is not None:
+            parts = fused.chunk(len(self.fc_norm), dim=-1)
+            fused = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
+        return self.fc(fused)
 
-    def _feed_forward(self, hidden: Tensor) -> Tensor:
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+    def inputs(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads [B, T, 2 D], and the residual stream [B, T, D]."""
+        with torch.no_grad():
+            embed = self.head.embed if self.embed_tokens is None else self.embed_tokens
+            embedded = embed(tokens).to(self.fc.weight.dtype)
+        normed = self.hidden_norm(hidden)
+        return torch.cat([self.input_layernorm(embedded), normed], dim=-1), normed if self.norm_before_residual else hidden
+
+    def outputs(self, hidden: Tensor) -> Tensor:
+        """The state [B, T, D] that the next draft step reads, from the residual stream behind attention."""
+        hidden = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return self.norm(hidden) if self.norm_output else hidden
+
+    def read_by_head(self, hidden: Tensor) -> Tensor:
+        return hidden if self.norm_output else self.norm(hidden)
 
     # Decoding
 
@@ -143,7 +192,7 @@ class Eagle3(VocabularyDrafter):
         if context.round == 0 or self.cache is None:
             self.cache = context.new_cache(self.cache, 1, budget.drafted)
         num_new = context.fresh.tokens.shape[1]
-        hidden = self.fc(context.fresh.fused(self.fused).to(self.fc.weight.dtype))
+        hidden = self.fuse(context.fresh)
         output = self.decode(context.following, hidden, self.cache.slots(num_new), self.cache, None)
         self.cache.commit(None, context.counts)
         last = output.gather(1, (context.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[-1]))
@@ -152,16 +201,27 @@ class Eagle3(VocabularyDrafter):
         return tree
 
     def decode(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
-        """The un-normed output [B, F, D] of new nodes, appended to the cache behind what it holds."""
-        x = torch.cat([self.input_layernorm(self._embed(tokens)), self.hidden_norm(hidden)], dim=-1)
+        """The output state [B, F, D] of new nodes, appended to the cache behind what it holds."""
+        x, residual = self.inputs(tokens, hidden)
         q, k, v = self.self_attn.project(x, self.rotary(x, positions))
         attended = self.self_attn.cached(q, k, v, cache, visible)
         cache.advance(tokens.shape[1])
-        return self._feed_forward(hidden + attended)
+        return self.outputs(residual + attended)
 
     def log_q(self, hidden: Tensor) -> Tensor:
         """[B, F, D] -> [B, F, V]"""
-        return self.lm_head(self.norm(hidden)).float().log_softmax(-1)
+        return self.lm_head(self.read_by_head(hidden)).float().log_softmax(-1)
+
+
+def check_architecture(asked: dict[str, Any]) -> dict[str, Any]:
+    """The architecture with every variant said; refuses unknown keys and norms that exclude each other."""
+    for key in asked:
+        if key not in (*LAYER, *VARIANTS):
+            raise UserError(f"drafter.architecture.{key}: there is no such key; valid are {', '.join((*LAYER, *VARIANTS))}")
+    whole = {**dict.fromkeys(VARIANTS, False), **asked}
+    if whole["norm_before_fc"] and whole["fc_norm"]:
+        raise UserError("drafter.architecture.fc_norm: norm_before_fc norms the fused features already; use one of them")
+    return whole
 
 
 class _Eagle3Rollout(Rollout):

@@ -19,26 +19,28 @@ if TYPE_CHECKING:
     from ..target import Target
 
 
-def llama_config(target: Target) -> LlamaConfig:
-    """One Llama layer of the target's width, heads and rotary embedding: the shape that engines expect of a drafter."""
-    config = target.config
+def llama_layer(config: Any) -> dict[str, Any]:
+    """Settings of one Llama layer with the width, heads and rotary embedding of a model's (text) configuration."""
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in rope and "rope_type" not in rope:  # one entry per kind of layer: take full attention's
         rope = rope.get("full_attention", {})
-    options: dict[str, Any] = {"rope_parameters": dict(rope)} if rope else {}
-    return LlamaConfig(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=1,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        vocab_size=target.head.vocab_size,
-        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
-        max_position_embeddings=config.max_position_embeddings,
-        **options,
-    )
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": config.max_position_embeddings,
+        **({"rope_parameters": dict(rope)} if rope else {}),
+    }
+
+
+def llama_config(target: Target, changes: dict[str, Any] | None = None) -> LlamaConfig:
+    """One Llama layer of the target's width, heads and rotary embedding: the shape that engines expect of a drafter."""
+    layer = {**llama_layer(target.config), **(changes or {})}
+    return LlamaConfig(num_hidden_layers=1, vocab_size=target.head.vocab_size, **layer)
 
 
 class Attention(nn.Module):

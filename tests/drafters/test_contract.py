@@ -37,6 +37,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "early exit lora": ("early_exit", {"adapt": "lora", "rotate": 2}),
     "early exit gradual": ("early_exit", {"curriculum": "gradual", "dropout_schedule": "exponential"}),
     "skipping the middle": ("layer_skip", {"skipped": [3, 4]}),
+    "eagle3 with norms": (
+        "eagle3",
+        {"architecture": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}},
+    ),
+    "eagle3 apart": ("eagle3", {"architecture": {"fc_norm": True, "own_embedding": True, "num_attention_heads": 2}}),
     "hydra prefix": ("hydra", {"prefix_attention": True}),
     "causal architecture": ("causal", {"architecture": ARCHITECTURE}),
     "causal padded": ("causal", {"architecture": {**ARCHITECTURE, "vocab_size": 2112}}),

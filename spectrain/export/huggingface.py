@@ -1,0 +1,154 @@
+"""Whole models in transformers format: GKD drafts, PARD, and targets that were trained to exit early (LayerSkip)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..errors import UserError
+from .layout import Expected, Files, Finding, Layout, Portable, need, write_json, write_tensors
+from .serving import serve_sglang, serve_vllm
+from .targets import TargetFiles
+
+CAUSAL = "spectrain.drafters.causal.Causal"
+PARD = "spectrain.drafters.pard.Pard"
+INNER = "model.model."  # a drafter's name of the model inside of it
+
+
+class HuggingFace(Layout):
+    """A directory for AutoModelForCausalLM; `spd_type` and `pard_token` say that one row of its embedding is PARD's mask."""
+
+    name = "hf"
+    title = "transformers"
+    families = ("Causal", "Pard", "EarlyExit")
+
+    def recognises(self, files: Files) -> bool:
+        return any(name.endswith("ForCausalLM") for name in files.config.get("architectures") or [])
+
+    def expected(self, files: Files) -> Expected:
+        from accelerate import init_empty_weights
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(files.directory)
+        with init_empty_weights():
+            state = AutoModelForCausalLM.from_config(config).state_dict()
+        optional = {"lm_head.weight"} if config.get_text_config().tie_word_embeddings else set()
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        return Expected(
+            {name: shape for name, shape in shapes.items() if name not in optional},
+            {name: shape for name, shape in shapes.items() if name in optional},
+        )
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        token, rows = files.config.get("pard_token"), files.config.get("vocab_size", 0)
+        if files.config.get("spd_type") == "pard" and not (isinstance(token, int) and 0 <= token < rows):
+            yield Finding(
+                "pard-token", "error", f"pard_token={token} is no row of the embedding, which has {rows}",
+                "engines put that token where drafts are asked for", "write the id of the mask token",
+            )  # fmt: skip
+
+    def read(self, files: Files, target: TargetFiles | None) -> Portable:
+        kept = files.sidecar("spectrain.json")
+        if kept.get("exits") is not None:
+            raise UserError(
+                f"{files.directory}: this is a target that exits early, no drafter; use it as target=hf "
+                f"target.model={files.directory} drafter=early_exit"
+            )
+        architecture = {key: value for key, value in files.config.items() if key not in ("spd_type", "pard_token")}
+        tensors = {INNER + name: tensor for name, tensor in files.tensors.items()}
+        drafter: dict[str, Any] = {"_target_": CAUSAL, **kept.get("drafter", {})}
+        drafter |= {"architecture": architecture, "num_layers": None, "model": None}
+        if files.config.get("spd_type") == "pard":
+            drafter["_target_"] = PARD
+            name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+            token = files.config["pard_token"]
+            tensors["mask"] = tensors[name][token : token + 1].clone()
+            row = kept.get("mask_row")
+            if row is not None:  # what the mask stands in for
+                tensors[name] = tensors[name].clone()
+                tensors[name][token] = torch.tensor(row, dtype=tensors[name].dtype)
+        said = kept.get("target", {}).get("said")
+        return Portable(drafter, tensors, said, description=kept.get("description", {}))
+
+    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+        if drafter.family == "EarlyExit":
+            self._write_target(drafter, directory)
+            return
+        target = need(target, "its tokenizer is the drafter's too")
+        architecture = dict(drafter.drafter["architecture"])
+        kind = architecture.setdefault("model_type", "llama")
+        architecture.setdefault("architectures", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]])
+        tensors = {name.removeprefix(INNER): tensor for name, tensor in drafter.tensors.items()}
+        architecture["dtype"] = drafter.dtype
+        if drafter.family == "Pard":
+            mask = tensors.pop("mask")
+            token = mask_token(target, architecture["vocab_size"])
+            name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+            row = tensors[name][token].tolist()
+            tensors[name] = tensors[name].clone()
+            tensors[name][token] = mask[0]
+            architecture |= {"spd_type": "pard", "pard_token": token}
+            drafter.description["mask_row"] = row
+        write_json(directory / "config.json", architecture)
+        write_tensors(directory / "model.safetensors", tensors)
+        target.tokenizer.save_pretrained(directory)
+
+    def _write_target(self, drafter: Portable, directory: Path) -> None:
+        trained = drafter.trained_target
+        if trained is None:
+            raise UserError(
+                "format=hf: this target was not trained to exit early, so there is nothing to export; transformers decodes any "
+                "model with generate(.., assistant_early_exit=E)"
+            )
+        shutil.copytree(trained, directory, dirs_exist_ok=True)
+
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+        if drafter.family == "EarlyExit":
+            exit_layer = drafter.drafter["exit_layer"]
+            return {"transformers": generate(place, f"assistant_early_exit={exit_layer}")}
+        if drafter.family == "Pard":
+            count = drafter.drafter.get("num_drafts", 8)
+            drafting = {"method": "draft_model", "model": place, "num_speculative_tokens": count, "parallel_drafting": True}
+            return {"vLLM": serve_vllm(target, drafting)}
+        drafting = {"method": "draft_model", "model": place, "num_speculative_tokens": 3}
+        return {
+            "vLLM": serve_vllm(target, drafting),
+            "SGLang": serve_sglang(target, "STANDALONE", place, 3),
+            "transformers": generate(target, f'assistant_model=AutoModelForCausalLM.from_pretrained("{place}")'),
+        }
+
+
+def generate(model: str, option: str) -> str:
+    """The lines of Python that decode with transformers."""
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f'tokenizer, model = AutoTokenizer.from_pretrained("{model}"), AutoModelForCausalLM.from_pretrained("{model}")\n'
+        'inputs = tokenizer("..", return_tensors="pt")\n'
+        f"model.generate(**inputs, do_sample=False, {option})"
+    )
+
+
+def mask_token(target: TargetFiles, rows: int) -> int:
+    """A token that no text holds: a row behind the tokenizer's, a special token that nothing uses, or the padding."""
+    tokenizer = target.tokenizer
+    if rows > len(tokenizer):
+        return len(tokenizer)
+    template = tokenizer.chat_template or ""
+    spare = {
+        token.content: number
+        for number, token in sorted(tokenizer.added_tokens_decoder.items())
+        if token.special and token.content not in template and token.content not in (tokenizer.bos_token, tokenizer.eos_token)
+    }
+    last = [spare.pop(token) for token in (tokenizer.pad_token, tokenizer.unk_token) if token in spare]
+    chosen = [*spare.values(), *last]
+    if not chosen:
+        raise UserError(
+            f"pard_token: {target.said} has no token to spare for the mask, and engines want the target's vocabulary; "
+            "use drafter=causal, or a target whose embedding has rows without a token"
+        )
+    return chosen[0]

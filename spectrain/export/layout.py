@@ -1,0 +1,165 @@
+"""What every layout shares: the files of a directory, a drafter on its way between two of them, and the contract.
+
+A layout is one class in one file. `read` gives a drafter in our own terms and `write` takes one, so that converting is the two
+of them, and a new layout is one file and one line in layouts.py.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import UserError
+from .targets import TargetFiles
+
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")
+
+
+@dataclass
+class Files:
+    """A directory as it lies on disk: its config.json and every tensor of its safetensors files."""
+
+    directory: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    @staticmethod
+    def read(directory: Path) -> Files:
+        """Stops at a directory without config.json or safetensors; nothing is unpickled."""
+        try:
+            config = json.loads((directory / "config.json").read_text())
+        except OSError as error:
+            if not (directory / "adapter_config.json").exists():  # peft has no other
+                raise UserError(f"{directory}: there is no config.json in it; give the directory of a drafter") from error
+            config = {}
+        except ValueError as error:
+            raise UserError(f"{directory / 'config.json'}: this is not JSON ({error}); copy the file again") from error
+        if not isinstance(config, dict):
+            raise UserError(f"{directory / 'config.json'}: it holds no settings; give the directory of a drafter")
+        found = sorted(directory.glob("*.safetensors"))
+        pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
+        if not found and pickled:
+            raise UserError(
+                f"{directory / pickled[0]}: a pickled file can run any code, so it is not read; where you trust it, make it "
+                f'safetensors: python -c "import torch; from safetensors.torch import save_file; '
+                f"save_file({{k: v.contiguous().clone() for k, v in torch.load('{pickled[0]}', weights_only=True).items()}}, "
+                f"'{Path(pickled[0]).stem}.safetensors')\""
+            )
+        if not found:
+            raise UserError(f"{directory}: there are no weights (*.safetensors) in it; give the directory of a drafter")
+        tensors: dict[str, Tensor] = {}
+        for path in found:
+            try:
+                tensors |= load_file(path)
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"{path}: it cannot be read ({error}); copy the file again") from error
+        return Files(directory, config, tensors)
+
+    def sidecar(self, name: str) -> dict[str, Any]:
+        """A JSON file beside config.json; empty where there is none."""
+        path = self.directory / name
+        if not path.exists():
+            return {}
+        try:
+            found: dict[str, Any] = json.loads(path.read_text())
+        except ValueError as error:
+            raise UserError(f"{path}: this is not JSON ({error}); copy the file again") from error
+        return found
+
+
+@dataclass
+class Portable:
+    """A drafter between two layouts: our settings, everything that shapes its weights said, and tensors under our names."""
+
+    drafter: dict[str, Any]  # as `drafter` in a saved description, `_target_` included
+    tensors: dict[str, Tensor]
+    target: str | None = None  # a name on the hub or a directory, where the files say which target it is for
+    trained_target: Path | None = None  # the directory of the target that was trained with it
+    description: dict[str, Any] = field(default_factory=dict)  # what else a saved description holds: tree, acceptance, recipe
+
+    @property
+    def family(self) -> str:
+        """The class that drafts with it."""
+        return str(self.drafter["_target_"]).rpartition(".")[2]
+
+    @property
+    def dtype(self) -> str:
+        """The type of most of its weights, as configurations name it."""
+        kinds = [str(tensor.dtype) for tensor in self.tensors.values() if tensor.is_floating_point()]
+        return max(set(kinds), key=kinds.count).removeprefix("torch.") if kinds else "float32"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something wrong with a drafter's files."""
+
+    name: str  # stable
+    level: Literal["error", "warning"]
+    what: str
+    why: str
+    mend: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The tensors that a layout's readers look for: shapes by name, where None stands for any size."""
+
+    required: dict[str, tuple[int | None, ...]]
+    optional: dict[str, tuple[int | None, ...]] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()  # read past by every engine without harm
+
+
+class Layout(ABC):
+    """One project's way to lay a drafter down in files."""
+
+    name: ClassVar[str]  # as --to says it
+    title: ClassVar[str]
+    families: ClassVar[tuple[str, ...]]  # which of our drafters it can hold
+
+    @abstractmethod
+    def recognises(self, files: Files) -> bool:
+        """Whether a directory is laid out so, whatever may be wrong with it otherwise."""
+
+    @abstractmethod
+    def expected(self, files: Files) -> Expected:
+        """Which tensors there should be, by what config.json says."""
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        """What is wrong with the files in ways that only this layout knows."""
+        return iter(())
+
+    @abstractmethod
+    def read(self, files: Files, target: TargetFiles | None) -> Portable:
+        """The drafter in our terms; refuses by name what our classes cannot represent."""
+
+    @abstractmethod
+    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+        """Lay it down in an existing folder; refuses by name what the layout cannot hold."""
+
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+        """The command of every engine that reads it, by engine; `target` is what the engine loads, `place` the drafter."""
+        return {}
+
+
+def need(target: TargetFiles | None, what: str) -> TargetFiles:
+    """The target's files, or one sentence on what they are needed for."""
+    if target is None:
+        raise UserError(f"--target: {what}; say which target the drafter is for, a directory or a name on the hub")
+    return target
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Tensors in the order of their names, so that equal drafters are equal files."""
+    save_file({name: tensors[name].contiguous() for name in sorted(tensors)}, path, metadata={"format": "pt"})

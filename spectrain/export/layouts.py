@@ -1,0 +1,54 @@
+"""Which layouts there are, which one lies in a directory, and which one a format means for a family."""
+
+from __future__ import annotations
+
+from ..config import nearest
+from ..errors import UserError
+from .flat import Flat
+from .huggingface import HuggingFace
+from .layout import Files, Layout
+from .medusa import MedusaOriginal, VllmMedusa
+from .own import Own
+from .peft import Peft
+from .speculators import Speculators
+
+LAYOUTS: tuple[Layout, ...] = (Own(), Peft(), Speculators(), VllmMedusa(), MedusaOriginal(), Flat(), HuggingFace())
+FORMATS: dict[str, tuple[Layout, ...]] = {
+    "vllm": (Speculators(), VllmMedusa(), HuggingFace()),
+    "sglang": (Flat(), HuggingFace()),
+    "hf": (HuggingFace(),),
+    "medusa": (MedusaOriginal(),),
+    "peft": (Peft(),),
+    "spectrain": (Own(),),
+}
+ALONE = "score it with spectrain eval, which needs no engine"
+NOWHERE = {
+    "Hydra": f"no engine drafts with heads that read each other's tokens; {ALONE}, or train recipe=medusa1",
+    "Kangaroo": f"no engine drafts with an adapter behind an early exit; {ALONE}, or train recipe=eagle3",
+    "LayerSkip": f"no engine leaves layers of the target out; {ALONE}",
+    "Lookahead": f"it has no weights, and no engine has its pool of n-grams; {ALONE}",
+    "Ngram": 'it has no weights; vLLM has its own, --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+}
+
+
+def detect(files: Files) -> Layout:
+    """The layout of a directory."""
+    for layout in LAYOUTS:
+        if layout.recognises(files):
+            return layout
+    titles = ", ".join(dict.fromkeys(layout.title for layout in LAYOUTS))
+    raise UserError(f"{files.directory}: its config.json is of no known layout; known are {titles}")
+
+
+def layout_for(family: str, form: str) -> Layout:
+    """The layout that a format stands for with a family's drafters, or one sentence on what can be done instead."""
+    if form not in FORMATS:
+        raise UserError(f"format={form}: there is no such format; {nearest(form, FORMATS)}")
+    for layout in FORMATS[form]:
+        if family in layout.families:
+            return layout
+    name = family.lower()
+    if family in NOWHERE:
+        raise UserError(f"format={form}: {name} cannot be served: {NOWHERE[family]}")
+    fitting = [key for key, layouts in FORMATS.items() if any(family in layout.families for layout in layouts)]
+    raise UserError(f"format={form}: it does not hold a drafter of class {name}; use {' or '.join(fitting)}")

@@ -1,0 +1,250 @@
+"""Medusa as its authors (FasterDecoding) write it. Sizes: H width of the target, V its vocabulary, K heads, L blocks a head.
+
+`{head}.{block}.linear.weight` and `.bias`, then the head's output layer as `{head}.{L}.weight`, which version 2 leaves out:
+there every head ends in the target's own output layer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from .layout import Expected, Files, Finding, Layout, Portable, write_json, write_tensors
+from .serving import serve_vllm
+from .targets import TargetFiles
+
+MEDUSA = "spectrain.drafters.medusa.Medusa"
+
+
+class MedusaOriginal(Layout):
+    name = "medusa"
+    title = "Medusa, original layout"
+    families = ("Medusa",)
+
+    def recognises(self, files: Files) -> bool:
+        return "medusa_num_heads" in files.config
+
+    def expected(self, files: Files) -> Expected:
+        tensors = self._tensors(files)
+        heads, layers = int(files.config["medusa_num_heads"]), int(files.config.get("medusa_num_layers", 1))
+        width = width_of(tensors)
+        shapes: dict[str, tuple[int | None, ...]] = {}
+        for head in range(heads):
+            shapes |= {f"{head}.{layer}.linear.weight": (width, width) for layer in range(layers)}
+            shapes |= {f"{head}.{layer}.linear.bias": (width,) for layer in range(layers)}
+            if not self._shares_head(files):
+                rows = tensors[f"0.{layers}.weight"].shape[0] if f"0.{layers}.weight" in tensors else None
+                shapes[f"{head}.{layers}.weight"] = (rows, width)
+        prefix = "medusa_heads." if any(name.startswith("medusa_heads.") for name in files.tensors) else ""
+        return Expected({prefix + name: shape for name, shape in shapes.items()})
+
+    def _tensors(self, files: Files) -> dict[str, Tensor]:
+        return {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in files.tensors.items()}
+
+    def _shares_head(self, files: Files) -> bool:
+        return str(files.config.get("version", "1")) == "2"
+
+    def read(self, files: Files, target: TargetFiles | None) -> Portable:
+        tensors, config = self._tensors(files), files.config
+        heads, layers = int(config["medusa_num_heads"]), int(config.get("medusa_num_layers", 1))
+        shared = None
+        if self._shares_head(files):
+            if target is None:
+                raise UserError(
+                    f"{files.directory}: 0.{layers}.weight is not there, for heads of version 2 end in the target's output "
+                    "layer; say which target that is"
+                )
+            shared = target.head()
+        ours = {}
+        for head in range(heads):
+            for layer in range(layers):
+                for kind in ("weight", "bias"):
+                    ours[f"heads.{head}.blocks.{layer}.linear.{kind}"] = tensors[f"{head}.{layer}.linear.{kind}"]
+            last = (
+                tensors[f"{head}.{layers}.weight"]
+                if shared is None
+                else shared.to(ours["heads.0.blocks.0.linear.weight"].dtype)
+            )
+            ours[f"heads.{head}.lm_head.weight"] = last
+        return portable_medusa(files, ours, heads, layers, None, config.get("base_model_name_or_path"))
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        config, tensors = files.config, self._tensors(files)
+        heads = {int(name.split(".")[0]) for name in tensors if name.split(".")[0].isdigit()}
+        if heads and len(heads) != config["medusa_num_heads"]:
+            yield Finding(
+                "head-count", "error", f"medusa_num_heads={config['medusa_num_heads']} and there are {len(heads)} heads",
+                "the original loader leaves heads that it does not find as they start, and says nothing",
+                f"write medusa_num_heads={len(heads)}, or add the heads",
+            )  # fmt: skip
+
+    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+        tensors, settings = drafter.tensors, drafter.drafter
+        rows, vocab = len(tensors["d2t"]), len(tensors["t2d"])
+        if rows != vocab:
+            raise UserError(
+                f"d2t: the heads draft {rows} of {vocab} tokens and the original layout knows no map; use --to vllm, or train "
+                f"with drafter.vocab_size={vocab}"
+            )
+        heads, layers = settings["num_heads"], settings["num_layers"]
+        theirs = {}
+        for head in range(heads):
+            for layer in range(layers):
+                for kind in ("weight", "bias"):
+                    theirs[f"{head}.{layer}.linear.{kind}"] = tensors[f"heads.{head}.blocks.{layer}.linear.{kind}"]
+            theirs[f"{head}.{layers}.weight"] = tensors[f"heads.{head}.lm_head.weight"]
+        config = {
+            "medusa_num_heads": heads,
+            "medusa_num_layers": layers,
+            "base_model_name_or_path": target.place if target is not None else drafter.target,
+        }
+        write_json(directory / "config.json", config)
+        write_tensors(directory / "medusa_lm_head.safetensors", theirs)
+
+
+class VllmMedusa(Layout):
+    """`blocks.{head}.layers.{block}` and `lm_heads.{head}`, over the drafter's tokens, whose ids are in `token_map`."""
+
+    name = "vllm"
+    title = "Medusa, vLLM layout"
+    families = ("Medusa",)
+
+    def recognises(self, files: Files) -> bool:
+        return files.config.get("model_type") == "medusa" or "MedusaModel" in (files.config.get("architectures") or [])
+
+    def expected(self, files: Files) -> Expected:
+        config = files.config
+        width, heads, layers = config["hidden_size"], config["num_heads"], config["num_hidden_layers"]
+        rows = config.get("truncated_vocab_size") or config["vocab_size"]
+        shapes: dict[str, tuple[int | None, ...]] = {}
+        for head in range(heads):
+            shapes |= {f"blocks.{head}.layers.{layer}.weight": (width, width) for layer in range(layers)}
+            if config.get("medusa_fc_bias"):
+                shapes |= {f"blocks.{head}.layers.{layer}.bias": (width,) for layer in range(layers)}
+            if not config.get("original_lm_head"):
+                shapes[f"lm_heads.{head}.weight"] = (rows, width)
+        if config.get("original_lm_head"):
+            shapes["lm_heads.0.weight" if "lm_heads.0.weight" in files.tensors else "lm_head.weight"] = (rows, width)
+        if rows < config["vocab_size"]:
+            shapes["token_map"] = (rows,)
+        originals = any(re.match(r"(medusa_heads\.)?\d+\.\d+\.", name) for name in files.tensors)
+        return Expected(shapes) if not originals else MedusaOriginal().expected(as_original(files))
+
+    def read(self, files: Files, target: TargetFiles | None) -> Portable:
+        if any(re.match(r"(medusa_heads\.)?\d+\.\d+\.", name) for name in files.tensors):
+            return MedusaOriginal().read(as_original(files), target)
+        config, tensors = files.config, {n.removeprefix("medusa_heads."): t for n, t in files.tensors.items()}
+        if config.get("logit_scale", 1.0) != 1.0:
+            raise UserError(f"{files.directory}: logit_scale={config['logit_scale']}: heads of drafter=medusa have no scale")
+        heads, layers, width = config["num_heads"], config["num_hidden_layers"], config["hidden_size"]
+        shared = tensors.get("lm_head.weight", tensors.get("lm_heads.0.weight")) if config.get("original_lm_head") else None
+        ours = {}
+        for head in range(heads):
+            for layer in range(layers):
+                weight = tensors[f"blocks.{head}.layers.{layer}.weight"]
+                ours[f"heads.{head}.blocks.{layer}.linear.weight"] = weight
+                bias = tensors.get(f"blocks.{head}.layers.{layer}.bias")
+                ours[f"heads.{head}.blocks.{layer}.linear.bias"] = weight.new_zeros(width) if bias is None else bias
+            ours[f"heads.{head}.lm_head.weight"] = tensors[f"lm_heads.{head}.weight"] if shared is None else shared
+        if "token_map" in tensors:
+            ids = tensors["token_map"].to(torch.int64)
+            ours["d2t"] = ids - torch.arange(len(ids))
+        return portable_medusa(files, ours, heads, layers, int(config["vocab_size"]), None)
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        config, tensors = files.config, files.tensors
+        for key in config:
+            remapped = re.search(r"num.*(heads|layers)", key) and key not in ("num_heads", "num_hidden_layers")
+            if remapped:
+                yield Finding(
+                    "num-attention-heads" if "attention" in key else "count-key", "error", f"config.json holds {key}",
+                    "vLLM takes every key with num and heads or layers for the number of Medusa heads or blocks",
+                    f"delete {key}",
+                )  # fmt: skip
+        if any(name.endswith(".bias") for name in tensors) and not config.get("medusa_fc_bias"):
+            yield Finding(
+                "medusa-bias", "error", "medusa_fc_bias is not true and the blocks have biases",
+                "vLLM drops them without a word", 'write "medusa_fc_bias": true',
+            )  # fmt: skip
+        rows = config.get("truncated_vocab_size") or config.get("vocab_size")
+        ids = tensors.get("token_map")
+        if ids is not None and (ids.is_floating_point() or bool((ids < 0).any() or (ids >= config["vocab_size"]).any())):
+            yield Finding(
+                "token-map-range", "error", "token_map holds ids outside the vocabulary", "vLLM fails while it decodes",
+                "write the target's id of every row of lm_heads",
+            )  # fmt: skip
+        elif ids is not None and len(ids.unique()) < len(ids):
+            yield Finding(
+                "token-map-offsets", "error", "token_map says one id twice: offsets, as EAGLE-3 has, in place of ids?",
+                "drafts are other tokens than were meant", "write the target's id of every row of lm_heads",
+            )  # fmt: skip
+        if ids is not None and rows == config.get("vocab_size"):
+            yield Finding(
+                "truncated-vocab-size", "error", "there is a token_map and truncated_vocab_size is not below vocab_size",
+                "vLLM ignores the map", f'write "truncated_vocab_size": {len(ids)}',
+            )  # fmt: skip
+
+    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+        tensors, settings = drafter.tensors, drafter.drafter
+        rows, vocab = len(tensors["d2t"]), len(tensors["t2d"])
+        heads, layers = settings["num_heads"], settings["num_layers"]
+        theirs = {}
+        for head in range(heads):
+            for layer in range(layers):
+                for kind in ("weight", "bias"):
+                    theirs[f"blocks.{head}.layers.{layer}.{kind}"] = tensors[f"heads.{head}.blocks.{layer}.linear.{kind}"]
+            theirs[f"lm_heads.{head}.weight"] = tensors[f"heads.{head}.lm_head.weight"]
+        if rows < vocab:
+            theirs["token_map"] = tensors["d2t"] + torch.arange(rows)
+        config = {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "hidden_size": width_of(theirs),
+            "vocab_size": vocab,
+            "truncated_vocab_size": rows,
+            "num_heads": heads,
+            "num_hidden_layers": layers,
+            "medusa_fc_bias": True,
+            "original_lm_head": False,
+            "logit_scale": 1.0,
+            "torch_dtype": drafter.dtype,
+        }
+        write_json(directory / "config.json", config)
+        write_tensors(directory / "model.safetensors", theirs)
+
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+        heads = drafter.drafter["num_heads"]
+        return {"vLLM": serve_vllm(target, {"method": "medusa", "model": place, "num_speculative_tokens": heads})}
+
+
+def as_original(files: Files) -> Files:
+    """vLLM's config.json beside tensors under their authors' names, which vLLM reads as well."""
+    config = {"medusa_num_heads": files.config["num_heads"], "medusa_num_layers": files.config["num_hidden_layers"]}
+    return Files(files.directory, config, files.tensors)
+
+
+def width_of(tensors: dict[str, Tensor]) -> int:
+    """H, from any of the blocks."""
+    return next((tensor.shape[-1] for name, tensor in tensors.items() if name.endswith("weight") and tensor.dim() == 2), 0)
+
+
+def portable_medusa(
+    files: Files, tensors: dict[str, Tensor], heads: int, layers: int, vocab: int | None, target: str | None
+) -> Portable:
+    """Our drafter of these tensors; without d2t the heads draft every token."""
+    rows = tensors["heads.0.lm_head.weight"].shape[0]
+    vocab = vocab or rows
+    tensors.setdefault("d2t", torch.zeros(rows, dtype=torch.int64))
+    ids = tensors["d2t"] + torch.arange(rows)
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+    kept = files.sidecar("spectrain.json")
+    drafter: dict[str, Any] = {"_target_": MEDUSA, **kept.get("drafter", {})}
+    drafter |= {"num_heads": heads, "num_layers": layers, "vocab_size": rows}
+    said = kept.get("target", {}).get("said") if target is None else target
+    return Portable(drafter, tensors, said, description=kept.get("description", {}))

@@ -1,0 +1,111 @@
+"""Our own layout: config.json names the class with its settings, model.safetensors holds what the class calls its tensors."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..drafters.eagle3 import VARIANTS
+from ..errors import UserError
+from ..provenance import versions
+from .eagle3 import Settings, completed, shapes_of
+from .layout import Expected, Files, Finding, Layout, Portable, write_json, write_tensors
+from .peft import shape_of
+from .targets import TargetFiles
+
+
+class Own(Layout):
+    name = "spectrain"
+    title = "spectrain's own layout"
+    families = ("Eagle3", "Medusa", "Hydra", "Kangaroo", "Causal", "Pard", "GatedLora", "EarlyExit")
+
+    def recognises(self, files: Files) -> bool:
+        return isinstance(files.config.get("drafter"), dict) and "_target_" in files.config["drafter"]
+
+    def expected(self, files: Files) -> Expected:
+        drafter = self._drafter(files)
+        if drafter["_target_"].endswith(".Eagle3"):
+            said = self.settings(files)
+            vocab = said.layer["vocab_size"]
+            rows = min(said.draft_vocab_size or vocab, vocab)
+            return Expected(shapes_of(drafter["architecture"], said.width, said.layers, rows, vocab))
+        return Expected({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
+
+    def settings(self, files: Files) -> Settings:
+        """Of EAGLE-3, as the other layouts give them."""
+        drafter, target = self._drafter(files), self._target(files)
+        width = files.tensors["fc.weight"].shape[0] if "fc.weight" in files.tensors else 0
+        vocab = len(files.tensors["t2d"]) if "t2d" in files.tensors else 0
+        if target is not None:
+            width, vocab = target.config.hidden_size, target.vocab_size
+        architecture = drafter["architecture"]
+        layer = {**architecture, "hidden_size": width, "vocab_size": vocab}
+        variants = {key: bool(architecture.get(key, False)) for key in VARIANTS}
+        return Settings(layer, drafter.get("layers"), variants, drafter.get("vocab_size", 32000))
+
+    def view(self, files: Files) -> dict[str, Any]:
+        return dict(files.tensors)
+
+    def _target(self, files: Files) -> TargetFiles | None:
+        settings = files.config.get("target")
+        return TargetFiles.of(settings) if settings else None
+
+    def _drafter(self, files: Files) -> dict[str, Any]:
+        """The settings, with everything said that shapes the weights."""
+        drafter: dict[str, Any] = copy.deepcopy(files.config["drafter"])
+        names = files.tensors
+        if drafter["_target_"].endswith(".Eagle3") and not {"layers", "architecture"} <= {k for k, v in drafter.items() if v}:
+            target = self._target(files)
+            if target is None:
+                raise UserError(
+                    f"{files.directory / 'config.json'}: it names no target and leaves settings to it; write target"
+                )
+            drafter = completed(drafter, target)
+        if drafter["_target_"].endswith(".Medusa"):
+            heads = {name.split(".")[1] for name in names if name.startswith("heads.")}
+            layers = {name.split(".")[3] for name in names if name.startswith("heads.0.blocks.")}
+            drafter |= {"num_heads": len(heads), "num_layers": len(layers)}
+        if drafter["_target_"].endswith(".GatedLora"):
+            drafter |= shape_of(names, files.sidecar("adapter_config.json"))
+        if "d2t" in names:
+            drafter["vocab_size"] = len(names["d2t"])
+        return drafter
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        return iter(())
+
+    def read(self, files: Files, target: TargetFiles | None) -> Portable:
+        settings = files.config.get("target") or {}
+        said = None if not settings else TargetFiles.of(settings).said
+        places = (files.directory / "target", files.directory.parent / "target")
+        trained = next((place for place in places if place.is_dir()), None)
+        kept = {key: files.config[key] for key in ("tree", "acceptance", "recipe", "target") if files.config.get(key)}
+        if adapter := files.sidecar("adapter_config.json"):
+            kept["adapter_config"] = adapter
+        return Portable(self._drafter(files), dict(files.tensors), said, trained, kept)
+
+    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+        self._check(drafter)
+        settings = drafter.description.get("target") if target is None else target.settings
+        if settings is None and drafter.target is not None:
+            settings = TargetFiles(drafter.target).settings
+        description = {
+            "drafter": drafter.drafter,
+            "target": settings,
+            **{key: drafter.description.get(key) for key in ("tree", "acceptance", "recipe")},
+            "spectrain_version": versions().get("spectrain"),
+        }
+        adapters = {name: tensor for name, tensor in drafter.tensors.items() if name.startswith("base_model.")}
+        rest = {name: tensor for name, tensor in drafter.tensors.items() if name not in adapters}
+        if adapters:
+            write_tensors(directory / "adapter_model.safetensors", adapters)
+            write_json(directory / "adapter_config.json", drafter.description["adapter_config"])
+        write_tensors(directory / "model.safetensors", rest)
+        write_json(directory / "config.json", description)
+
+    def _check(self, drafter: Portable) -> None:
+        ids = drafter.tensors.get("d2t")
+        if ids is not None and len(ids) > 1 and bool((ids[1:] < ids[:-1]).any()):
+            raise UserError("d2t: its ids do not ascend, as drafter=eagle3 and drafter=medusa want; sort the rows of lm_head")

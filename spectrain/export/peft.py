@@ -1,0 +1,71 @@
+"""Gated LoRA: the adapter as peft reads it, and beside it what peft has no words for: masks, sampler head, gate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import UserError
+from .layout import Expected, Files, Layout, Portable, write_json, write_tensors
+from .targets import TargetFiles
+
+GATED = "spectrain.drafters.gated_lora.GatedLora"
+
+
+def shape_of(tensors: dict[str, Tensor], adapter: dict[str, Any]) -> dict[str, Any]:
+    """The settings that the weights fix, from them and from peft's own."""
+    return {
+        "num_masks": tensors["masks"].shape[0],
+        "rank": adapter["r"],
+        "alpha": adapter["lora_alpha"],
+        "sampler": "sampler.first.weight" in tensors,
+    }
+
+
+class Peft(Layout):
+    """adapter_config.json and adapter_model.safetensors are peft's; gated_lora.json and masks.safetensors are ours."""
+
+    name = "peft"
+    title = "gated LoRA, peft layout"
+    families = ("GatedLora",)
+
+    def recognises(self, files: Files) -> bool:
+        return (files.directory / "gated_lora.json").exists()
+
+    def expected(self, files: Files) -> Expected:
+        settings = files.sidecar("gated_lora.json")
+        shapes: dict[str, tuple[int | None, ...]] = {
+            name: (settings["rank"], None) if ".lora_A" in name else (None, settings["rank"])
+            for name in files.tensors if name.startswith("base_model.")
+        }  # fmt: skip
+        shapes["masks"] = (settings["num_masks"], None)
+        if settings["sampler"]:
+            for part in ("first", "first_norm", "second", "second_norm"):
+                kind = (None,) if part.endswith("norm") else (None, None)
+                shapes |= {f"sampler.{part}.weight": kind, f"sampler.{part}.bias": (None,)}
+        return Expected(shapes)
+
+    def read(self, files: Files, target: TargetFiles | None) -> Portable:
+        settings, kept = files.sidecar("gated_lora.json"), files.sidecar("spectrain.json")
+        shape = {key: settings[key] for key in ("num_masks", "rank", "alpha", "sampler")}
+        drafter = {"_target_": GATED, **kept.get("drafter", {}), **shape}
+        description = {**kept.get("description", {}), "adapter_config": files.sidecar("adapter_config.json")}
+        return Portable(drafter, dict(files.tensors), kept.get("target", {}).get("said"), description=description)
+
+    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+        adapter = drafter.description.get("adapter_config")
+        if adapter is None:
+            raise UserError("adapter_config.json: it is missing beside the drafter, so peft could not read the adapter")
+        tensors = drafter.tensors
+        settings = {
+            **shape_of(tensors, adapter),
+            "width": tensors["masks"].shape[1],
+            "gate": "the adapter acts on mask tokens alone; elsewhere the target is what it was, bit by bit",
+        }
+        write_json(directory / "gated_lora.json", settings)
+        write_json(directory / "adapter_config.json", adapter)
+        adapters = {name: tensor for name, tensor in tensors.items() if name.startswith("base_model.")}
+        write_tensors(directory / "adapter_model.safetensors", adapters)
+        write_tensors(directory / "masks.safetensors", {k: v for k, v in tensors.items() if k not in adapters})

@@ -1,0 +1,124 @@
+"""EAGLE-3 as the speculators library writes it and vLLM reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+from .eagle3 import Eagle3Layout, Settings, prefixed, settings_of, variants_of
+from .layout import Files, Finding, Portable, need, write_json, write_tensors
+from .serving import serve_vllm
+from .targets import TargetFiles
+
+VERSION = "0.9.0"  # of the library, whose files these equal
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+class Speculators(Eagle3Layout):
+    """`layers.0.` names, the drafter's layer under `transformer_layer_config`, the target under `speculators_config`."""
+
+    name = "vllm"
+    title = "EAGLE-3, speculators layout"
+    prefix = "layers.0."
+
+    def recognises(self, files: Files) -> bool:
+        return files.config.get("speculators_model_type") == "eagle3"
+
+    def settings(self, files: Files) -> Settings:
+        config = files.config
+        variants = {key: bool(config.get(key, key == "norm_before_residual")) for key in FLAGS}  # vLLM's defaults
+        return Settings(
+            config["transformer_layer_config"],
+            config.get("eagle_aux_hidden_state_layer_ids"),
+            variants,
+            config.get("draft_vocab_size"),
+        )
+
+    def target_name(self, files: Files) -> str | None:
+        found = (files.config.get("speculators_config") or {}).get("verifier", {}).get("name_or_path")
+        return found or super().target_name(files)
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        yield from super().findings(files)
+        config = files.config
+        if "norm_before_residual" not in config:
+            yield Finding(
+                "norm-flag-implicit", "error", "config.json does not say norm_before_residual",
+                "vLLM takes true where it is missing and the speculators library false, so one of them drafts with another "
+                "residual stream", "write the value that it was trained with",
+            )  # fmt: skip
+        if config.get("norm_before_fc") and config.get("fc_norm"):
+            yield Finding(
+                "norm-flags-exclusive", "error", "norm_before_fc and fc_norm are both on", "engines refuse the file",
+                "leave on the one whose tensors are there",
+            )  # fmt: skip
+        said = config.get("speculators_config") or {}
+        methods = said.get("proposal_methods") or [{}]
+        for key, value in (
+            ("speculators_config.verifier.name_or_path", (said.get("verifier") or {}).get("name_or_path")),
+            ("speculators_config.proposal_methods[0].speculative_tokens", methods[0].get("speculative_tokens")),
+        ):
+            if not value:
+                yield Finding("speculators-config", "error", f"{key} is missing", "vLLM refuses the file", "write it")
+        if config.get("eagle_aux_hidden_state_layer_ids") is None:
+            yield Finding(
+                "layer-ids-missing", "warning", "eagle_aux_hidden_state_layer_ids is missing",
+                "every engine takes its own default", "write the layers that it was trained on",
+            )  # fmt: skip
+        embedding = files.tensors.get("embed_tokens.weight")
+        if embedding is None:
+            yield Finding(
+                "missing-embed-tokens", "error", "embed_tokens.weight is missing",
+                "vLLM borrows the target's, but the speculators library loads zeros in its place and says nothing",
+                "write the target's embedding: spectrain convert DIR OUT --to vllm --target TARGET",
+            )  # fmt: skip
+
+    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+        target = need(target, "the files name it and hold its embedding")
+        layer, variants = settings_of(drafter), variants_of(drafter)
+        text, tensors = target.config, dict(drafter.tensors)
+        if "embed_tokens.weight" not in tensors:
+            tensors["embed_tokens.weight"] = target.embedding().to(tensors["fc.weight"].dtype)
+        if tensors["embed_tokens.weight"].shape[0] != layer["vocab_size"]:
+            raise UserError(
+                f"{target.said}: its embedding has {tensors['embed_tokens.weight'].shape[0]} rows and t2d "
+                f"{layer['vocab_size']}; this drafter is for another target"
+            )
+        layer |= {
+            "architectures": ["LlamaForCausalLM"],
+            "attention_dropout": 0.0,
+            "initializer_range": getattr(text, "initializer_range", 0.02),
+            "use_cache": True,
+            **{key: getattr(text, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        }
+        config: dict[str, Any] = {
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": VERSION,
+            "dtype": drafter.dtype,
+            "tie_word_embeddings": False,
+            "draft_vocab_size": len(tensors["d2t"]),
+            **{key: variants[key] for key in FLAGS},
+            "embed_requires_grad": False,
+            "target_hidden_size": None,
+            "eagle_aux_hidden_state_layer_ids": drafter.drafter["layers"],
+            "transformer_layer_config": layer,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [
+                    {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+                ],
+                "verifier": {"name_or_path": target.place, "architectures": target.whole_config.architectures},
+            },
+        }
+        write_json(directory / "config.json", config)
+        tensors["t2d"] = tensors["t2d"].to(torch.bool)
+        write_tensors(directory / "model.safetensors", {prefixed(k, self.prefix): v for k, v in tensors.items()})
+
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+        return {"vLLM": serve_vllm(target, {"method": "eagle3", "model": place, "num_speculative_tokens": 3})}

@@ -1,0 +1,124 @@
+"""A target as files: its configuration, embedding and tokenizer, read without loading the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+
+from ..errors import UserError
+from ..loading import convert_smollm2
+
+LOADERS = {"tiny": "spectrain.loading.load_tiny", "smollm2": "spectrain.loading.load_smollm2"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+class TargetFiles:
+    """The files of a target: `tiny`, `smollm2`, a directory in transformers format or a name on the hub."""
+
+    def __init__(self, said: str) -> None:
+        self.said = said
+        self.settings: dict[str, Any] = {"_target_": "spectrain.loading.load_hf", "model": said}
+        if said in LOADERS:
+            self.settings = {"_target_": LOADERS[said]}
+        elif Path(said).expanduser().is_dir():
+            self.settings["model"] = str(Path(said).expanduser().resolve())
+
+    @staticmethod
+    def of(settings: dict[str, Any]) -> TargetFiles:
+        """The files behind the `target` group of a configuration."""
+        said = {loader: name for name, loader in LOADERS.items()}.get(settings.get("_target_", ""))
+        found = TargetFiles(settings.get("path") or said or settings.get("model") or "")
+        found.settings = dict(settings)
+        return found
+
+    @cached_property
+    def directory(self) -> Path:
+        """Where the files are; the first use of a hub name downloads them."""
+        if self.said == "tiny":
+            return Path(__file__).parent.parent / "data" / "tiny"
+        if self.said == "smollm2":
+            return convert_smollm2()
+        place = Path(self.said).expanduser()
+        if place.is_dir():
+            return place.resolve()
+        if place.is_absolute() or self.said.startswith("."):
+            raise UserError(f"target {self.said}: there is no such directory; give a model directory or a name on the hub")
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+        try:
+            return Path(snapshot_download(self.said, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model"]))
+        except (HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError, ValueError, OSError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(f"target {self.said}: it cannot be found ({reason}); give a model directory") from error
+
+    @property
+    def name(self) -> str:
+        """What a model card calls it: the default target's weights are not the hub's."""
+        return "smollm2-135m-q4_1" if self.said == "smollm2" else self.said
+
+    @property
+    def place(self) -> str:
+        """What an engine is given to load it."""
+        return self.said if self.settings.get("model") == self.said else str(self.directory)
+
+    @cached_property
+    def whole_config(self) -> Any:
+        try:
+            return AutoConfig.from_pretrained(self.directory)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"target {self.said}: its config.json cannot be read ({reason}); give a model directory") from error
+
+    @property
+    def config(self) -> Any:
+        """Of the language model, where it is a part."""
+        return self.whole_config.get_text_config()
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.config.num_hidden_layers)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return AutoTokenizer.from_pretrained(self.directory)
+
+    def embedding(self) -> Tensor:
+        """[V, D]"""
+        return self._tensor(("embed_tokens.weight", "wte.weight", "word_embeddings.weight"), "embedding")
+
+    def head(self) -> Tensor:
+        """The output layer [V, D], which may be the embedding."""
+        if self.config.tie_word_embeddings:
+            return self.embedding()
+        return self._tensor(("lm_head.weight", "embed_out.weight"), "output layer")
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output layer."""
+        return int(self.config.vocab_size)
+
+    def _tensor(self, endings: tuple[str, ...], what: str) -> Tensor:
+        for path in sorted(self.directory.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                for name in file.keys():  # noqa: SIM118  (it is no dict)
+                    if name.endswith(endings) and not name.startswith("vision"):
+                        return file.get_tensor(name)
+        raise UserError(f"target {self.said}: its {what} is not among its safetensors; save the model with save_pretrained")
+
+    def template_hash(self) -> str:
+        """Of the tokens and the chat template: equal for targets that write and read the same ids."""
+        return tokenizer_hash(self.tokenizer)
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Of every token with its id, the special ones and the chat template."""
+    content = [sorted(tokenizer.get_vocab().items()), sorted(map(str, tokenizer.all_special_tokens)), tokenizer.chat_template]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

@@ -1,0 +1,145 @@
+"""The speculators library reads our EAGLE-3 and we read its own, with the same logits at every unrolled step.
+
+Needs an environment of its own, for the library holds transformers back; everywhere else this file is skipped.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("speculators")
+
+from omegaconf import OmegaConf
+from speculators import SpeculatorModelConfig
+from speculators.models.eagle3 import Eagle3DraftModel
+
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.export.converter import convert, read_drafter
+from spectrain.export.measure import instantiate
+from spectrain.export.targets import TargetFiles
+from spectrain.features import Batch
+from spectrain.run import save_drafter
+from spectrain.target import Target
+
+STEPS = 3
+TINY = TargetFiles("tiny")
+
+
+def theirs(directory: Path) -> Any:
+    """The library's model; eager attention, for its own kernels want a GPU."""
+    config: Any = SpeculatorModelConfig.from_pretrained(directory)
+    config.transformer_layer_config._attn_implementation = "eager"
+    return Eagle3DraftModel.from_pretrained(directory, config=config).float().eval()
+
+
+def text(tiny: Target) -> Tensor:
+    """[1, T]"""
+    return torch.tensor([tiny.tokenizer("The river runs through three towns before it meets the sea.")["input_ids"]])
+
+
+def logits_of_theirs(model: Any, tokens: Tensor, fused: Tensor) -> list[Tensor]:
+    """[T - 1, V] at each unrolled step: its row t pairs features at t with token t + 1, as its trainer hands them in."""
+    seen: list[Tensor] = []
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output[0].detach()))
+    with torch.no_grad():
+        documents = torch.zeros(1, tokens.shape[1] - 1, dtype=torch.int64)
+        model(fused[:, :-1], tokens[:, 1:], documents, ttt_steps=STEPS)
+    handle.remove()
+    return seen
+
+
+def logits_of_ours(drafter: Eagle3, tokens: Tensor, target: Target, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The same of the unroll that our loss trains; step i ends i rows earlier."""
+    states: list[Tensor] = []
+    judge = drafter._judge
+    monkeypatch.setattr(drafter, "_judge", lambda wanted, found: (states.extend(found), judge(wanted, found))[1])
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), target.features(tokens, drafter.layers))
+    with torch.no_grad():
+        drafter.loss(batch, target)
+        return [drafter.lm_head(drafter.read_by_head(state)) for state in states]
+
+
+def compared(model: Any, drafter: Eagle3, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> float:
+    """The largest difference of any logit."""
+    tokens = text(tiny)
+    fused = tiny.features(tokens, drafter.fused).fused(drafter.fused)
+    pairs = zip(logits_of_theirs(model, tokens, fused), logits_of_ours(drafter, tokens, tiny, monkeypatch), strict=True)
+    return max(float((their[: len(our)] - our).abs().max()) for their, our in pairs)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "the library's defaults": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    "a norm for each layer": {"fc_norm": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_library_reads_ours(variant: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our export, loaded by the library, gives our logits at every unrolled step (1e-4)."""
+    drafter = Eagle3(tiny, ttt_steps=STEPS, vocab_size=512, architecture=VARIANTS[variant])
+    drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+    for norm in (module for module in drafter.modules() if isinstance(module, torch.nn.RMSNorm)):
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    settings = {"_target_": "spectrain.drafters.eagle3.Eagle3", "vocab_size": 512, "architecture": VARIANTS[variant]}
+    config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": "eagle3"})
+    save_drafter(tmp_path / "ours", drafter, config)
+    convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
+    model = theirs(tmp_path / "out")
+    assert float(model.embed_tokens.weight.std()) > 0.01
+    difference = compared(model, drafter, tiny, monkeypatch)
+    print(f"{variant}: {difference:.1e}")
+    assert difference < 1e-4
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_we_read_what_the_library_trained(variant: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that the library trained and saved gives its logits here at every unrolled step (1e-4)."""
+    drafter = Eagle3(tiny, ttt_steps=STEPS, vocab_size=512)
+    drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+    model = trained_by_the_library(tiny, drafter, tmp_path, VARIANTS[variant])
+    model.save_pretrained(tmp_path / "theirs")
+    found = read_drafter(tmp_path / "theirs", TINY)
+    ours: Any = instantiate(replace(found, drafter={**found.drafter, "ttt_steps": STEPS}), tiny)
+    difference = compared(theirs(tmp_path / "theirs"), ours, tiny, monkeypatch)
+    print(f"{variant}: {difference:.1e}")
+    assert difference < 1e-4
+
+
+def trained_by_the_library(tiny: Target, drafter: Eagle3, folder: Path, flags: dict[str, Any]) -> Any:
+    """Ten steps of the library's own loss on one text, from its own model with fresh weights."""
+    config = tiny.model.config.__class__.from_pretrained(tiny.path)
+    config.num_hidden_layers = 1
+    named = {"norm_before_residual": False, **flags}
+    model: Any = Eagle3DraftModel.from_training_args(
+        config, t2d=drafter.t2d, d2t=drafter.d2t, draft_vocab_size=512, ttt_steps=STEPS, verifier_name_or_path=tiny.path,
+        target_layer_ids=list(drafter.fused), draft_attn_impl="eager", **named,
+    )  # fmt: skip
+    tokens = text(tiny)
+    features = tiny.features(tokens, (*drafter.fused, tiny.num_layers))
+    last = features.at(tiny.num_layers)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    losses = []
+    for _ in range(10):
+        documents = torch.zeros(1, tokens.shape[1] - 1, dtype=torch.int64)
+        everywhere = torch.ones(1, tokens.shape[1] - 1, dtype=torch.bool)
+        _, loss, _ = model(
+            features.fused(drafter.fused)[:, :-1], tokens[:, 1:], documents, everywhere,
+            verifier_last_hidden_states=last[:, 1:], ttt_steps=STEPS, loss_config=eager_loss(),
+        )  # fmt: skip
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    return model.eval()
+
+
+def eager_loss() -> Any:
+    from speculators.losses import resolve_loss_config
+
+    return resolve_loss_config("kl_div", "eager")

@@ -1,0 +1,215 @@
+"""Converting: the same numbers in every layout that can hold a drafter, and a sentence where one cannot."""
+
+import json
+from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig, open_dict
+from safetensors.torch import load_file, save_file
+
+from spectrain.acceptance import Greedy
+from spectrain.config import build
+from spectrain.decode import decode
+from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
+from spectrain.evaluation import complete
+from spectrain.export.converter import convert, read_drafter
+from spectrain.export.layout import Files
+from spectrain.export.targets import TargetFiles
+from spectrain.run import load_weights, save_drafter
+from spectrain.shapes import Chain
+from spectrain.target import Target
+
+from . import foreign
+
+TINY = TargetFiles("tiny")
+
+
+def settings_for(drafter: str, **options: Any) -> DictConfig:
+    """A composed configuration with these settings of a drafter."""
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = compose("train", overrides=[f"drafter={drafter}", "target=tiny", "tree=chain"])
+    with open_dict(config):
+        config.drafter.update(options)
+    return config
+
+
+def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
+    """A drafter as training would save it, with random weights."""
+    config = settings_for(drafter, **options)
+    module: Drafter = build(config.drafter, target=tiny)
+    module.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn_like(parameter))
+    save_drafter(directory, module, config)
+    return directory
+
+
+CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
+    "eagle3": (lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256), ("vllm", "sglang", "spectrain")),
+    "eagle3, other layers": (
+        lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, layers=[1, 3, 6]),
+        ("vllm", "sglang", "spectrain"),
+    ),
+    "eagle3, all norms": (
+        lambda path, tiny: ours(
+            path, tiny, "eagle3", vocab_size=256,
+            architecture={"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+        ),
+        ("vllm", "spectrain"),
+    ),
+    "medusa": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=2048), ("vllm", "medusa", "spectrain")),
+    "medusa, cut vocabulary": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=256), ("vllm", "spectrain")),
+    "causal": (lambda path, tiny: ours(path, tiny, "causal", num_layers=2), ("hf", "spectrain")),
+    "pard": (lambda path, tiny: ours(path, tiny, "pard", num_layers=2), ("hf", "spectrain")),
+    "gated lora": (lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), ("peft", "spectrain")),
+    "SpecForge": (foreign.specforge, ("vllm", "sglang", "spectrain")),
+    "ModelOpt": (lambda path, tiny: foreign.specforge(path, tiny, prefix="layers.0."), ("vllm", "sglang", "spectrain")),
+    "speculators": (foreign.speculators, ("vllm", "sglang", "spectrain")),
+    "speculators, its defaults": (
+        lambda path, tiny: foreign.speculators(path, tiny, norm_before_residual=True, norm_before_fc=True, norm_output=True),
+        ("vllm", "spectrain"),
+    ),
+    "FasterDecoding": (foreign.medusa, ("vllm", "medusa", "spectrain")),
+    "vLLM's Medusa": (foreign.medusa_vllm, ("vllm", "spectrain")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trips_are_bit_identical(case: str, tiny: Target, tmp_path: Path) -> None:
+    """Through every pair of layouts that hold it, a drafter comes back with the same settings and the same bits."""
+    make, forms = CASES[case]
+    start = make(tmp_path / "start", tiny)
+    first = read_drafter(start, TINY)
+    for one, other in permutations(forms, 2):
+        there, back = tmp_path / f"{one}-{other}", tmp_path / f"{one}-{other}-{one}"
+        convert(start, tmp_path / f"{one}-{other}-first", one, TINY)
+        convert(tmp_path / f"{one}-{other}-first", there, other, TINY)
+        convert(there, back, one, TINY)
+        last = read_drafter(back, TINY)
+        assert last.drafter["_target_"] == first.drafter["_target_"]
+        assert {key: last.drafter.get(key) for key in first.drafter if key != "architecture"} == {
+            key: value for key, value in first.drafter.items() if key != "architecture"
+        }
+        assert last.tensors.keys() == first.tensors.keys()
+        for name, tensor in first.tensors.items():
+            assert last.tensors[name].dtype == tensor.dtype and torch.equal(last.tensors[name], tensor), name
+        assert content(back) == content(tmp_path / f"{one}-{other}-first")
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    """Every file that an engine reads, byte for byte."""
+    return {path.name: path.read_bytes() for path in sorted(directory.glob("*.safetensors"))} | {
+        "config.json": json.dumps(Files.read(directory).config, sort_keys=True).encode()
+    }
+
+
+def test_bfloat16_stays(tiny: Target, tmp_path: Path) -> None:
+    """Weights keep their type, and the written configuration says it."""
+    start = foreign.specforge(tmp_path / "start", tiny)
+    tensors = load_file(start / "model.safetensors")
+    save_file({k: v.bfloat16() if v.is_floating_point() else v for k, v in tensors.items()}, start / "model.safetensors")
+    convert(start, tmp_path / "out", "vllm", TINY)
+    written = Files.read(tmp_path / "out")
+    assert {tensor.dtype for tensor in written.tensors.values()} == {torch.bfloat16, torch.int64, torch.bool}
+    assert written.config["dtype"] == "bfloat16"
+
+
+REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] = {
+    "a map the original has no place for": (
+        lambda path, tiny: ours(path, tiny, "medusa", vocab_size=256), "medusa", ("d2t", "drafter.vocab_size=2048")),
+    "normed feedback in the flat layout": (
+        lambda path, tiny: foreign.speculators(path, tiny, norm_output=True), "sglang", ("norm_output",)),
+    "Medusa for SGLang": (foreign.medusa, "sglang", ("medusa", "vllm")),
+    "Hydra": (lambda path, tiny: ours(path, tiny, "hydra", vocab_size=256), "vllm", ("hydra", "spectrain eval")),
+    "Kangaroo": (lambda path, tiny: ours(path, tiny, "kangaroo"), "hf", ("kangaroo", "spectrain eval")),
+    "gated LoRA for vLLM": (
+        lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), "vllm", ("gatedlora", "peft")),
+    "an untrained early exit": (lambda path, tiny: ours(path, tiny, "early_exit"), "hf", ("assistant_early_exit",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_layout_cannot_hold_is_named(case: str, tiny: Target, tmp_path: Path) -> None:
+    """Nothing is written, and the sentence names the tensor, flag or family and what can be done."""
+    make, form, words = REFUSED[case]
+    start = make(tmp_path / "start", tiny)
+    with pytest.raises(UserError) as error:
+        convert(start, tmp_path / "out", form, TINY)
+    assert all(word in str(error.value) for word in words) and not (tmp_path / "out").exists()
+
+
+def test_own_embedding_is_not_for_sglang(tiny: Target, tmp_path: Path) -> None:
+    """A drafter whose embedding is not its target's cannot lose it on the way."""
+    start = foreign.speculators(tmp_path / "start", tiny)
+    tensors = load_file(start / "model.safetensors")
+    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"] + 0.01
+    save_file(tensors, start / "model.safetensors")
+    assert read_drafter(start, TINY).drafter["architecture"]["own_embedding"]
+    with pytest.raises(UserError, match="embed_tokens.weight"):
+        convert(start, tmp_path / "out", "sglang", TINY)
+
+
+UNLIKE: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = {
+    "q_norm": (lambda config, tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(32)}), "q_norm"),
+    "bias": (lambda config, tensors: tensors.update({"midlayer.self_attn.q_proj.bias": torch.ones(128)}), "bias"),
+    "two layers": (lambda config, tensors: config.update(num_hidden_layers=2), "num_hidden_layers"),
+    "gelu": (lambda config, tensors: config.update(hidden_act="gelu"), "hidden_act"),
+    "a window": (lambda config, tensors: config.update(layer_types=["sliding_attention"]), "layer_types"),
+    "a wider target": (lambda config, tensors: config.update(target_hidden_size=512), "target_hidden_size"),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_what_our_class_cannot_represent_is_named(case: str, tiny: Target, tmp_path: Path) -> None:
+    """A foreign drafter of another shape is refused by its tensor or flag."""
+    change, word = UNLIKE[case]
+    start = foreign.specforge(tmp_path / "start", tiny)
+    config, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
+    change(config, tensors)
+    foreign.write(start, config, tensors)
+    with pytest.raises(UserError, match=word):
+        convert(start, tmp_path / "out", "spectrain", TINY)
+
+
+def test_pickled_files_are_not_opened(tiny: Target, tmp_path: Path) -> None:
+    """A .pt file is refused with the line that makes it safetensors, which then is read."""
+    start = foreign.medusa(tmp_path / "start", tiny)
+    tensors = load_file(start / "medusa_lm_head.safetensors")
+    (start / "medusa_lm_head.safetensors").unlink()
+    torch.save(tensors, start / "medusa_lm_head.pt")
+    with pytest.raises(UserError, match=r"medusa_lm_head.pt.*save_file"):
+        read_drafter(start)
+
+
+def test_version_two_heads_take_the_targets_output_layer(tiny: Target, tmp_path: Path) -> None:
+    """Medusa's version 2 has no output layer a head; ours is then a copy of the target's, and without it nothing is guessed."""
+    start = foreign.medusa(tmp_path / "start", tiny, version=2)
+    with pytest.raises(UserError, match=r"0\.1\.weight"):
+        read_drafter(start)
+    found = read_drafter(start, TINY)
+    assert all(torch.equal(found.tensors[f"heads.{head}.lm_head.weight"], tiny.head.output.weight) for head in range(3))
+
+
+@pytest.mark.parametrize("case", ["SpecForge", "speculators, its defaults", "FasterDecoding", "vLLM's Medusa"])
+def test_evaluation_takes_foreign_directories(case: str, tiny: Target, tmp_path: Path) -> None:
+    """`eval run=DIR` composes the same drafter from another project's files as from their conversion, and drafts the same."""
+    start = CASES[case][0](tmp_path / "start", tiny)
+    convert(start, tmp_path / "own", "spectrain", TINY)
+    found = []
+    for directory in (start, tmp_path / "own"):
+        with initialize_config_module("spectrain.conf", version_base="1.3"):
+            config, _ = complete(compose("eval", overrides=[f"run={directory}", "target=tiny"]))
+        drafter = build(config.drafter, target=tiny)
+        load_weights(drafter, directory, tiny)
+        prompt = [5, 9, 200, 31, 7]
+        found.append(decode(tiny, [prompt], Greedy(), 16, drafter.eval(), Chain(depth=3))[0])
+    assert found[0].output == found[1].output == decode(tiny, [prompt], Greedy(), 16)[0].output
+    assert found[0].accepted == found[1].accepted

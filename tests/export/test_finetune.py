@@ -1,0 +1,93 @@
+"""Another project's checkpoint as a beginning: read in its own layout, fine-tuned on a new domain, accepted more there."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_module
+from safetensors.torch import load_file
+
+from spectrain import run
+from spectrain.cli import TRAIN_KEYS
+from spectrain.config import check_config
+from spectrain.data.readers import FOLDER
+from spectrain.evaluation import complete
+from spectrain.export.converter import convert
+from spectrain.export.targets import TargetFiles
+from spectrain.target import Target
+
+from .foreign import specforge, write
+
+COUNT = 200  # conversations to begin with, and again as many of the new domain
+
+
+def domains(folder: Path) -> None:
+    """general.jsonl without code, code.jsonl, and prompts.jsonl: code that neither holds."""
+    lines = gzip.decompress((FOLDER / "conversations.jsonl.gz").read_bytes()).decode().splitlines()
+    conversations = [json.loads(line) for line in lines]
+    code = [row for row in conversations if row["category"] == "code"]
+    general = [row for row in conversations if row["category"] != "code"][::3][:COUNT]
+    rows = {
+        "general": general,
+        "code": code[:COUNT],
+        "prompts": [{**row, "messages": row["messages"][:1]} for row in code[-40:]],
+    }
+    for name, chosen in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chosen))
+
+
+def trained(folder: Path, recipe: str, data: str, *more: str) -> Path:
+    asked = [f"recipe={recipe}", "target=tiny", "data=jsonl", f"data.path={folder / data}", "eval=none",
+             f"run={folder / f'{recipe}-{data}'}", "++drafter.vocab_size=2048", "++trainer.epochs=3", *more]  # fmt: skip
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = compose("train", overrides=asked)
+    return run.train(check_config(config, TRAIN_KEYS), [word.lstrip("+") for word in asked])
+
+
+def accepted(folder: Path, drafter: Path) -> float:
+    """Tokens per forward of greedy chains on the new domain's prompts."""
+    asked = [f"run={drafter}", "target=tiny", "tree=chain", "tree.depth=3", "eval=default", "++eval.baselines=[]",
+             f"++eval.prompts={folder / 'prompts.jsonl'}", "++eval.max_new_tokens=48", "++eval.oracle=false"]  # fmt: skip
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config, place = complete(compose("eval", overrides=asked))
+    summary = run.evaluate(check_config(config, TRAIN_KEYS), place)
+    assert summary["lossless"]["identical"] == summary["lossless"]["checked"] == 40
+    return float(summary["acceptance_length"]["pooled"])
+
+
+def as_specforge(ours: Path, directory: Path, tiny: Target) -> Path:
+    """Our trained tensors under SpecForge's names, renamed here by hand."""
+    specforge(directory, tiny, draft_vocab=2048)
+    layer = ("self_attn", "mlp", "input_layernorm", "hidden_norm", "post_attention_layernorm")
+    tensors = load_file(ours / "drafter" / "model.safetensors")
+    renamed = {f"midlayer.{name}" if name.startswith(layer) else name: tensor for name, tensor in tensors.items()}
+    return write(directory, json.loads((directory / "config.json").read_text()), renamed)
+
+
+def as_medusa(ours: Path, directory: Path, tiny: Target) -> Path:
+    """The same under the names of Medusa's authors."""
+    tensors = load_file(ours / "drafter" / "model.safetensors")
+    renamed = {}
+    for head in range(3):
+        renamed[f"{head}.0.linear.weight"] = tensors[f"heads.{head}.blocks.0.linear.weight"]
+        renamed[f"{head}.0.linear.bias"] = tensors[f"heads.{head}.blocks.0.linear.bias"]
+        renamed[f"{head}.1.weight"] = tensors[f"heads.{head}.lm_head.weight"]
+    said = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": tiny.path}
+    return write(directory, said, renamed, "medusa_lm_head.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["eagle3", "medusa1"])
+def test_fine_tuning_a_foreign_checkpoint(recipe: str, tiny: Target, tmp_path: Path) -> None:
+    """Accepted on the new domain: as it was, the same after conversion, and more after fine-tuning, from either."""
+    domains(tmp_path)
+    first = trained(tmp_path, recipe, "general.jsonl")
+    begin = (as_specforge if recipe == "eagle3" else as_medusa)(first, tmp_path / "foreign", tiny)
+    convert(begin, tmp_path / "converted", "spectrain", TargetFiles("tiny"))
+    before = accepted(tmp_path, begin)
+    assert accepted(tmp_path, tmp_path / "converted") == before
+    tuned = trained(tmp_path, recipe, "code.jsonl", f"++drafter.init={begin}")
+    after = accepted(tmp_path, tuned)
+    print(f"\n{recipe}: {before:.3f} before, {after:.3f} after")
+    assert after > before

@@ -1,0 +1,303 @@
+"""The linter: every seeded fault by its name, and nothing in what is sound."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spectrain import cli
+from spectrain.data.dataset import Dataset
+from spectrain.data.readers import Embedded
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.medusa import Medusa
+from spectrain.export.converter import convert
+from spectrain.export.layout import Files, Finding
+from spectrain.export.layouts import detect
+from spectrain.export.linter import check, lint
+from spectrain.export.measure import misread
+from spectrain.export.targets import TargetFiles
+from spectrain.run import save_drafter
+from spectrain.sources import Live
+from spectrain.target import Target
+from spectrain.training.loop import Trainer
+
+from . import foreign
+from .test_converter import CASES, ours, settings_for
+
+TINY = TargetFiles("tiny")
+Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
+
+
+def found(directory: Path, target: TargetFiles | None = TINY) -> dict[str, Finding]:
+    """What is found without decoding, by name."""
+    files = Files.read(directory)
+    return {finding.name: finding for finding in check(files, detect(files), target)}
+
+
+def spoilt(directory: Path, change: Change) -> Path:
+    """The same directory after a change of its settings and tensors."""
+    file = next(directory.glob("*.safetensors"))
+    config, tensors = json.loads((directory / "config.json").read_text()), load_file(file)
+    change(config, tensors)
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+    return directory
+
+
+def rename(old: str, new: str) -> Change:
+    return lambda config, tensors: tensors.update({new: tensors.pop(old)})
+
+
+def scale(name: str, factor: float) -> Change:
+    return lambda config, tensors: tensors.update({name: tensors[name] * factor})
+
+
+def layer(**changes: Any) -> Change:
+    return lambda config, tensors: config["transformer_layer_config"].update(changes)
+
+
+def absolute(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+SPECULATORS: dict[str, tuple[str, Change]] = {
+    "no d2t": ("missing-d2t", lambda config, tensors: tensors.pop("d2t")),
+    "absolute ids": ("d2t-absolute", absolute),
+    "offsets out of range": ("d2t-range", lambda config, tensors: tensors["d2t"].add_(3000)),
+    "an id twice": ("d2t-repeated", lambda config, tensors: tensors["d2t"][1:2].copy_(tensors["d2t"][:1] - 1)),
+    "t2d of another run": ("t2d-mismatch", lambda config, tensors: tensors.update(t2d=tensors["t2d"].roll(1))),
+    "offsets as floats": ("d2t-dtype", lambda config, tensors: tensors.update(d2t=tensors["d2t"].float())),
+    "offsets nobody filled in": (
+        "d2t-identity", lambda config, tensors: (tensors["d2t"].zero_(), tensors.update(t2d=torch.arange(2048) < 256))),
+    "no fc": ("missing-fc", lambda config, tensors: tensors.pop("fc.weight")),
+    "no head": ("missing-lm-head", lambda config, tensors: tensors.pop("lm_head.weight")),
+    "no norm": ("missing-tensor", lambda config, tensors: tensors.pop("norm.weight")),
+    "no embedding": ("missing-embed-tokens", lambda config, tensors: tensors.pop("embed_tokens.weight")),
+    "zero embedding": ("all-zero", scale("embed_tokens.weight", 0.0)),
+    "transposed head": (
+        "transposed-tensor", lambda config, tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].T})),
+    "rows cut off the head": (
+        "head-rows", lambda config, tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"][:200]})),
+    "NaN": ("not-finite", lambda config, tensors: tensors["fc.weight"].fill_(float("nan"))),
+    "a name with a prefix": ("unknown-tensor", rename("layers.0.mlp.up_proj.weight", "draft.mlp.up_proj.weight")),
+    "two types": ("mixed-dtype", lambda config, tensors: tensors.update({"fc.weight": tensors["fc.weight"].bfloat16()})),
+    "double precision": ("dtype", lambda config, tensors: tensors.update({"fc.weight": tensors["fc.weight"].double()})),
+    "the target's vocabulary": ("vocab-size", layer(vocab_size=1024)),
+    "another inner width": ("wrong-shape", layer(intermediate_size=99)),
+    "the flag unsaid": ("norm-flag-implicit", lambda config, tensors: config.pop("norm_before_residual")),
+    "a norm without its flag": ("norm-flag", lambda config, tensors: tensors.update({"input_norm.weight": torch.ones(384)})),
+    "two norms": ("norm-flags-exclusive", lambda config, tensors: config.update(norm_before_fc=True, fc_norm=True)),
+    "another rope": ("rope", layer(rope_parameters={"rope_type": "default", "rope_theta": 500000.0})),
+    "a shorter context": ("max-position", layer(max_position_embeddings=128)),
+    "layers beyond the target": (
+        "layer-ids-range", lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids=[2, 4, 9])),
+    "layers out of order": (
+        "layer-ids-order", lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids=[5, 2, 4])),
+    "layers unsaid": ("layer-ids-missing", lambda config, tensors: config.pop("eagle_aux_hidden_state_layer_ids")),
+    "no verifier": ("speculators-config", lambda config, tensors: config["speculators_config"].pop("verifier")),
+    "no layer": ("missing-key", lambda config, tensors: config.pop("transformer_layer_config")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPECULATORS)
+def test_seeded_faults_of_the_speculators_layout(case: str, tiny: Target, tmp_path: Path) -> None:
+    """Each fault is found by its name, and was not there before."""
+    name, change = SPECULATORS[case]
+    start = foreign.speculators(tmp_path / "start", tiny)
+    assert not found(start)
+    assert name in found(spoilt(start, change))
+
+
+FLAT: dict[str, tuple[str, Change]] = {
+    "no d2t": ("missing-d2t", lambda config, tensors: tensors.pop("d2t")),
+    "absolute ids": ("d2t-absolute", absolute),
+    "vLLM's layer numbers": (
+        "layer-ids-numbering",
+        lambda config, tensors: config.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [2, 4, 5]})),
+    "another architecture": ("architecture", lambda config, tensors: config.update(architectures=["LlamaForCausalLM"])),
+    "no norm at the end": ("norm-output-ambiguous", lambda config, tensors: config.update(norm_output=False)),
+    "a default rope": ("rope", lambda config, tensors: config.update(rope_theta=500000.0)),
+    "the wrong count": ("head-rows", lambda config, tensors: config.update(draft_vocab_size=512)),
+    "norms that the class has not": (
+        "not-representable", lambda config, tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(32)})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FLAT)
+def test_seeded_faults_of_the_flat_layout(case: str, tiny: Target, tmp_path: Path) -> None:
+    """Each fault is found by its name, and was not there before."""
+    name, change = FLAT[case]
+    start = foreign.specforge(tmp_path / "start", tiny)
+    assert not found(start)
+    assert name in found(spoilt(start, change))
+
+
+MEDUSA: dict[str, tuple[str, Change]] = {
+    "attention heads counted as heads": ("num-attention-heads", lambda config, tensors: config.update(num_attention_heads=4)),
+    "biases dropped": ("medusa-bias", lambda config, tensors: config.pop("medusa_fc_bias")),
+    "no map": ("missing-token-map", lambda config, tensors: tensors.pop("token_map")),
+    "offsets in the map": (
+        "token-map-offsets", lambda config, tensors: tensors.update(token_map=torch.zeros(256, dtype=torch.int64))),
+    "ids out of range": ("token-map-range", lambda config, tensors: tensors["token_map"].add_(3000)),
+    "a map that is ignored": ("truncated-vocab-size", lambda config, tensors: config.update(truncated_vocab_size=2048)),
+    "names of the trainer": ("unknown-tensor", rename("lm_heads.0.weight", "heads.0.lm_head.weight")),
+    "a head too few": ("missing-tensor", lambda config, tensors: config.update(num_heads=4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MEDUSA)
+def test_seeded_faults_of_medusa(case: str, tiny: Target, tmp_path: Path) -> None:
+    """Each fault is found by its name, and was not there before."""
+    name, change = MEDUSA[case]
+    start = foreign.medusa_vllm(tmp_path / "start", tiny)
+    assert not found(start)
+    assert name in found(spoilt(start, change))
+
+
+def test_original_medusa_with_a_head_too_many(tiny: Target, tmp_path: Path) -> None:
+    """A count of heads that is not that of the tensors, which the original loader takes without a word."""
+    start = foreign.medusa(tmp_path / "start", tiny)
+    assert not found(start)
+    assert "head-count" in found(spoilt(start, lambda config, tensors: config.update(medusa_num_heads=5)))
+
+
+def test_whole_models(tiny: Target, tmp_path: Path) -> None:
+    """A draft model with another tokenizer, and a mask token outside of the vocabulary."""
+    start = ours(tmp_path / "start", tiny, "pard", num_layers=2)
+    convert(start, tmp_path / "out", "hf", TINY)
+    assert not found(tmp_path / "out")
+    spoilt(tmp_path / "out", lambda config, tensors: config.update(pard_token=5000))
+    template = tmp_path / "out" / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    assert {"pard-token", "tokenizer"} <= found(tmp_path / "out").keys()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_clean_exports_have_no_finding(case: str, tiny: Target, tmp_path: Path) -> None:
+    """Whatever a layout's writer writes, the linter finds nothing wrong with, by itself and beside the target."""
+    make, forms = CASES[case]
+    start = make(tmp_path / "start", tiny)
+    assert not found(start)
+    for form in forms:
+        convert(start, tmp_path / form, form, TINY)
+        assert not found(tmp_path / form) and not found(tmp_path / form, None)
+
+
+# Faults that only a measurement shows
+
+
+def trained(directory: Path, tiny: Target, drafter: Drafter, name: str, steps: int, **options: Any) -> Path:
+    """A drafter that has learnt something, as training saves it."""
+    dataset = Dataset.build(Embedded(limit=steps), tiny.tokenizer)
+    drafter.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
+    Trainer(lr=3e-3, max_steps=steps, batch_tokens=1024).fit(drafter, tiny, dataset, Live(), directory / "fit")
+    save_drafter(directory / "drafter", drafter, settings_for(name, **options))
+    return directory / "drafter"
+
+
+@pytest.fixture(scope="module")
+def medusa(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    options = {"vocab_size": 512, "loss": "forward_kl", "num_heads": 2}
+    drafter = Medusa(tiny, **options)  # type: ignore[arg-type]
+    return trained(tmp_path_factory.mktemp("medusa"), tiny, drafter, "medusa", 20, **options)
+
+
+@pytest.fixture(scope="module")
+def eagle3(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    options = {"vocab_size": 1024, "ttt_steps": 3}
+    return trained(tmp_path_factory.mktemp("eagle3"), tiny, Eagle3(tiny, **options), "eagle3", 300, **options)
+
+
+def transpose(ending: str) -> Change:
+    return lambda config, tensors: tensors.update({n: t.T for n, t in tensors.items() if n.endswith(ending) and t.dim() == 2})
+
+
+def exchanged(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """The two heads in each other's place."""
+    for name in [name for name in tensors if (".0." in name and name.startswith("lm_heads.0")) or name.startswith("blocks.0")]:
+        other = name.replace("s.0.", "s.1.", 1)
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+
+
+MEASURED_MEDUSA: dict[str, tuple[str, Change]] = {
+    "blocks transposed": ("transposed-tensor", transpose("layers.0.weight")),
+    "heads exchanged": ("heads-shifted", exchanged),
+    "rows of the head permuted": (
+        "head-order",
+        lambda config, tensors: tensors.update({n: t.roll(7, dims=0) for n, t in tensors.items() if n.startswith("lm_heads")})),
+}  # fmt: skip
+
+
+def test_measured_faults_of_medusa(medusa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Square tensors, the order of heads and of rows show in no shape; nothing is found where nothing is wrong."""
+    monkeypatch.setattr("spectrain.export.measure.NUM_PROMPTS", 6)
+    assert not lint(medusa, TINY)
+    for case, (name, change) in MEASURED_MEDUSA.items():
+        convert(medusa, tmp_path / case, "vllm", TINY)
+        assert name in {finding.name for finding in lint(spoilt(tmp_path / case, change), TINY)}, case
+
+
+MEASURED_EAGLE3: dict[str, tuple[str, Change]] = {
+    "layers one lower": (
+        "layer-ids-off-by-one", lambda config, tensors: config.update(eagle_aux_hidden_state_layer_ids=[1, 3, 4])),
+    "the other residual": (
+        "norm-before-residual-swapped", lambda config, tensors: config.update(norm_before_residual=True)),
+    "normed feedback": ("norm-output-swapped", lambda config, tensors: config.update(norm_output=True)),
+    "o_proj transposed": ("transposed-tensor", transpose("o_proj.weight")),
+    "another rope": ("rope", layer(rope_parameters={"rope_type": "default", "rope_theta": 50.0})),
+    "state before embedding": (
+        "halves-swapped",
+        lambda config, tensors: tensors.update(
+            {name: tensor.roll(128, dims=1) for name, tensor in tensors.items() if tensor.shape[1:] == (256,)})),
+    "rows of the head permuted": (
+        "head-order", lambda config, tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].roll(7, dims=0)})),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MEASURED_EAGLE3)
+def test_measured_faults_of_eagle3(case: str, eagle3: Path, tiny: Target, tmp_path: Path) -> None:
+    """What no shape shows is found by name, with what the target would accept if it were mended."""
+    name, change = MEASURED_EAGLE3[case]
+    convert(eagle3, tmp_path / "out", "vllm", TINY)
+    assert not lint(tmp_path / "out", TINY)
+    after = {finding.name: finding for finding in lint(spoilt(tmp_path / "out", change), TINY)}
+    assert after[name].level == "error"
+
+
+def test_an_error_ends_with_status_one(
+    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`lint` prints what, why and how to mend, and exits 1 on an error, 0 on a warning, 2 where there is no drafter."""
+    start = foreign.speculators(tmp_path / "start", tiny)
+
+    def status(directory: Path) -> int:
+        monkeypatch.setattr("sys.argv", ["spectrain", "lint", str(directory)])
+        with pytest.raises(SystemExit) as leaving:
+            cli.main()
+            raise SystemExit(0)
+        return int(leaving.value.code or 0)
+
+    assert status(start) == 0
+    spoilt(start, lambda config, tensors: config.pop("eagle_aux_hidden_state_layer_ids"))
+    assert status(start) == 0 and "warning layer-ids-missing" in capsys.readouterr().out
+    spoilt(start, lambda config, tensors: tensors.pop("d2t"))
+    assert status(start) == 1
+    said = capsys.readouterr()
+    assert "error missing-d2t" in said.out and "why:" in said.out and "mend:" in said.out and "1 errors" in said.err
+    assert status(tmp_path) == 2
+
+
+def test_nothing_is_measured_for_other_families(tiny: Target, tmp_path: Path) -> None:
+    """A draft model has no other reading: the linter does not decode."""
+    from spectrain.export.converter import read_drafter
+
+    assert misread(read_drafter(ours(tmp_path / "start", tiny, "causal", num_layers=2)), TINY) == []
