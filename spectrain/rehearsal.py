@@ -253,7 +253,7 @@ class _OneProcess(Replicated):
         self.is_main, self.device = False, torch.device("cpu")  # not the main one, which would talk
         self.drafter, self.target, self.model, self.autocast = drafter, target, drafter, autocast
 
-    def loss(self, batch: Batch) -> Losses:
+    def loss(self, batch: Batch, last: bool) -> Losses:
         with autocasting(self.autocast):
             losses: Losses = self.drafter(batch, self.target)
         return losses

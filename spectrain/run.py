@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
@@ -27,7 +28,6 @@ from .shapes import TreeBuilder
 from .sources import Source
 from .target import Target
 from .training.checkpoints import latest_checkpoint, load_tensors, tensors_of, written_whole
-from .training.parallel import connect
 
 
 def train(config: DictConfig, asked: list[str]) -> Path:
@@ -93,7 +93,7 @@ def train(config: DictConfig, asked: list[str]) -> Path:
     if shared.in_place and target.sharding == "none" and accelerator.is_main_process:
         score(config, run, target, drafter, evaluation, build(config.tree), build(config.acceptance), dataset)
     elif not shared.in_place or target.sharding != "none":
-        evaluate(config, run, target if target.sharding != "none" else None)  # what was sharded is loaded anew
+        evaluate(config, run, None if drafter.trains_target else target)  # what was sharded is loaded anew
     return run
 
 
@@ -102,9 +102,9 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None) -> dic
 
     Of several processes the main one does it alone; where the target is spread over them, all do the same and it writes.
     """
-    accelerator = connect("no", "auto")
+    state = PartialState(cpu=not torch.cuda.is_available())
     sharded = config.target.get("sharding", "none") != "none"
-    if not accelerator.is_main_process and not sharded:
+    if not state.is_main_process and not sharded:
         return {}  # it waits for nobody: scoring may take longer than processes wait for each other
     directory = drafter_directory(run)
     evaluation = build(config.eval)
@@ -137,10 +137,10 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None) -> dic
                 f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
             )
     rule, builder = build(config.acceptance), build(config.tree)
-    if accelerator.is_main_process:
+    if state.is_main_process:
         return score(config, run, target, drafter, evaluation, builder, rule, dataset)
     with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
-        return score(config, Path(scratch), target, drafter, evaluation, builder, rule, dataset)
+        return score(config, run, target, drafter, evaluation, builder, rule, dataset, Path(scratch))
 
 
 def score(
@@ -152,8 +152,9 @@ def score(
     builder: TreeBuilder,
     rule: AcceptanceRule,
     dataset: Dataset | None,
+    place: Path | None = None,
 ) -> dict[str, Any]:
-    """Run an evaluation and write its results below the run folder."""
+    """Run an evaluation and write its results below the run folder, or `place`."""
     trained = trained_target(run)
     setting = {
         "target": target.name,
@@ -170,7 +171,7 @@ def score(
     trainable = trainable and (began is not config or not drafter.settings())  # the description no longer says how it began
     untrained = (lambda: fresh_drafter(began, target, dataset)) if dataset is not None and trainable else None
     original = (lambda: build(config.target)) if drafter.trains_target and trained is not None else None
-    folder = run / "eval" / evaluation.name
+    folder = (place or run) / "eval" / evaluation.name
     keep_earlier(folder)
 
     def save_online(learnt: Drafter) -> None:
@@ -206,6 +207,11 @@ def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Draft
         raise UserError(
             f"drafter.init={config.drafter.init}: this family has no weights beside the target's; go on from a trained target, "
             "as in target=hf target.model=RUN/target"
+        )
+    if target.sharding != "none" and (drafter.trains_target or (drafter.adapts_layers and target.sharding == "tensor")):
+        raise UserError(
+            f"target.sharding={target.sharding}: this family changes what the target's layers compute, so each process needs "
+            "them whole; leave it out, or use trainer.sharding=zero3 where the target trains"
         )
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     if config.drafter.get("init"):
@@ -250,7 +256,10 @@ def choose_folder(config: DictConfig, accelerator: Any) -> Path:
         raise UserError("trainer.resume=auto: say which run to go on with, as in run=runs/NAME")
     if config.run is not None:
         run = Path(config.run)
-        if not resume and (run / "config.yaml").exists():
+        taken = [(run / "config.yaml").exists()]
+        if accelerator.num_processes > 1:
+            broadcast_object_list(taken)  # the first process may write it before another looks
+        if not resume and taken[0]:
             raise UserError(f"run={run}: the folder holds a run already; choose another, or go on with trainer.resume=auto")
         if run.exists() and not run.is_dir():
             raise UserError(f"run={run}: this is a file; choose a folder")
@@ -284,6 +293,14 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
         raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
 
 
+FREE = {
+    "trainer": ("resume", "save_every", "log_every", "keep_checkpoints", "patience", "max_skipped", "gradient_checkpointing",
+                "sharding", "accumulate"),
+    "target": ("device", "sharding"),
+}  # fmt: skip
+"""Settings that a resumed run may change, for they change nothing that is learnt; a step goes on taking as many batches."""
+
+
 def resumable(run: Path, config: DictConfig) -> None:
     """Refuse to go on with other settings than a run began with."""
     before: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
@@ -291,8 +308,9 @@ def resumable(run: Path, config: DictConfig) -> None:
     if latest_checkpoint(run) is None:
         return
     for group in ("target", "drafter", "data", "trainer"):
-        old = {k: v for k, v in (before.get(group) or {}).items() if k not in ("resume", "save_every", "log_every")}
-        new = {k: v for k, v in (now.get(group) or {}).items() if k not in ("resume", "save_every", "log_every")}
+        free = FREE.get(group, ())
+        old = {k: v for k, v in (before.get(group) or {}).items() if k not in free}
+        new = {k: v for k, v in (now.get(group) or {}).items() if k not in free}
         for key in sorted({*old, *new}):
             if old.get(key) != new.get(key):
                 raise UserError(

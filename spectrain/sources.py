@@ -261,8 +261,6 @@ class Generated(Source):
     drafts, and a draft of that is learnt from with Draft-OPD's split loss.
     """
 
-    asks_drafter = True
-
     def __init__(
         self,
         fraction: float = 0.5,
@@ -281,6 +279,7 @@ class Generated(Source):
         if not temperature > 0:
             raise UserError(f"source.temperature={temperature}: use more than 0")
         self.fraction, self.by, self.temperature = fraction, by, temperature
+        self.asks_drafter = by != "target"
         self.max_new_tokens, self.top_k, self.block, self.seed = max_new_tokens, top_k, block, seed
 
     def batch(

@@ -199,14 +199,16 @@ class EngineWriter(Writer):
     def _converse(self, batch: list[Wanted]) -> Iterator[Row | Lost]:
         """Answer a batch; where that goes wrong, its halves, so that one conversation takes no other with it."""
         try:
-            found = list(self._answer([Chat(wanted, self.sampling) for wanted in batch]))
+            yield from list(self._answer([Chat(wanted, self.sampling) for wanted in batch]))
+            return
         except Exception as error:  # whatever a model, a tokenizer or a full device can raise
-            if len(batch) == 1:
-                reason = " ".join(str(error).split()) or type(error).__name__
-                yield Unanswered("failed", f"{type(error).__name__}: {reason}").of(batch[0])
-                return
-            found = [*self._converse(batch[: len(batch) // 2]), *self._converse(batch[len(batch) // 2 :])]
-        yield from found
+            said = f"{type(error).__name__}: {' '.join(str(error).split()) or type(error).__name__}"
+        if len(batch) == 1:
+            yield Unanswered("failed", said).of(batch[0])
+            return
+        half = len(batch) // 2  # outside of `except`, which would keep all that the failed batch had on the device
+        yield from self._converse(batch[:half])
+        yield from self._converse(batch[half:])
 
     def _answer(self, chats: list[Chat]) -> Iterator[Row | Lost]:
         """Every chat, turn by turn, all that still want an answer in one batch."""

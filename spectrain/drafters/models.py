@@ -42,6 +42,10 @@ def cut_model(target: Target, num_layers: int) -> nn.Module:
     """A copy of the target with `num_layers` of its layers, evenly spaced, the first and the last among them."""
     if not 1 <= num_layers < target.num_layers:
         raise UserError(f"drafter.num_layers={num_layers}: {target.name} has {target.num_layers} layers; use fewer, at least 1")
+    if target.sharding != "none":
+        raise UserError(
+            f"target.sharding={target.sharding}: a drafter cannot be cut from it; give drafter.model or drafter.architecture"
+        )
     last = target.num_layers - 1
     kept = sorted({round(place * last / max(num_layers - 1, 1)) for place in range(num_layers)})
     config: Any = copy.deepcopy(target.model.config)

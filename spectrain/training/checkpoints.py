@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -26,6 +27,13 @@ def written_whole(directory: Path) -> Iterator[Path]:
         with full_disk_told(directory, "go on with trainer.resume=auto"):
             scratch.mkdir(parents=True)
             yield scratch
+            for file in [
+                *scratch.rglob("*"),
+                scratch,
+            ]:  # on the disk before it has its name, or losing power would leave a husk
+                handle = os.open(file, os.O_RDONLY)
+                os.fsync(handle)
+                os.close(handle)
             old = directory.with_name(directory.name + ".old")
             if directory.exists():
                 directory.rename(old)

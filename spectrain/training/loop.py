@@ -1,12 +1,12 @@
 """The training loop. It knows no family: it asks a drafter for losses and for parameter groups."""
 
 import math
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -69,6 +69,9 @@ class Job:
     run: Path
     tally: Tally = field(default_factory=Tally)
     step: int = 0  # steps done
+    num_steps: int = 0  # of the whole run
+    batches_a_step: int = 0  # on all processes
+    saved: int = 0  # the step of the newest checkpoint
     position: dict[str, Any] | None = None  # where this process stands in the data
     skipped: int = 0  # steps that changed nothing, because something was not finite
     skipped_in_a_row: int = 0
@@ -122,8 +125,9 @@ class Trainer:
     def accelerator(self) -> Accelerator:
         """bf16 autocast on a GPU, float32 on a CPU, unless `mixed_precision` says otherwise."""
         precision = self.mixed_precision
-        if precision == "auto":
-            precision = "bf16" if torch.cuda.is_available() else "no"
+        if precision == "auto":  # what accelerate's file says, else what the device is good at
+            launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16")
+            precision = launched if torch.cuda.is_available() else "no"
         return connect(precision, self.sharding)
 
     def num_steps(self, dataset: Dataset, num_processes: int = 1) -> int:
@@ -160,8 +164,13 @@ class Trainer:
         accelerator = accelerator or self.accelerator()
         same_data = accelerator.num_processes if target.sharding == "tensor" else 1
         shared = parallel(accelerator, self.sharding, same_data)
-        num_steps = self.num_steps(dataset, shared.data_count)
+        num_steps, accumulate = self.num_steps(dataset, shared.data_count), self.accumulate
         torch.manual_seed(self.seed)
+        if source.asks_drafter and not shared.whole:
+            raise UserError(
+                f"trainer.sharding={shared.name}: the drafter writes text here, and no process has all of it; use ddp, zero2 "
+                "or source.by=target"
+            )
         if self.gradient_checkpointing and drafter.adapts_layers:
             raise UserError(
                 "trainer.gradient_checkpointing=true: this family adds to the target's layers while they run, so they cannot "
@@ -176,9 +185,13 @@ class Trainer:
             weights, state, progress = load_checkpoint(begun)
             _load_weights(drafter, target, weights)
             job.step, job.position, job.skipped = progress["step"], progress["stream"], progress["skipped"]
+            num_steps = num_steps if self.max_steps is not None else progress["num_steps"]
+            accumulate = self._as_before(progress["batches_a_step"], shared)
             numbers = progress["optimizer"]
             job.tally = _tally_of(progress["tallies"], shared)
             _set_random_state({name: state.pop(name) for name in list(state) if name.startswith("rng.")}, shared.rank)
+            job.saved = job.step
+        job.num_steps, job.batches_a_step = num_steps, accumulate * shared.data_count
         stage = drafter.stage_at(max(0, job.step - 1), num_steps)  # that of the optimiser in the checkpoint
         stage_began = next(earlier for earlier in range(job.step + 1) if drafter.stage_at(earlier, num_steps) == stage)
         pack_linears(drafter)
@@ -208,7 +221,7 @@ class Trainer:
                     group["lr"] = lr * group["lr_scale"]
                 drafter.progress, drafter.step = step / num_steps, step
                 watch.at(step, "reading data")
-                share = list(islice(stream, self.accumulate))
+                share = list(islice(stream, accumulate))
                 try:
                     stopped = self._step(job, share, drafter.features_in(stage), stop)
                 except RuntimeError as error:
@@ -244,6 +257,20 @@ class Trainer:
             if isinstance(module, (Drafter, Target)):
                 module.recompute = on
 
+    def _as_before(self, batches: int, shared: Parallel) -> int:
+        """How many batches each process accumulates, so that a step goes on taking so many in all."""
+        if batches % shared.data_count:
+            raise UserError(
+                f"trainer.resume=auto: a step of this run takes {batches} batches, which {shared.data_count} processes cannot "
+                "share equally; start a number of processes that divides it"
+            )
+        accumulate = batches // shared.data_count
+        if accumulate != self.accumulate and shared.is_main:
+            print(
+                f"{shared.data_count} processes accumulate {accumulate} batches each, so that a step takes {batches} as before"
+            )
+        return accumulate
+
     def _efficiency(self, dataset: Dataset) -> str:
         """How full batches are, padded and packed."""
         ways = {True: "packed", False: "padded"}
@@ -269,8 +296,7 @@ class Trainer:
         """One optimiser step over this process's share of batches; nothing but True where a process was asked to stop."""
         shared, drafter, target = job.shared, job.drafter, job.target
         now, began = Tally(steps=1), time.perf_counter()
-        with shared.whole() if job.source.asks_drafter else nullcontext():
-            batches = [job.source.batch(examples, target, layers, drafter, job.step, self.packing) for examples in share]
+        batches = [job.source.batch(examples, target, layers, drafter, job.step, self.packing) for examples in share]
         now.target_seconds = time.perf_counter() - began
         job.watch.at(job.step, WAITING)
         supervised, stops = shared.sums(sum(batch.num_supervised for batch in batches), float(stop.asked is not None))
@@ -281,9 +307,9 @@ class Trainer:
         scale = shared.data_count / max(1, supervised)  # gradients are averaged over processes
         drafter.train()
         for number, batch in enumerate(batches):
-            losses = shared.loss(batch)
-            total = losses.total * scale
             last = number + 1 == len(batches)
+            losses = shared.loss(batch, last)
+            total = losses.total * scale
             if last:
                 job.watch.at(job.step, WAITING)
             shared.backward(total, last)
@@ -344,17 +370,19 @@ class Trainer:
             for rank, own in enumerate(states):
                 state |= {f"rng.{name}.{rank}": tensor for name, tensor in own.items()}
             progress = {"step": job.step, "stream": position, "skipped": job.skipped, "tallies": tallies}
-            progress["optimizer"] = numbers
+            progress |= {"optimizer": numbers, "num_steps": job.num_steps, "batches_a_step": job.batches_a_step}
             save_checkpoint(checkpoint_path(job.run, job.step), weights, state, progress, self.keep_checkpoints)
+        job.saved = job.step
         shared.wait()
 
     def _stop(self, job: Job, stream: Batches, stop: "StopSignals") -> None:
         """Save and leave, because a signal asked for it."""
-        if job.step and not checkpoint_path(job.run, job.step).exists():
+        if job.step > job.saved:
             self._save(job, stream)
         signals = [number for number in job.shared.gathered(stop.asked) if number is not None]
         name = signal.Signals(signals[0]).name
-        how = f"stopped by {name} after step {job.step}, which is saved; go on with the same command, trainer.resume=auto"
+        how = f"stopped by {name} after step {job.step}, which is saved" if job.step else f"stopped by {name} in the first step"
+        how += "; go on with the same command, trainer.resume=auto"
         status = 0 if signals[0] == signal.SIGTERM else 1
         raise Stopped(f"{how} run={job.run}" if job.shared.is_main else "", status)
 
@@ -420,9 +448,11 @@ def _tally_of(saved: list[dict[str, Any]], shared: Parallel) -> Tally:
     if len(tallies) == shared.count:
         return tallies[shared.rank]
     whole = Tally()
-    if shared.rank == 0:
-        for tally in tallies:
-            whole.add(tally)
+    for tally in tallies:
+        whole.add(tally)
+    if shared.rank:  # the same names and depths, of which nothing is this one's
+        zeros = [0.0] * len(whole.hits)
+        whole = Tally(terms=dict.fromkeys(whole.terms, 0.0), hits=zeros, counts=zeros)
     whole.steps, whole.supervised, whole.seconds = tallies[0].steps, tallies[0].supervised, tallies[0].seconds
     return whole
 

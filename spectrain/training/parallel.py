@@ -8,7 +8,7 @@ training that is not shared as was asked would go unnoticed.
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -89,6 +89,7 @@ class Parallel(ABC):
 
     name: str
     in_place = True  # after `release` drafter and target can be used where they are
+    whole = True  # every process holds all of the drafter while it trains, so that it can write too
 
     def __init__(self, accelerator: Accelerator, copies: int = 1) -> None:
         self.accelerator = accelerator
@@ -108,8 +109,8 @@ class Parallel(ABC):
         """Begin a stage: AdamW over these groups."""
 
     @abstractmethod
-    def loss(self, batch: Batch) -> Losses:
-        """This process's losses of a batch."""
+    def loss(self, batch: Batch, last: bool) -> Losses:
+        """This process's losses of a batch, which may be the `last` of a step."""
 
     @abstractmethod
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -130,10 +131,6 @@ class Parallel(ABC):
     @abstractmethod
     def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
         """Undo `optimizer_state`, on any number of processes."""
-
-    def whole(self) -> AbstractContextManager[None]:
-        """Within it the drafter can be used by itself, to write text."""
-        return nullcontext()
 
     def release(self) -> None:
         """Called on every process after training: on the main one all tensors are whole again, on the CPU if they were not."""
@@ -177,15 +174,14 @@ class Replicated(Parallel):
             places = [self.device] if self.device.type == "cuda" else None
             self.model = nn.parallel.DistributedDataParallel(self.drafter, device_ids=places)
 
-    def loss(self, batch: Batch) -> Losses:
-        with self.accelerator.autocast():
-            losses: Losses = self.model(batch, self.target)
+    def loss(self, batch: Batch, last: bool) -> Losses:
+        wrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        with self.accelerator.autocast(), self.model.no_sync() if wrapped and not last else nullcontext():
+            losses: Losses = self.model(batch, self.target)  # which is where DDP reads whether gradients will be averaged
         return losses
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        wrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
-        with self.model.no_sync() if wrapped and not last else nullcontext():
-            torch.autograd.backward(loss)
+        torch.autograd.backward(loss)
 
     def step(self) -> bool:
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -229,7 +225,7 @@ class FullyShard(Replicated):
     """Every process has a part of each of the drafter's tensors, and the whole of a block while it runs (FSDP2)."""
 
     name = "fsdp2"
-    in_place = False
+    in_place = whole = False
 
     def share(self, drafter: Drafter, target: Target) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -304,22 +300,14 @@ class FullyShard(Replicated):
             )
         unflatten_optimizer(self.optimizer, shared, numbers)
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        modules: list[Any] = [module for module in self.drafter.modules() if hasattr(module, "unshard")]
-        for module in modules:
-            module.unshard()
-        try:
-            yield
-        finally:
-            for module in modules:
-                module.reshard()
-
     def release(self) -> None:
+        done: dict[int, nn.Parameter] = {}  # of tied ones the same again
         for module in self.drafter.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                whole = _gathered(parameter)  # on every process, for all of them send
-                setattr(module, name, nn.Parameter(whole if self.is_main else torch.empty(0)))
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if id(parameter) not in done:
+                    whole = _gathered(parameter)  # on every process, for all of them send
+                    done[id(parameter)] = nn.Parameter(whole if self.is_main else torch.empty(0))
+                setattr(module, name, done[id(parameter)])
 
 
 class Zero(Parallel):
@@ -329,7 +317,7 @@ class Zero(Parallel):
 
     def __init__(self, accelerator: Accelerator, stage: int, copies: int = 1) -> None:
         super().__init__(accelerator, copies)
-        self.name, self.stage = f"zero{stage}", stage
+        self.name, self.stage, self.whole = f"zero{stage}", stage, stage == 2
 
     def share(self, drafter: Drafter, target: Target) -> None:
         self.drafter, self.target = drafter.to(self.device), target
@@ -349,7 +337,11 @@ class Zero(Parallel):
             "zero_optimization": {"stage": self.stage, "overlap_comm": self.device.type == "cuda"},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "torch_autocast": {"enabled": self.accelerator.mixed_precision == "bf16", "dtype": "bfloat16"},
+            "torch_autocast": {
+                "enabled": self.accelerator.mixed_precision == "bf16",
+                "dtype": "bfloat16",
+                "lower_precision_safe_modules": [],
+            },  # gradients are averaged in float32
             "steps_per_print": 1 << 40,
         }
         model = _Both(self.drafter, self.target)
@@ -362,7 +354,7 @@ class Zero(Parallel):
         if self.engine.zero_optimization_stage() != self.stage or (self.count > 1 and held and held >= whole):
             raise RunError(f"trainer.sharding={self.name}: DeepSpeed did not shard; check its version")
 
-    def loss(self, batch: Batch) -> Losses:
+    def loss(self, batch: Batch, last: bool) -> Losses:
         terms, hits, counts = self.engine(batch)
         return Losses(terms, hits, counts)
 
@@ -388,6 +380,8 @@ class Zero(Parallel):
 
         inner: Any = self.optimizer.optimizer  # type: ignore[attr-defined]
         steps = [float(entry["step"]) for entry in inner.state.values() if "step" in entry]
+        if steps and self.stage == 2:
+            self._link_state()
         tensors = {}
         for index, parameter in enumerate(self.parameters if steps else []):
             tensors[f"{index}.step"] = torch.tensor(steps[0])
@@ -406,17 +400,16 @@ class Zero(Parallel):
             zeros = {"exp_avg": torch.zeros_like(part), "exp_avg_sq": torch.zeros_like(part)}
             outer.optimizer.state[part] = {"step": tensors["0.step"].clone(), **zeros}
         if self.stage == 2:
-            outer._lazy_init_hp_params_optimizer_state()  # lets each parameter find its piece of them
+            self._link_state()
         for index, parameter in enumerate(self.parameters):
             for key in ("exp_avg", "exp_avg_sq"):
                 safe_set_full_optimizer_state(parameter, tensors[f"{index}.{key}"].to(self.device), key)
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        from deepspeed import zero
-
-        with zero.GatheredParameters(list(self.drafter.parameters()), enabled=self.stage == 3):
-            yield
+    def _link_state(self) -> None:
+        """Let each parameter find its piece of this process's state: DeepSpeed does so once, after the first group's step."""
+        outer: Any = self.optimizer
+        outer._hp_optimizer_states_linked = False
+        outer._lazy_init_hp_params_optimizer_state()
 
     def release(self) -> None:
         self._dismantle(everywhere=False)
@@ -491,5 +484,6 @@ def _without(*names: str) -> Iterator[None]:
 
 def _alone(device: torch.device) -> None:
     """A process group of one."""
+    os.environ.setdefault("LOCAL_RANK", "0")
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)

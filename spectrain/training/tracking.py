@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .checkpoints import written_file
+
 
 class Tracker:
     """No tracker besides the run folder."""
@@ -60,7 +62,8 @@ class MetricsFile:
         self.path = path
         if path.exists():
             kept = [line for line in path.read_text().splitlines() if _step(line) is not None and _step(line) <= step]  # type: ignore[operator]
-            path.write_text("".join(line + "\n" for line in kept))
+            with written_file(path) as scratch:
+                scratch.write_text("".join(line + "\n" for line in kept))
 
     def write(self, metrics: dict[str, Any]) -> None:
         with self.path.open("a") as file:

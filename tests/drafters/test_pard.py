@@ -142,6 +142,7 @@ def independent_loss(tiny: Target, drafter: Pard, batch: Batch) -> tuple[Tensor,
         for end, count in prefixes:
             rows = logits_of(drafter, tokens[: end + 1], count)[end + 1 :]
             said += [(1 + j, end + 2 + j, row) for j, row in enumerate(rows)]
+        before = len(losses)
         for depth, place, row in said:
             if place < len(tokens) and mask[place]:
                 log_q, log_p = row[:size].log_softmax(-1), wanted[place - 1]
@@ -149,8 +150,8 @@ def independent_loss(tiny: Target, drafter: Pard, batch: Batch) -> tuple[Tensor,
                 losses.append(-log_q[tokens[place]] if drafter.divergence == "cross_entropy" else divergence)
                 hits[depth] += float(log_q.argmax() == log_p.argmax())
                 counts[depth] += 1
-    supervised = sum(map(sum, batch.loss_mask.tolist()))
-    return supervised * torch.stack(losses).mean(), hits, counts
+        losses[before:] = [sum(mask) * torch.stack(losses[before:]).mean()]  # a sequence counts what it has supervised tokens
+    return torch.stack(losses).sum(), hits, counts
 
 
 @pytest.mark.parametrize("options", [

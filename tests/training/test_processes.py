@@ -104,31 +104,34 @@ def test_every_family_shares_parameters_in_every_way(trained: Path) -> None:
 OPTIONS = {"batch_tokens": 32, "max_steps": 8, "save_every": 3, "log_every": 2}
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2", "zero2", "zero3"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, way: str) -> None:
-    """Two processes that leave after step 5, resumed from step 3: bit-identical losses and weights, no step twice."""
-    if not possible([("eagle3", way)]):
+@pytest.mark.parametrize(
+    ("family", "way"), [("eagle3", "ddp"), ("causal", "fsdp2"), ("eagle3", "zero2"), ("medusa2", "zero2"), ("eagle3", "zero3")]
+)
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, family: str, way: str) -> None:
+    """Two processes that leave after step 7, resumed from step 6: bit-identical losses and weights, no step twice."""
+    if not possible([(family, way)]):
         pytest.skip("DeepSpeed is not installed")
     options = {**OPTIONS, "sharding": way}
-    jobs = [job(tmp_path, "eagle3", "whole", options, count=40), job(tmp_path, "eagle3", "cut", options, count=40, leave=5)]
+    jobs = [job(tmp_path, family, "whole", options, count=40), job(tmp_path, family, "cut", options, count=40, leave=7)]
     jobs.append({**jobs[1], "leave": None})
     done = start(2, jobs)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert losses(tmp_path / "eagle3-whole") == losses(tmp_path / "eagle3-cut")
-    one, two = (load_file(tmp_path / f"eagle3-{name}" / "weights.safetensors") for name in ("whole", "cut"))
+    assert losses(tmp_path / f"{family}-whole") == losses(tmp_path / f"{family}-cut")
+    one, two = (load_file(tmp_path / f"{family}-{name}" / "weights.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
-    """Begun on two, resumed on one with twice the batches a step: the same data in the same order, so the same losses."""
-    first = job(tmp_path, "eagle3", "moved", {**OPTIONS, "log_every": 1}, count=40, leave=4)
-    whole = job(tmp_path, "eagle3", "whole", {**OPTIONS, "log_every": 1}, count=40)
+    """Begun on two, resumed on one, which takes twice the batches: the same steps on the same data, so the same losses."""
+    options = {"batch_tokens": 32, "max_steps": None, "epochs": 1.0, "save_every": 3, "log_every": 1}
+    first = job(tmp_path, "medusa2", "moved", options, count=32, leave=4)
+    whole = job(tmp_path, "medusa2", "whole", options, count=32)
     done = start(2, [first, whole])
     assert done.returncode == 0, done.stderr[-4000:]
-    second = job(tmp_path, "eagle3", "moved", {**OPTIONS, "log_every": 1, "accumulate": 2, "max_steps": 8}, count=40)
-    done = start(1, [second])
+    done = start(1, [{**first, "leave": None}])
     assert done.returncode == 0, done.stderr[-4000:]
-    assert_same(tmp_path / "eagle3-whole", tmp_path / "eagle3-moved")
+    assert len(losses(tmp_path / "medusa2-whole")) == 8
+    assert_same(tmp_path / "medusa2-whole", tmp_path / "medusa2-moved")
 
 
 def test_a_dead_process_is_named(tmp_path: Path) -> None:
