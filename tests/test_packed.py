@@ -15,7 +15,7 @@ from spectrain.loading import load_tiny
 from spectrain.replay import KEPT, Replay, collate_replays
 from spectrain.sources import Generated, Live
 from spectrain.target import Target
-from spectrain.training.loop import Trainer
+from spectrain.training.loop import trained_groups
 
 from .drafters.test_contract import FAMILIES, VARIANTS, make, stages, trainable
 from .test_target import ARCHITECTURES, EVERY, LAYERS, VOCAB, build
@@ -53,7 +53,9 @@ def gradients(name: str, target: Target, stage: int, packed: bool, source: Any =
             noise = torch.Generator().manual_seed(number)
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
     drafter.step, drafter.progress = 4, 0.6
-    Trainer()._optimizer(drafter, target, stage).zero_grad()
+    trained_groups(drafter, target, stage)
+    drafter.zero_grad()
+    target.zero_grad()
     batch = (source or Live()).batch(examples(), target, drafter.features_in(stage), drafter, 4, packed)
     assert (batch.lengths is not None) == packed
     losses = drafter.train()(batch, target)

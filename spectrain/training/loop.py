@@ -285,11 +285,7 @@ class Trainer:
 
     def _begin_stage(self, job: Job, stage: int) -> None:
         """AdamW over what a stage trains; every other parameter is frozen."""
-        drafter, target = job.drafter, job.target
-        groups = [{"lr_scale": 1.0, **group} for group in drafter.param_groups(stage)]
-        trained = {id(parameter) for group in groups for parameter in group["params"]}
-        for parameter in [*drafter.parameters(), *target.parameters()]:
-            parameter.requires_grad_(id(parameter) in trained)
+        groups = trained_groups(job.drafter, job.target, stage)
         job.shared.optimise(groups, self.clip, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
     def _step(self, job: Job, share: list[list[Example]], layers: tuple[Layer, ...], stop: "StopSignals") -> bool:
@@ -415,6 +411,15 @@ class StopSignals:
         if number == signal.SIGINT and self.asked is not None:
             raise KeyboardInterrupt  # a second time: at once
         self.asked = self.asked or number
+
+
+def trained_groups(drafter: Drafter, target: Target, stage: int) -> list[dict[str, Any]]:
+    """What a stage trains, each group with its `lr_scale`; every other parameter of drafter and target is frozen."""
+    groups = [{"lr_scale": 1.0, **group} for group in drafter.param_groups(stage)]
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    for parameter in [*drafter.parameters(), *target.parameters()]:
+        parameter.requires_grad_(id(parameter) in trained)
+    return groups
 
 
 def _explained(error: RuntimeError, job: Job) -> Exception:

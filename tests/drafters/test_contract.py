@@ -21,7 +21,7 @@ from spectrain.run import load_weights, save_drafter
 from spectrain.shapes import Chain, Eagle2, TreeBuilder
 from spectrain.sources import Live
 from spectrain.target import Target
-from spectrain.training.loop import Trainer
+from spectrain.training.loop import Trainer, trained_groups
 
 from .toys import FrozenHeads, Independent
 
@@ -100,7 +100,9 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
     if not trainable(drafter):
         return
     for stage in sorted(set(stages(drafter, 8))):
-        Trainer()._optimizer(drafter, target, stage).zero_grad()
+        trained_groups(drafter, target, stage)
+        drafter.zero_grad()
+        target.zero_grad()
         layers = drafter.features_in(stage)
         batch = Live().batch(dataset[[0, 1]], target, layers)
         assert (batch.features is None) == (layers == ())

@@ -33,7 +33,7 @@ from spectrain.losses import DIVERGENCES, UNNORMALISED, split_loss
 from spectrain.packing import pack_linears
 from spectrain.sources import Live
 from spectrain.target import ATTENTION, Target
-from spectrain.training.loop import Trainer
+from spectrain.training.loop import trained_groups
 
 LOSSES = ["cross_entropy", *DIVERGENCES]
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -272,7 +272,7 @@ def gradients(losses: Losses, parameters: list[Tensor]) -> list[Tensor]:
 
 def equal(drafter: Any, reference: Callable[..., Losses], batch: Batch, target: Target, stage: int = 0) -> None:
     """Every term, hits, counts, and the gradient of every parameter that learns."""
-    Trainer()._optimizer(drafter, target, stage)
+    trained_groups(drafter, target, stage)
     parameters = [p for group in drafter.param_groups(stage) for p in group["params"]]
     found, expected = drafter.loss(batch, target), reference(drafter, batch, target)
     assert found.terms.keys() == expected.terms.keys() and expected.counts.sum() > 0
@@ -360,7 +360,7 @@ def test_no_recipe_holds_the_logits_of_all_rows(target: Target, recipe: str, mon
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     pack_linears(drafter)
     for stage in sorted({drafter.stage_at(step, 8) for step in range(8)}):
-        Trainer()._optimizer(drafter, target, stage)
+        trained_groups(drafter, target, stage)
         batch = batch_of(drafter, target, stage, length=60)
         drafter.progress = 0.9
         rows, sizes = batch.num_supervised - 3 * 8, {}  # the last of eight heads is asked at so many places

@@ -25,7 +25,7 @@ from spectrain.losses import DIVERGENCES
 from spectrain.shapes import Chain, Eagle2
 from spectrain.sources import Live
 from spectrain.target import Target
-from spectrain.training.loop import Trainer
+from spectrain.training.loop import Trainer, trained_groups
 
 VOCAB, LAYERS = 83, 4
 SIZE: dict[str, Any] = {
@@ -190,7 +190,7 @@ def test_the_gradient_is_the_adapters_alone(tiny: Target) -> None:
     drafter = make(target, noise=1.0)
     batch = batch_of(target, drafter)
     (group,) = drafter.param_groups(0)
-    Trainer()._optimizer(drafter, target, 0)
+    trained_groups(drafter, target, 0)
     assert {id(p) for p in group["params"]} == {id(p) for p in drafter.parameters()}
     drafter.loss(batch, target).total.backward()
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.parameters())

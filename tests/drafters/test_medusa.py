@@ -26,7 +26,7 @@ from spectrain.loading import load_hf, load_tiny
 from spectrain.shapes import Auto, Cartesian, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Static, TreeBuilder
 from spectrain.sources import Live
 from spectrain.target import Target
-from spectrain.training.loop import Trainer
+from spectrain.training.loop import Trainer, trained_groups
 from spectrain.tree import TokenTree
 
 HEADS = 3
@@ -286,7 +286,7 @@ def test_target_learns_in_the_second_stage_only(options: dict[str, Any], tmp_pat
     target = load_tiny()
     drafter = make(target, **options)
     drafter_before = [parameter.detach().clone() for parameter in drafter.parameters()]
-    Trainer()._optimizer(drafter, target, 0)
+    trained_groups(drafter, target, 0)
     drafter.loss(batch_of(target, drafter, 0), target).total.backward()
     assert all(p.grad is None for p in target.parameters()) and all(p.grad is not None for p in drafter.parameters())
     drafter.zero_grad()
