@@ -105,7 +105,7 @@ class Watch:
             if rank != self.rank and sign["farewell"]:
                 return f"{who} stopped at step {sign['step'] + 1}: {sign['farewell']}"
             if rank != self.rank and sign["farewell"] is None and not self._alive(rank, sign):
-                return f"{who} died at step {sign['step'] + 1}, while {sign['doing']}"
+                return f"{who} died in step {self.step + 1}"  # this process's step: the other's last sign may be older
         return None
 
     def _alive(self, rank: int, sign: dict[str, Any]) -> bool:

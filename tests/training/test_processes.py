@@ -138,7 +138,7 @@ def test_a_dead_process_is_named(tmp_path: Path) -> None:
     """Where one process is killed the others say which, instead of what its silence did to them, and the run stops."""
     done = start(2, [job(tmp_path, "eagle3", "dead", {**OPTIONS, "max_steps": 50}, count=40, die=[1, 2])])
     assert done.returncode != 0
-    assert "rank 1 (" in done.stderr and "died at step 3" in done.stderr and "trainer.resume=auto" in done.stderr
+    assert "rank 1 (" in done.stderr and "died in step 3" in done.stderr and "trainer.resume=auto" in done.stderr
 
 
 def test_a_slow_process_is_named(tmp_path: Path) -> None:
