@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,8 +128,8 @@ def server(command: str, log: Path) -> Iterator[httpx.Client]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = shlex.split(command)
-    words[0] = str(Path(sys.executable).with_name(words[0]))
+    _, _, target, *options = shlex.split(command)  # the build for CPUs lacks the metadata that `vllm serve` asks for; the same:
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, *options]
     small = ["--dtype", "float32", "--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(ROWS), "--enforce-eager"]
     words += [*small, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("w") as file:
@@ -140,12 +140,16 @@ def server(command: str, log: Path) -> Iterator[httpx.Client]:
         yield client
     finally:
         client.close()
-        os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server and the engine that it started, both of one process group."""
+    for how, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
 
 
 def wait_until_healthy(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
