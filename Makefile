@@ -11,7 +11,7 @@ ENGINES_RUNS ?= runs
 .PHONY: help install demo test test-full test-engines lint clean
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: .venv/installed  ## make .venv with everything, the default target's weights included
 
