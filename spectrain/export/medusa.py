@@ -69,7 +69,7 @@ class MedusaOriginal(Layout):
             last = (
                 tensors[f"{head}.{layers}.weight"]
                 if shared is None
-                else shared.to(ours["heads.0.blocks.0.linear.weight"].dtype)
+                else shared.to(ours["heads.0.blocks.0.linear.weight"].dtype, copy=True)
             )
             ours[f"heads.{head}.lm_head.weight"] = last
         return portable_medusa(files, ours, heads, layers, None, config.get("base_model_name_or_path"))
@@ -109,7 +109,12 @@ class MedusaOriginal(Layout):
 
 
 class VllmMedusa(Layout):
-    """`blocks.{head}.layers.{block}` and `lm_heads.{head}`, over the drafter's tokens, whose ids are in `token_map`."""
+    """`blocks.{head}.layers.{block}` and `lm_heads.{head}`, or one `lm_head` for all of them.
+
+    vLLM (0.32) knows a part of the vocabulary, with ids in `token_map`, only for the one head; heads of their own need all V
+    rows. Ours are filled up with the mean of their rows, whose logit is the mean of the others and so never the largest: vLLM
+    drafts what we draft. Which rows were trained is kept in `d2t`, which vLLM reads past.
+    """
 
     name = "vllm"
     title = "Medusa, vLLM layout"
@@ -121,7 +126,9 @@ class VllmMedusa(Layout):
     def expected(self, files: Files) -> Expected:
         config = files.config
         width, heads, layers = config["hidden_size"], config["num_heads"], config["num_hidden_layers"]
-        rows = config.get("truncated_vocab_size") or config["vocab_size"]
+        rows = map_rows = config.get("truncated_vocab_size") or config["vocab_size"]
+        if "d2t" in files.tensors:
+            rows = config["vocab_size"]
         shapes: dict[str, tuple[int | None, ...]] = {}
         for head in range(heads):
             shapes |= {f"blocks.{head}.layers.{layer}.weight": (width, width) for layer in range(layers)}
@@ -131,10 +138,10 @@ class VllmMedusa(Layout):
                 shapes[f"lm_heads.{head}.weight"] = (rows, width)
         if config.get("original_lm_head"):
             shapes["lm_heads.0.weight" if "lm_heads.0.weight" in files.tensors else "lm_head.weight"] = (rows, width)
-        if rows < config["vocab_size"]:
-            shapes["token_map"] = (rows,)
+        if map_rows < config["vocab_size"]:
+            shapes["token_map"] = (map_rows,)
         originals = any(re.match(r"(medusa_heads\.)?\d+\.\d+\.", name) for name in files.tensors)
-        return Expected(shapes) if not originals else MedusaOriginal().expected(as_original(files))
+        return Expected(shapes, {"d2t": (None,)}) if not originals else MedusaOriginal().expected(as_original(files))
 
     def read(self, files: Files, target: TargetFiles | None) -> Portable:
         if any(re.match(r"(medusa_heads\.)?\d+\.\d+\.", name) for name in files.tensors):
@@ -151,8 +158,11 @@ class VllmMedusa(Layout):
                 ours[f"heads.{head}.blocks.{layer}.linear.weight"] = weight
                 bias = tensors.get(f"blocks.{head}.layers.{layer}.bias")
                 ours[f"heads.{head}.blocks.{layer}.linear.bias"] = weight.new_zeros(width) if bias is None else bias
-            ours[f"heads.{head}.lm_head.weight"] = tensors[f"lm_heads.{head}.weight"] if shared is None else shared
-        if "token_map" in tensors:
+            last = tensors[f"lm_heads.{head}.weight"] if shared is None else shared.clone()
+            ours[f"heads.{head}.lm_head.weight"] = last if "d2t" not in tensors else last[absolute(tensors["d2t"])]
+        if "d2t" in tensors:
+            ours["d2t"] = tensors["d2t"]
+        elif "token_map" in tensors:
             ids = tensors["token_map"].to(torch.int64)
             ours["d2t"] = ids - torch.arange(len(ids))
         return portable_medusa(files, ours, heads, layers, int(config["vocab_size"]), None)
@@ -173,6 +183,12 @@ class VllmMedusa(Layout):
                 "vLLM drops them without a word", 'write "medusa_fc_bias": true',
             )  # fmt: skip
         rows = config.get("truncated_vocab_size") or config.get("vocab_size")
+        if not config.get("original_lm_head") and rows != config.get("vocab_size"):
+            yield Finding(
+                "short-heads", "error", f"truncated_vocab_size={rows} is below vocab_size and every head has an output layer",
+                "vLLM gives such heads vocab_size rows and stops while it loads them",
+                "fill them up: spectrain convert DIR OUT --to vllm",
+            )  # fmt: skip
         ids = tensors.get("token_map")
         if ids is not None and (ids.is_floating_point() or bool((ids < 0).any() or (ids >= config["vocab_size"]).any())):
             yield Finding(
@@ -199,15 +215,15 @@ class VllmMedusa(Layout):
             for layer in range(layers):
                 for kind in ("weight", "bias"):
                     theirs[f"blocks.{head}.layers.{layer}.{kind}"] = tensors[f"heads.{head}.blocks.{layer}.linear.{kind}"]
-            theirs[f"lm_heads.{head}.weight"] = tensors[f"heads.{head}.lm_head.weight"]
+            theirs[f"lm_heads.{head}.weight"] = filled(tensors[f"heads.{head}.lm_head.weight"], tensors["d2t"], vocab)
         if rows < vocab:
-            theirs["token_map"] = tensors["d2t"] + torch.arange(rows)
+            theirs["d2t"] = tensors["d2t"]
         config = {
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "hidden_size": width_of(theirs),
             "vocab_size": vocab,
-            "truncated_vocab_size": rows,
+            "truncated_vocab_size": vocab,
             "num_heads": heads,
             "num_hidden_layers": layers,
             "medusa_fc_bias": True,
@@ -229,6 +245,20 @@ def as_original(files: Files) -> Files:
     return Files(files.directory, config, files.tensors)
 
 
+def absolute(d2t: Tensor) -> Tensor:
+    """The target's id of every drafted token."""
+    return d2t + torch.arange(len(d2t))
+
+
+def filled(head: Tensor, d2t: Tensor, vocab: int) -> Tensor:
+    """An output layer of all V rows that drafts the same tokens: the rest hold the mean of the rows."""
+    if len(head) == vocab:
+        return head
+    whole = head.float().mean(0).to(head.dtype).repeat(vocab, 1)
+    whole[absolute(d2t)] = head
+    return whole
+
+
 def width_of(tensors: dict[str, Tensor]) -> int:
     """H, from any of the blocks."""
     return next((tensor.shape[-1] for name, tensor in tensors.items() if name.endswith("weight") and tensor.dim() == 2), 0)
@@ -241,7 +271,7 @@ def portable_medusa(
     rows = tensors["heads.0.lm_head.weight"].shape[0]
     vocab = vocab or rows
     tensors.setdefault("d2t", torch.zeros(rows, dtype=torch.int64))
-    ids = tensors["d2t"] + torch.arange(rows)
+    ids = absolute(tensors["d2t"])
     tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
     kept = files.sidecar("spectrain.json")
     drafter: dict[str, Any] = {"_target_": MEDUSA, **kept.get("drafter", {})}

@@ -136,15 +136,14 @@ def medusa(directory: Path, target: Target, heads: int = 3, version: int = 1, se
 
 
 def medusa_vllm(directory: Path, target: Target, draft_vocab: int = 256, seed: int = 0) -> Path:
-    """vLLM's names, over a part of the vocabulary."""
+    """vLLM's names: one output layer for all heads, over a part of the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     width, vocab = target.width, target.head.vocab_size
     ids = torch.randperm(vocab, generator=generator)[:draft_vocab].sort().values
-    tensors: dict[str, Tensor] = {"token_map": ids}
+    tensors: dict[str, Tensor] = {"token_map": ids, "lm_head.weight": target.head.output.weight[ids].detach().clone()}
     for head in range(3):
         tensors[f"blocks.{head}.layers.0.weight"] = 0.02 * torch.randn(width, width, generator=generator)
         tensors[f"blocks.{head}.layers.0.bias"] = 0.02 * torch.randn(width, generator=generator)
-        tensors[f"lm_heads.{head}.weight"] = target.head.output.weight[ids].detach().clone()
     said = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -154,7 +153,7 @@ def medusa_vllm(directory: Path, target: Target, draft_vocab: int = 256, seed: i
         "num_heads": 3,
         "num_hidden_layers": 1,
         "medusa_fc_bias": True,
-        "original_lm_head": False,
+        "original_lm_head": True,
         "torch_dtype": "float32",
     }
     return write(directory, said, tensors)

