@@ -203,9 +203,15 @@ def pard(drafter: Pard, batch: Batch, target: Target) -> Losses:
     log_p, log_q = (x[asked].log_softmax(-1) for x in (logits, said))
     losses = row_losses(drafter.divergence, log_p, log_q, blocks.answers[asked])
     right = log_q.argmax(-1) == log_p.argmax(-1)
-    scale = batch.num_supervised / len(losses)
+    weight = of_sequences(asked, batch)
     hits = by_mask(blocks.numbers[asked] + 1, right, drafter.num_drafts)
-    return Losses({drafter.divergence: scale * losses.sum()}, *hits)
+    return Losses({drafter.divergence: (weight * losses).sum()}, *hits)
+
+
+def of_sequences(asked: Tensor, batch: Batch) -> Tensor:
+    """[R] what a place counts of a sequence that counts as many as it has supervised tokens."""
+    rows = [mask.sum() / count.clamp(min=1) for mask, count in zip(batch.loss_mask, asked.sum(1))]
+    return torch.stack(rows)[asked.nonzero()[:, 0]]
 
 
 def gated_lora(drafter: GatedLora, batch: Batch, target: Target) -> Losses:
@@ -218,11 +224,11 @@ def gated_lora(drafter: GatedLora, batch: Batch, target: Target) -> Losses:
     log_p = target.head.logits(anchors).log_softmax(-1)
     previous = target.head.embed(batch.tokens.gather(1, positions)[asked])
     assert drafter.sampler is not None
-    terms, scale = {}, batch.num_supervised / len(states)
+    terms, weight = {}, of_sequences(asked, batch)
     for name, read in (("masks", states), ("sampler", drafter.sampler(states, previous))):
         log_q = target.head.logits(read).log_softmax(-1)
-        terms[name] = scale * row_losses(drafter.divergence, log_p, log_q, blocks.answers[asked]).sum()
-    terms["consistency"] = scale * (states - anchors).square().mean(-1).sum()
+        terms[name] = (weight * row_losses(drafter.divergence, log_p, log_q, blocks.answers[asked])).sum()
+    terms["consistency"] = (weight * (states - anchors).square().mean(-1)).sum()
     return Losses(terms, *by_mask(blocks.numbers[asked], log_q.argmax(-1) == log_p.argmax(-1), drafter.num_masks))
 
 

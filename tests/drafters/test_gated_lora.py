@@ -270,9 +270,10 @@ def independent_loss(tiny: Target, drafter: GatedLora, batch: Batch, detach: boo
     run = reference(tiny, drafter)
     terms: dict[str, Any] = {}
     hits, counts = [0.0] * drafter.num_masks, [0.0] * drafter.num_masks
-    embedding, asked = tiny.head.embedding.weight, 0
+    embedding = tiny.head.embedding.weight
     for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch)):
-        ordinary = run(tokens, 0)
+        ordinary, asked = run(tokens, 0), 0
+        own: dict[str, Any] = {}  # of this sequence, which counts as many terms as it has supervised tokens
         for end, size in prefixes:
             states = run(tokens[: end + 1], size)[end + 1 :]
             for j in range(size):
@@ -290,13 +291,14 @@ def independent_loss(tiny: Target, drafter: GatedLora, batch: Batch, detach: boo
                         term = -log_q[tokens[answer]]
                     else:
                         term = (log_p.exp() * (log_p - log_q)).sum()
-                    terms[name] = terms.get(name, 0) + term
+                    own[name] = own.get(name, 0) + term
                 apart = ((states[j] - anchor) ** 2).mean()
-                terms["consistency"] = terms.get("consistency", 0) + drafter.consistency * apart
+                own["consistency"] = own.get("consistency", 0) + drafter.consistency * apart
                 hits[j] += float(log_q.argmax() == log_p.argmax())
                 counts[j] += 1
-    scale = sum(map(sum, batch.loss_mask.tolist())) / asked
-    return {name: scale * term for name, term in terms.items()}, hits, counts
+        for name, term in own.items():
+            terms[name] = terms.get(name, 0) + sum(mask) / asked * term
+    return terms, hits, counts
 
 
 @pytest.mark.parametrize(
