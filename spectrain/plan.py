@@ -40,6 +40,7 @@ from .sources import Source
 from .target import Target
 from .training.loop import Trainer
 
+SPREAD = {"drafter": "trainer.sharding=fsdp2", "drafter and target": "trainer.sharding=fsdp2 target.sharding=fsdp2"}
 RESERVE = 0.08  # of a device, for what is no tensor: its context, workspaces, holes between blocks
 CALIBRATION = 20  # steps
 WARM = 4  # of these, which pack weights and fill caches, and do not count
@@ -341,8 +342,8 @@ class _Timed(Source):
 def changes(config: DictConfig, asked: Plan, seen: Rehearsal, sharded: dict[str, int]) -> list[dict[str, Any]]:
     """What would take less, each planned anew, best first."""
     found: list[dict[str, Any]] = [
-        {"change": f"shard {what} over {asked.devices} devices", "peak_bytes": size} for what, size in sharded.items()
-    ]  # fmt: skip
+        {"change": f"{SPREAD[what]} on {asked.devices} devices", "peak_bytes": size} for what, size in sharded.items()
+    ]
     if seen.features and not is_stored(config):
         weights = seen.memory.get("target weights", 0) + seen.memory.get("packed copies of weights", 0)
         found.append({"change": "source=store", "peak_bytes": seen.peak - max(0, weights - seen.lent_bytes)})
@@ -352,7 +353,8 @@ def changes(config: DictConfig, asked: Plan, seen: Rehearsal, sharded: dict[str,
             OmegaConf.update(changed, key, value)
         work = survey(changed, asked)
         peak = rehearse(changed, asked.planned, work.dataset, work.batches[:64], work.num_steps).peak
-        found.append({"change": " ".join(f"{key}={value}" for key, value in settings.items()), "peak_bytes": peak})
+        asked_for = {key: str(value).lower() if isinstance(value, bool) else value for key, value in settings.items()}
+        found.append({"change": " ".join(f"{key}={value}" for key, value in asked_for.items()), "peak_bytes": peak})
     for entry in found:
         entry["saves_bytes"] = seen.peak - entry["peak_bytes"]
         entry["fits"] = entry["peak_bytes"] <= (asked.limit() or math.inf) * (1 - RESERVE)

@@ -257,3 +257,10 @@ class _OneProcess(Replicated):
         with autocasting(self.autocast):
             losses: Losses = self.drafter(batch, self.target)
         return losses
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """The engine itself, for `torch.autograd.backward` leaves the ledger's redirection while what is run again in it, with
+        gradient checkpointing, needs that."""
+        engine: Any = torch.autograd.Variable._execution_engine
+        gradient = torch.ones_like(loss)
+        engine.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)

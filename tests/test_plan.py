@@ -127,6 +127,17 @@ def test_every_recipe_is_planned(recipe: str, device: str) -> None:
     assert found["flops"]["step_per_token"] > 0 and found["hours"]["basis"].startswith("assumed")
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_does_not_fit_is_told_how_it_would(device: str) -> None:
+    """Every change is planned itself and takes less, the least first; gradient checkpointing is one of them, on a GPU too."""
+    small = ("recipe=eagle3", "target=tiny", *SHORT, "++plan.device_gb=0.01", "++plan.devices=4", "++trainer.batch_tokens=512")
+    found = planned(*small, device=device)
+    peaks = [change["peak_bytes"] for change in found["changes"]]
+    assert not found["fits"] and peaks == sorted(peaks) and max(peaks) < found["memory"]["peak_bytes"]
+    changes = {change["change"] for change in found["changes"]}
+    assert {"trainer.gradient_checkpointing=true", "trainer.sharding=fsdp2 target.sharding=fsdp2 on 4 devices"} <= changes
+
+
 def test_a_large_target_is_planned_from_its_configuration_alone() -> None:
     """Llama-3.1-8B's geometry on a GPU that is not here: parameters by hand, and changes that make it fit a smaller one."""
     device = ("plan.device=cuda", "plan.devices=8", "plan.tokens=100000")
