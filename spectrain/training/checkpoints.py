@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import UserError
 
@@ -133,13 +134,19 @@ def load_tensors(module: nn.Module, weights: dict[str, Tensor]) -> None:
     module.load_state_dict({**tied, **weights})
 
 
+def gathered(tensor: Any) -> Tensor:
+    """A tensor on the CPU; of one that is spread over processes, all of it, for which every process must call this."""
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu().contiguous()
+
+
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Optimiser state as named tensors and named numbers."""
     tensors, numbers = {}, {}
     for index, entry in optimizer.state_dict()["state"].items():
         for key, value in entry.items():
             if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = value.detach().cpu().contiguous()
+                tensors[f"{index}.{key}"] = gathered(value)
             else:
                 numbers[f"{index}.{key}"] = value
     return tensors, numbers

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..drafters.base import Drafter, Losses
 from ..errors import RunError, UserError
 from ..features import Batch
 from ..target import Target
-from .checkpoints import flatten_optimizer, tensors_of, unflatten_optimizer
+from .checkpoints import flatten_optimizer, gathered, tensors_of, unflatten_optimizer
 
 Sharding = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
 # What an accelerate file may say of these; anything else would not be done.
@@ -183,23 +184,30 @@ class Replicated(Parallel):
     def backward(self, loss: Tensor, last: bool) -> None:
         torch.autograd.backward(loss)
 
+    @property
+    def trained(self) -> list[Any]:
+        """The parameters that this stage trains, in the order of its groups."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def step(self) -> bool:
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        self._average_target(parameters)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.clip)
-        finite = bool(torch.isfinite(norm))
+        self._average_target()
+        finite = bool(torch.isfinite(self._clip()))
         if finite:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return finite
 
-    def _average_target(self, parameters: list[nn.Parameter]) -> None:
+    def _clip(self) -> Tensor:
+        """Clip the gradients; their norm before, over all processes."""
+        return torch.nn.utils.clip_grad_norm_(self.trained, self.clip)
+
+    def _average_target(self) -> None:
         """Average the gradients of the target's own parameters over processes: they are not in what is wrapped.
 
         A parameter that no sequence of this process went through, its layer dropped, has a gradient of zero.
         """
         own = {id(parameter) for parameter in self.drafter.parameters()}
-        theirs = [parameter for parameter in parameters if id(parameter) not in own]
+        theirs = [parameter for parameter in self.trained if id(parameter) not in own]
         for parameter in theirs:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -207,7 +215,7 @@ class Replicated(Parallel):
             return
         for start in range(0, len(theirs), 64):  # a few large exchanges instead of hundreds of small ones
             part = theirs[start : start + 64]
-            flat = self.accelerator.reduce(torch.cat([p.grad.flatten() for p in part]), reduction="mean")  # type: ignore[union-attr]
+            flat = self.accelerator.reduce(torch.cat([p.grad.flatten() for p in part]), reduction="mean")
             for parameter, mean in zip(part, flat.split([parameter.numel() for parameter in part])):
                 parameter.grad = mean.view_as(parameter)
 
@@ -242,7 +250,7 @@ class FullyShard(Replicated):
                 "zero2, zero3 or ddp"
             )
         whole = sum(parameter.numel() for parameter in parameters)
-        held = sum(parameter.to_local().numel() for parameter in parameters if _is_sharded(parameter))
+        held = sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor))
         if self.count > 1 and not 0 < held < whole:
             raise RunError(f"trainer.sharding=fsdp2: this process holds {held} of {whole} parameters, so nothing was sharded")
 
@@ -253,20 +261,13 @@ class FullyShard(Replicated):
         self.drafter.set_requires_gradient_sync(last)  # type: ignore[operator]
         torch.autograd.backward(loss)
 
-    def step(self) -> bool:
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        self._average_target(parameters)
-        sharded = [parameter for parameter in parameters if _is_sharded(parameter)]
-        others = [parameter for parameter in parameters if not _is_sharded(parameter)]
-        norms = [_norm(part) for part in (sharded, others)]
+    def _clip(self) -> Tensor:
+        parts = [[p for p in self.trained if isinstance(p, DTensor) == sharded] for sharded in (True, False)]
+        norms = [_norm(part) for part in parts]
         norm = torch.stack([value for value in norms if value is not None]).norm()
-        finite = bool(torch.isfinite(norm))
-        if finite:
-            for part in (sharded, others):
-                torch.nn.utils.clip_grads_with_norm_(part, self.clip, norm)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return finite
+        for part in parts:
+            torch.nn.utils.clip_grads_with_norm_(part, self.clip, norm)
+        return norm
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -274,27 +275,14 @@ class FullyShard(Replicated):
         for name, tensor in module.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:  # of tied ones the first
                 seen.add(id(tensor))
-                found[name] = _gathered(tensor)
+                found[name] = gathered(tensor)
         return found
 
-    def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        tensors, numbers = {}, {}
-        for index, entry in self.optimizer.state_dict()["state"].items():
-            for key, value in entry.items():
-                if isinstance(value, Tensor):
-                    tensors[f"{index}.{key}"] = _gathered(value)
-                else:
-                    numbers[f"{index}.{key}"] = value
-        return tensors, numbers
-
     def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
-        from torch.distributed.tensor import distribute_tensor
-
-        parameters: list[Any] = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        shared = {}
+        parameters, shared = self.trained, {}
         for name, value in tensors.items():
             parameter = parameters[int(name.split(".", 1)[0])]
-            fits = _is_sharded(parameter) and value.shape == parameter.shape
+            fits = isinstance(parameter, DTensor) and value.shape == parameter.shape
             shared[name] = (
                 distribute_tensor(value.to(self.device), parameter.device_mesh, parameter.placements) if fits else value
             )
@@ -305,7 +293,7 @@ class FullyShard(Replicated):
         for module in self.drafter.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if id(parameter) not in done:
-                    whole = _gathered(parameter)  # on every process, for all of them send
+                    whole = gathered(parameter)  # on every process, for all of them send
                     done[id(parameter)] = nn.Parameter(whole if self.is_main else torch.empty(0))
                 setattr(module, name, done[id(parameter)])
 
@@ -448,24 +436,13 @@ def blocks(drafter: nn.Module) -> list[nn.Module]:
     return [layer for module in drafter.modules() if isinstance(module, Target) for layer in module.layers]
 
 
-def _is_sharded(tensor: Any) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
-def _gathered(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if _is_sharded(tensor) else tensor
-    return whole.detach().cpu().contiguous()
-
-
 def _norm(parameters: list[Any]) -> Tensor | None:
     """The norm of the gradients, over all processes."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients:
         return None
     norm: Any = torch.nn.utils.get_total_norm(gradients)
-    return norm.full_tensor() if _is_sharded(norm) else norm
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _is_set(name: str) -> bool:
