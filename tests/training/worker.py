@@ -1,5 +1,6 @@
 """What test_processes.py starts on several processes: trains drafters and writes down what came of it. Not a test itself."""
 
+import gc
 import importlib
 import json
 import os
@@ -72,6 +73,7 @@ def train(job: dict[str, Any]) -> None:
     trainer = Trainer(**{"lr": 1e-3, "max_steps": 4, "warmup": 0.0, "log_every": 1, **job["options"]})
 
     def on_step(step: int) -> None:
+        gc.collect()  # what an earlier stage left goes now, and must take nothing along
         if step == job.get("leave"):
             raise Left
         if [int(os.environ.get("RANK", 0)), step] == job.get("die"):
@@ -95,5 +97,6 @@ class Left(Exception):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.disable()
     for one in json.loads(sys.argv[1]):
         train(one)
