@@ -39,7 +39,7 @@ def pooled_acceptance(turns: Sequence[Turn]) -> float:
 
 def per_prompt_acceptance(turns: Sequence[Turn]) -> float:
     """The mean over prompts of each prompt's tokens per target forward; a prompt without a whole round has none."""
-    return _mean_of_ratios(_acceptance_columns(turns))
+    return _mean_of_ratios(acceptance_columns(turns))
 
 
 def histogram(turns: Sequence[Turn]) -> list[int]:
@@ -126,17 +126,22 @@ def time_share(turns: Sequence[Turn]) -> dict[str, float]:
 
 def acceptance_interval(turns: Sequence[Turn]) -> Interval:
     """The 95 % confidence interval of `pooled_acceptance`, over draws of prompts."""
-    return interval(_acceptance_columns(turns), (1, -1))
+    return interval(acceptance_columns(turns), (1, -1))
 
 
 def speedup_interval(turns: Sequence[Turn]) -> Interval:
     """The 95 % confidence interval of `speedup`, over draws of prompts."""
+    return interval(speed_columns(turns), (1, -1, -1, 1))
+
+
+def speed_columns(turns: Sequence[Turn]) -> Floats:
+    """Each prompt's decoded tokens and seconds, drafted, then autoregressive [P, 4]."""
 
     def row(turn: Turn) -> tuple[float, ...]:
         pair = (turn.drafted, turn.autoregressive)
         return tuple(value for generation in pair for value in (_decoded(generation), _decode_share(generation)))
 
-    return interval(_per_prompt(turns, row), (1, -1, -1, 1))
+    return _per_prompt(turns, row)
 
 
 def interval(columns: Floats, signs: Sequence[int], draws: int = 2000) -> Interval:
@@ -194,7 +199,7 @@ def _per_prompt(turns: Sequence[Turn], row: Callable[[Turn], tuple[float, ...]])
     return np.array([np.sum(rows[name], axis=0) for name in sorted(rows)], dtype=np.float64)
 
 
-def _acceptance_columns(turns: Sequence[Turn]) -> Floats:
+def acceptance_columns(turns: Sequence[Turn]) -> Floats:
     """Tokens and number of each prompt's whole rounds [P, 2]."""
     return _per_prompt(turns, lambda turn: (sum(turn.drafted.whole_rounds), len(turn.drafted.whole_rounds)))
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -146,3 +147,64 @@ def _range(interval: list[float] | None) -> str:
 
 def _rates(values: list[float]) -> str:
     return " ".join(f"{value:.2f}" for value in values)
+
+
+def print_comparison(comparison: dict[str, Any]) -> None:
+    """One line a drafter: what it reaches and what it costs; below, which to take for what."""
+    setting = comparison["setting"]
+    console = Console(width=None if Console().is_terminal else 150)
+    budget = f", {setting['budget']} each" if setting.get("budget") else ""
+    table = Table(
+        title=f"{setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens{budget}; "
+        f"{setting['device']}, {setting['dtype']}"
+    )
+    table.add_column("", no_wrap=True)
+    table.add_column("tree", no_wrap=True)
+    titles = (
+        "tokens per\nforward",
+        "95 %",
+        "speedup",
+        "95 %",
+        "predicted",
+        "identical",
+        "at once",
+        "learns",
+        "memory",
+        "trained",
+    )
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in comparison["rows"]:
+        for number, entry in enumerate(row["systems"]):
+            costs = costs_of(row) if number == 0 else ("", "", "", "")
+            length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry["lossless"]
+            identical = f"{lossless['identical']} of {lossless['checked']}" if lossless and lossless["checked"] else ""
+            table.add_row(
+                row["label"] + ("*" if row["lossless_to"] == "trained target" else "") if number == 0 else "", entry["label"],
+                f"{length['pooled']:.2f}", _range(length["ci95"]), f"{speed['ratio']:.2f}", _range(speed["ci95"]),
+                f"{speed['predicted']:.2f}", identical, *costs,
+            )  # fmt: skip
+        table.add_section()
+    console.print(table)
+    batched = next((row["batched"] for row in comparison["rows"] if row["batched"]), None)
+    if batched is not None:
+        console.print(f"at once: the better tree's speedup with {batched['batch_size']} prompts decoded together")
+    console.print(
+        "learns: parameters that were trained; memory: what decoding holds beside the target; trained: tokens, seconds"
+    )
+    if any(row["lossless_to"] == "trained target" for row in comparison["rows"]):
+        console.print("* changes the target: identical to the trained one")
+    for sentence in comparison["caveats"]:
+        console.print(sentence)
+    for advice in comparison["recommendations"]:
+        console.print(f"[bold]{advice['goal']}[/]: {escape(advice['choice'])}. {escape(advice['because'])}")
+
+
+def costs_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Speedup of a batch, parameters, memory, training."""
+    batched = f"{row['batched']['speedup']['ratio']:.2f}" if row["batched"] else ""
+    learns = f"{row['trained_parameters'] / 1e6:.2f} M" if row["trained_parameters"] else ""
+    memory = "" if row["extra_memory"] is None else f"{row['extra_memory'] / 1e6:.1f} MB"
+    if row["training_seconds"] is None:
+        return batched, learns, memory, ""
+    return batched, learns, memory, f"{row['training_tokens'] / 1e3:.0f} k, {row['training_seconds']:.0f} s"

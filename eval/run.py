@@ -27,11 +27,21 @@ from spectrain.eval.baselines import TRANSFORMERS, run_transformers
 from spectrain.eval.drift import own_answers, rule_drift, target_drift
 from spectrain.eval.exits import exit_quality, plot_exits
 from spectrain.eval.identity import check_identity
+from spectrain.eval.memory import extra_memory
 from spectrain.eval.metrics import Turn
 from spectrain.eval.online import Online, curve, plot
 from spectrain.eval.prompts import Prompt, read_prompts
 from spectrain.eval.report import print_table
-from spectrain.eval.summary import bounds, on_known_text, sample, saved_by_pruning, summarise, write_rounds, write_whole
+from spectrain.eval.summary import (
+    bounds,
+    on_known_text,
+    sample,
+    saved_by_pruning,
+    summarise,
+    write_prompts,
+    write_rounds,
+    write_whole,
+)
 from spectrain.eval.sweep import SWEPT, Grid, exit_systems, prune_systems, tree_systems
 from spectrain.eval.systems import Choice, Decoder, System, describe
 from spectrain.guard import Guard
@@ -215,12 +225,14 @@ class Evaluation:
             curves = {name: curve(turns[name], self.online_every) for name in ("drafter", "static_drafter")}
             summary["online"] = {**online.summary(), "curves": curves}
             plot(folder / "online.svg", curves, self.online_every)
+        summary["memory"] = extra_memory(target, drafter, builder, rule, turns["drafter"][0].drafted.prompt)
         self._judge_target(target, drafter, turns["drafter"], None if original is None else original(), folder, summary)
         summary["setting"] = {**setting, **self._setting(rule, summary["tree"]), "engine": summary["engine"]}
         summary["setting"]["drafter"] = {**setting.get("drafter", {}), **drafter.settings()}
         write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         write_whole(folder / "samples.jsonl", "".join(json.dumps(sample(turn)) + "\n" for turn in turns["drafter"]))
         write_rounds(folder / "rounds.parquet", turns)
+        write_prompts(folder / "prompts.parquet", turns)
         if calibration is not None:
             calibration.save(folder / "calibration.json")
         print_table(summary)

@@ -1,9 +1,10 @@
-"""What is written about an evaluation: summary.json, samples.jsonl, rounds.parquet."""
+"""What is written about an evaluation: summary.json, samples.jsonl, rounds.parquet, prompts.parquet."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -158,6 +159,22 @@ def write_rounds(path: Path, turns: dict[str, list[Turn]]) -> None:
                 seconds = {f"{part}_seconds": times[part] for part in PARTS}
                 rows.append({"system": system, "id": turn.id, "turn": turn.turn, "category": turn.category, "round": number,
                              "tokens": tokens, "depth": depth, "nodes": nodes, "whole": whole, **seconds})  # fmt: skip
+    write_table(path, rows)
+
+
+def write_prompts(path: Path, turns: dict[str, list[Turn]]) -> None:
+    """prompts.parquet: one row a prompt of every system, in the order of ids: decoded tokens, without a prefill's, and seconds,
+    drafted and autoregressive; tokens and number of whole rounds."""
+    columns = ("tokens", "seconds", "autoregressive_tokens", "autoregressive_seconds", "whole_tokens", "whole_rounds")
+    rows = []
+    for system, found in turns.items():
+        names = sorted({turn.id for turn in found})
+        values = np.concatenate([metrics.speed_columns(found), metrics.acceptance_columns(found)], axis=1)
+        rows += [{"system": system, "id": name, **dict(zip(columns, row))} for name, row in zip(names, values.tolist())]
+    write_table(path, rows)
+
+
+def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     scratch = path.with_name(path.name + ".part")
     pq.write_table(pa.Table.from_pylist(rows), scratch)
     scratch.replace(path)

@@ -3,6 +3,7 @@
 Exit status: 0 success, 1 a failed run, 2 the user's mistake, told in one sentence.
 """
 
+import json
 import os
 import re
 import sys
@@ -10,11 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
+
 USAGE = """spectrain: train drafters for speculative decoding and prove what they gain
 
   spectrain train recipe=eagle3                    train a drafter for the default target, then score it
   spectrain plan recipe=eagle3                     what that takes: memory, disk, arithmetic, hours
   spectrain eval run=runs/NAME                     score it again: other prompts, tree, acceptance rule
+  spectrain compare recipes=all                    every recipe on one budget, side by side; or finished runs
   spectrain data inspect data=jsonl data.path=F    a conversation, its supervised tokens in colour
   spectrain data regenerate data=.. out=DIR        answers by the target itself: our engine, or a server
   spectrain data store recipe=R source.path=DIR    the target's features on disk, for source=store; data verify checks them
@@ -54,6 +58,7 @@ def dispatch(arguments: list[str]) -> None:
         "train": ("train", train),
         "plan": ("plan", plan_training),
         "eval": ("eval", evaluate),
+        "compare": ("compare", compare),
         "data inspect": ("inspect", inspect_data),
         "data regenerate": ("regenerate", regenerate_data),
         "data store": ("train", store_data),
@@ -78,6 +83,8 @@ def dispatch(arguments: list[str]) -> None:
     config_name, task = commands[name]
     if config_name is None:
         return task(rest)
+    if name == "compare":
+        rest = comparing(rest)
     if name == "plan":
         rest = ["plan.json=true" if argument == "--json" else argument for argument in rest]
     if name == "bench decode" and not any(argument.startswith(("drafter=", "recipe=")) for argument in rest):
@@ -85,6 +92,13 @@ def dispatch(arguments: list[str]) -> None:
     if name == "data store" and not any(argument.startswith("source=") for argument in rest):
         rest = ["source=store", *rest]
     compose_and_call(config_name, task, rest)
+
+
+def comparing(arguments: list[str]) -> list[str]:
+    """Folders of finished runs as runs=[..], and recipes=a,b, which hydra would take for a sweep, as a list."""
+    runs = [argument for argument in arguments if "=" not in argument and not argument.startswith("-")]
+    rest = [re.sub(r"^(recipes|runs)=([^\[].*,.*)$", r"\1=[\2]", argument) for argument in arguments if argument not in runs]
+    return [*rest, f"runs=[{','.join(json.dumps(run) for run in runs)}]"] if runs else rest
 
 
 def compose_and_call(config_name: str, task: Callable[[Any], None], arguments: list[str]) -> None:
@@ -178,6 +192,14 @@ def evaluate(config: Any) -> None:
     run.evaluate(checked(completed, TRAIN_KEYS), folder)
 
 
+def compare(config: Any) -> None:
+    from hydra.core.hydra_config import HydraConfig
+
+    from .eval.compare import compare
+
+    compare(checked(config, COMPARE_KEYS), list(HydraConfig.get().overrides.task))
+
+
 def inspect_data(config: Any) -> None:
     from .data.inspect import show
 
@@ -242,23 +264,6 @@ def doctor(arguments: list[str]) -> None:
     from .doctor import examine
 
     examine()
-
-
-TRAIN_KEYS = (
-    "target",
-    "drafter",
-    "source",
-    "data",
-    "trainer",
-    "tree",
-    "acceptance",
-    "eval",
-    "tracker",
-    "run",
-    "recipe_name",
-)
-
-REGENERATE_KEYS = ("target", "tree", "data", "writer", "sampling", "regenerate", "out", "check", "run")
 
 
 def checked(config: Any, known: tuple[str, ...]) -> Any:

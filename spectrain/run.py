@@ -28,12 +28,14 @@ from .shapes import TreeBuilder
 from .sources import Source
 from .target import Target
 from .training.checkpoints import latest_checkpoint, load_tensors, tensors_of, written_whole
+from .training.loop import Trained
 
 
-def train(config: DictConfig, asked: list[str]) -> Path:
+def train(config: DictConfig, asked: list[str], target: Target | None = None, dataset: Dataset | None = None) -> Path:
     """Train the drafter that `config` names and, unless eval=none, score it. Nothing is written before all input is read.
 
-    `asked` are the settings that the command gave itself, as opposed to those of a recipe.
+    `asked` are the settings that the command gave itself, as opposed to those of a recipe. `target` and `dataset` are what
+    `config` says, where they are loaded already.
     """
     take_shape(config, asked)
     trainer = build(config.trainer)
@@ -50,12 +52,14 @@ def train(config: DictConfig, asked: list[str]) -> Path:
         evaluate(config, run)
         return run
     data = build(config.data)
-    data.conversations()
+    if dataset is None:
+        data.conversations()
     evaluation = build(config.get("eval"))
-    target: Target = build(config.target)
+    target = target or build(config.target)
+    assert target is not None
     if evaluation is not None:
         evaluation.check_prompts(target)
-    dataset = data.dataset(target.tokenizer)
+    dataset = dataset or data.dataset(target.tokenizer)
     trainer.num_steps(dataset)  # a stream must be told
     drafter = fresh_drafter(config, target, dataset)
     source: Source = build(config.source)
@@ -75,7 +79,7 @@ def train(config: DictConfig, asked: list[str]) -> Path:
     if tracker is not None and accelerator.is_main_process:
         tracker.start(run, OmegaConf.to_container(config))
     try:
-        shared = trainer.fit(drafter, target, dataset, source, run, tracker, accelerator)
+        trained = trainer.fit(drafter, target, dataset, source, run, tracker, accelerator)
     finally:
         source.flush()
         if tracker is not None and accelerator.is_main_process:
@@ -85,14 +89,14 @@ def train(config: DictConfig, asked: list[str]) -> Path:
             with written_whole(run / "target") as scratch:
                 target.save(scratch)
             target.name = f"{target.name}, trained"
-        save_drafter(run / "drafter", drafter, config)
+        save_drafter(run / "drafter", drafter, config, trained)
     if evaluation is None:
         return run
     if target.sharding != "none":
         accelerator.wait_for_everyone()  # for the drafter, which each of them loads
-    if shared.in_place and target.sharding == "none" and accelerator.is_main_process:
+    if trained.in_place and target.sharding == "none" and accelerator.is_main_process:
         score(config, run, target, drafter, evaluation, build(config.tree), build(config.acceptance), dataset)
-    elif not shared.in_place or target.sharding != "none":
+    elif not trained.in_place or target.sharding != "none":
         evaluate(config, run, None if drafter.trains_target else target)  # what was sharded is loaded anew
     return run
 
@@ -162,6 +166,7 @@ def score(
         "recipe": recipe_name(config),
         "drafter": OmegaConf.to_container(config.drafter),
         "acceptance": OmegaConf.to_container(config.acceptance),
+        "training": training_of(run),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
         **provenance(),
@@ -182,6 +187,16 @@ def score(
     )
     print(f"written to {folder}")
     return summary
+
+
+def training_of(run: Path) -> dict[str, Any] | None:
+    """What the training of a run's drafter took: steps, tokens, seconds, parameters that learnt."""
+    directory = drafter_directory(run)
+    if directory is None or not is_ours(directory):
+        return None
+    description = json.loads((directory / "config.json").read_text())
+    found: dict[str, Any] | None = description.get("training")
+    return found
 
 
 def trained_target(run: Path) -> Path | None:
@@ -318,12 +333,15 @@ def resumable(run: Path, config: DictConfig) -> None:
                 )
 
 
-def save_drafter(directory: Path, drafter: Drafter, config: DictConfig) -> None:
-    """Write config.json and model.safetensors: all that is needed to load the drafter again."""
+def save_drafter(directory: Path, drafter: Drafter, config: DictConfig, trained: Trained | None = None) -> None:
+    """Write config.json and model.safetensors: all that is needed to load the drafter again, and what its training took."""
     kept: Any = OmegaConf.to_container(config)
     description = {key: kept.get(key) for key in ("drafter", "target", "tree", "acceptance")}
     description["drafter"] = {**description["drafter"], **drafter.settings()}
     description |= {"recipe": recipe_name(config), "spectrain_version": versions().get("spectrain")}
+    if trained is not None:
+        description["training"] = {"steps": trained.steps, "tokens": trained.tokens, "seconds": round(trained.seconds, 2),
+                                   "parameters": trained.parameters}  # fmt: skip
     files: dict[str, dict[str, torch.Tensor]] = {"model.safetensors": {}}
     layout = drafter.layout()
     for name, tensor in tensors_of(drafter).items():

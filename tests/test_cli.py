@@ -17,6 +17,7 @@ from spectrain import cli
 from spectrain.config import check_config
 from spectrain.errors import UserError
 from spectrain.evaluation import complete
+from spectrain.keys import TRAIN_KEYS
 
 GOOD = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]})
 TRAIN = ("train", "recipe=eagle3", "target=tiny", "eval=none", "trainer.max_steps=1", "run=out")
@@ -184,14 +185,14 @@ def test_values_are_converted_to_the_declared_type(given: str, expected: float) 
     """What yaml reads as text or as a whole number reaches the constructor as its type."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=["recipe=eagle3", f"++trainer.lr={given}"])
-    lr = check_config(config, cli.TRAIN_KEYS).trainer.lr
+    lr = check_config(config, TRAIN_KEYS).trainer.lr
     assert type(lr) is float and lr == expected
 
 
 def completed(*overrides: str) -> Any:
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         whole, folder = complete(compose("eval", overrides=list(overrides)))
-        return check_config(whole, cli.TRAIN_KEYS), folder
+        return check_config(whole, TRAIN_KEYS), folder
 
 
 def saved(folder: Path) -> Path:

@@ -14,10 +14,11 @@ from hydra import compose, initialize_config_module
 from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.bench.online import TOY, online_row, peak
-from spectrain.cli import TRAIN_KEYS, allow_new_keys, config_groups, dispatch
+from spectrain.cli import allow_new_keys, config_groups, dispatch
 from spectrain.config import build, check_config, register_resolvers
 from spectrain.data.dataset import Dataset
 from spectrain.doctor import findings
+from spectrain.keys import TRAIN_KEYS
 from spectrain.outline import FORMULAS
 from spectrain.plan import Plan, plan
 from spectrain.rehearsal import size_of

@@ -57,6 +57,17 @@ class Tally:
         self.counts = [mine + more for mine, more in zip_longest(self.counts, other.counts, fillvalue=0.0)]
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a training took, of all its parts where it was resumed, and where the drafter is now."""
+
+    steps: int
+    tokens: int  # seen, on all processes, padding left out
+    seconds: float  # of steps, until the end of the last
+    parameters: int  # that learnt, in any stage
+    in_place: bool  # the main process holds the drafter whole in its place
+
+
 @dataclass
 class Job:
     """What one training works on."""
@@ -75,6 +86,10 @@ class Job:
     position: dict[str, Any] | None = None  # where this process stands in the data
     skipped: int = 0  # steps that changed nothing, because something was not finite
     skipped_in_a_row: int = 0
+    tokens: int = 0  # up to the last line of metrics, on all processes
+    seconds: float = 0.0  # up to there
+    learning: set[int] = field(default_factory=set)  # parameters of this stage and those before it,
+    num_learning: int = 0  # and their numbers
 
 
 @dataclass
@@ -154,11 +169,11 @@ class Trainer:
         tracker: Tracker | None = None,
         accelerator: Accelerator | None = None,
         on_step: Callable[[int], None] | None = None,
-    ) -> Parallel:
+    ) -> Trained:
         """Train `drafter` in place; go on from the run's newest checkpoint where there is one.
 
-        Afterwards the main process holds it whole, but in its place only where the returned `Parallel` says so. SIGTERM and
-        SIGINT let the step end, save a checkpoint and raise `Stopped`.
+        Afterwards the main process holds it whole, but in its place only where the result says so. SIGTERM and SIGINT let the
+        step end, save a checkpoint and raise `Stopped`.
         """
         run.mkdir(parents=True, exist_ok=True)
         accelerator = accelerator or self.accelerator()
@@ -190,7 +205,7 @@ class Trainer:
             numbers = progress["optimizer"]
             job.tally = _tally_of(progress["tallies"], shared)
             _set_random_state({name: state.pop(name) for name in list(state) if name.startswith("rng.")}, shared.rank)
-            job.saved = job.step
+            job.saved, job.tokens, job.seconds = job.step, progress["tokens"], progress["seconds"]
         job.num_steps, job.batches_a_step = num_steps, accumulate * shared.data_count
         stage = drafter.stage_at(max(0, job.step - 1), num_steps)  # that of the optimiser in the checkpoint
         stage_began = next(earlier for earlier in range(job.step + 1) if drafter.stage_at(earlier, num_steps) == stage)
@@ -249,7 +264,7 @@ class Trainer:
         shared.release()
         if shared.in_place or shared.is_main:
             drafter.finish(target)
-        return shared
+        return Trained(job.step, job.tokens, job.seconds, job.num_learning, shared.in_place)
 
     def _recompute(self, drafter: Drafter, target: Target, on: bool) -> None:
         """Switch gradient checkpointing for whatever may train."""
@@ -286,6 +301,9 @@ class Trainer:
     def _begin_stage(self, job: Job, stage: int) -> None:
         """AdamW over what a stage trains; every other parameter is frozen."""
         groups = trained_groups(job.drafter, job.target, stage)
+        new = [p for group in groups for p in group["params"] if id(p) not in job.learning]
+        job.learning |= {id(parameter) for parameter in new}
+        job.num_learning += sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in new)
         job.shared.optimise(groups, self.clip, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
     def _step(self, job: Job, share: list[list[Example]], layers: tuple[Layer, ...], stop: "StopSignals") -> bool:
@@ -337,6 +355,8 @@ class Trainer:
         terms = {name: value / steps for name, value in zip(names, rest)}
         busy /= shared.data_count
         target_busy /= shared.data_count
+        job.tokens += int(tokens)
+        job.seconds += tally.seconds
         return {
             "step": job.step,
             "loss": loss / steps if tally.steps else None,
@@ -344,6 +364,8 @@ class Trainer:
             "agreement": [round(hit / max(1.0, count), 4) for hit, count in zip(hits, counts)],
             "lr": lr,
             "skipped": job.skipped,
+            "tokens": job.tokens,
+            "seconds": round(job.seconds, 3),
             "tokens_per_second": tokens / seconds,
             "supervised_per_second": tally.supervised / seconds,
             "time_share": {
@@ -366,7 +388,13 @@ class Trainer:
             for rank, own in enumerate(states):
                 state |= {f"rng.{name}.{rank}": tensor for name, tensor in own.items()}
             progress = {"step": job.step, "stream": position, "skipped": job.skipped, "tallies": tallies}
-            progress |= {"optimizer": numbers, "num_steps": job.num_steps, "batches_a_step": job.batches_a_step}
+            progress |= {
+                "tokens": job.tokens,
+                "seconds": job.seconds,
+                "optimizer": numbers,
+                "num_steps": job.num_steps,
+                "batches_a_step": job.batches_a_step,
+            }
             save_checkpoint(checkpoint_path(job.run, job.step), weights, state, progress, self.keep_checkpoints)
         job.saved = job.step
         shared.wait()

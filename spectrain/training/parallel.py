@@ -412,7 +412,9 @@ class Zero(Parallel):
         with zero.GatheredParameters(parameters, enabled=self.stage == 3):
             whole = [parameter.detach().clone() if everywhere or self.is_main else torch.empty(0) for parameter in parameters]
         self.engine.destroy()
-        self.engine.optimizer = None  # else it would be destroyed once more when it is collected, with the next one's links to state
+        self.engine.optimizer = (
+            None  # else it would be destroyed once more when it is collected, with the next one's links to state
+        )
         for parameter, value in zip(parameters, whole):
             parameter.data = value
 

@@ -12,13 +12,13 @@ from omegaconf import OmegaConf
 
 import spectrain
 from spectrain.acceptance import AcceptanceRule
-from spectrain.cli import REGENERATE_KEYS, TRAIN_KEYS
 from spectrain.config import build, check_config
 from spectrain.data.readers import Data
 from spectrain.data.writers import Sampling, Writer
 from spectrain.drafters.base import Drafter
 from spectrain.eval.run import Evaluation
 from spectrain.evaluation import complete
+from spectrain.keys import REGENERATE_KEYS, TRAIN_KEYS
 from spectrain.plan import Plan
 from spectrain.shapes import TreeBuilder
 from spectrain.sources import Source

@@ -11,13 +11,13 @@ import torch
 from hydra import compose, initialize_config_module
 from safetensors.torch import save_file
 
-from spectrain.cli import TRAIN_KEYS
 from spectrain.config import build, check_config
 from spectrain.data.capture import capture, verify
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Embedded
 from spectrain.data.store import FeatureStore
 from spectrain.errors import RunError, UserError
+from spectrain.keys import TRAIN_KEYS
 from spectrain.run import train
 from spectrain.sources import Stored
 from spectrain.target import Target

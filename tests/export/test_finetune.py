@@ -9,12 +9,12 @@ from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
 from spectrain import run
-from spectrain.cli import TRAIN_KEYS
 from spectrain.config import check_config
 from spectrain.data.readers import FOLDER
 from spectrain.evaluation import complete
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
+from spectrain.keys import TRAIN_KEYS
 from spectrain.target import Target
 
 from .foreign import specforge, write

@@ -1,0 +1,303 @@
+"""`spectrain compare`: which drafter for my model. Every recipe is trained on one target, data and budget and scored alike.
+
+Target and data are loaded once, and one recipe follows the other in this process; a family that trains the target gets one of
+its own. What is done is not done again: a comparison that was stopped goes on with trainer.resume=auto.
+"""
+
+import gc
+import inspect
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from hydra import compose
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from spectrain.config import build, check_config, nearest
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
+from spectrain.eval.comparison import Scored, join
+from spectrain.eval.report import print_comparison
+from spectrain.eval.summary import write_whole
+from spectrain.keys import TRAIN_KEYS
+from spectrain.machine import wait
+from spectrain.run import evaluate, evaluation_name, fresh_drafter, target_name, train
+from spectrain.target import Target
+from spectrain.training.loop import Trainer
+
+OWN = ("recipes", "run", "compare", "tree", "runs")  # settings of the command that are not a training's
+WARM, TIMED = 2, 10  # steps of a stage before, and while, a recipe's speed is measured
+
+
+@dataclass
+class Comparison:
+    """How long each recipe trains, and what is scored beside them.
+
+    The budget is `seconds` of training a recipe or, where given, `tokens`; both become a number of steps before a training
+    begins, seconds by timing a few steps that are then forgotten. `training_free` are drafters that need none. `batch` prompts
+    at once are decoded for throughput, none where it is null. `data_limit` conversations serve all recipes alike.
+    """
+
+    seconds: float = 45.0
+    tokens: int | None = None
+    training_free: tuple[str, ...] = ("ngram", "lookahead", "layer_skip")
+    batch: int | None = 8
+    data_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        for key, value in (("seconds", self.seconds), ("tokens", self.tokens), ("batch", self.batch)):
+            if value is not None and not value > 0:
+                raise UserError(f"compare.{key}={value}: use more than 0")
+
+    @property
+    def budget(self) -> str:
+        return f"{self.seconds:g} seconds of training" if self.tokens is None else f"{self.tokens:,} tokens of training"
+
+
+def compare(config: DictConfig, asked: Sequence[str]) -> dict[str, Any]:
+    """Train and score what is named, or read finished runs; write comparison.json and report.html, print the table."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError("compare: it runs in one process; train with several by spectrain train, then compare the runs")
+    comparison: Comparison = build(config.compare)
+    folder = choose_folder(config)
+    if config.runs:
+        found = read_runs([Path(run) for run in config.runs], evaluation_name(config), comparison)
+        budget = None
+    else:
+        found = Contest(config, comparison, folder, asked).run()
+        budget = comparison.budget
+    folder.mkdir(parents=True, exist_ok=True)
+    result = join(found, folder, budget)
+    write_whole(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
+    print_comparison(result)
+    print(f"written to {folder}")
+    return result
+
+
+def choose_folder(config: DictConfig) -> Path:
+    """Where the comparison goes; a folder that holds one is taken only to go on with it."""
+    if config.run is None:
+        base = Path("runs") / (f"compare-{target_name(config)}" if not config.runs else "compare")
+        taken = [base, *(base.with_name(f"{base.name}-{number}") for number in range(1, 10_000))]
+        return next(place for place in taken if not place.exists())
+    folder = Path(config.run)
+    if (folder / "comparison.json").exists() and not config.runs and config.trainer.get("resume") != "auto":
+        raise UserError(f"run={folder}: it holds a comparison already; choose another, or go on with trainer.resume=auto")
+    return folder
+
+
+def read_runs(runs: Sequence[Path], name: str, comparison: Comparison) -> list[Scored]:
+    """The evaluations of finished runs; a folder of comparisons stands for the runs in it."""
+    found: list[Scored] = []
+    for run in runs:
+        inner = sorted(path.parents[2] for path in run.glob(f"*/eval/{name}/summary.json"))
+        for place in [run] if (run / "eval" / name).exists() or not inner else inner:
+            found.append(Scored.read(place.name, place / "eval" / name, place / "eval" / batched_name(comparison)))
+    names = [one.name for one in found]
+    return [replace(one, name=str(one.folder.parents[1])) if names.count(one.name) > 1 else one for one in found]
+
+
+def batched_name(comparison: Comparison) -> str:
+    return f"batch{comparison.batch}"
+
+
+@dataclass
+class Contest:
+    """Recipes and training-free drafters, one after the other on the same target and data."""
+
+    config: DictConfig
+    comparison: Comparison
+    folder: Path
+    asked: Sequence[str]
+
+    def run(self) -> list[Scored]:
+        """Train and score every one that is not done yet."""
+        names = recipes(self.config.recipes)
+        self.passed = [override for override in self.asked if key_of(override) not in OWN]
+        settings = [self.settings("recipe", name) for name in names]
+        free = [self.settings("drafter", name) for name in self.comparison.training_free]
+        for setting in free if settings else ():
+            setting.eval = settings[0].eval  # scored as the recipes are
+        self.target: Target = build(self.config.target)
+        self.datasets: dict[str, Dataset] = {}
+        began = time.perf_counter()
+        beside = f"; beside them {', '.join(self.comparison.training_free)}" if free else ""
+        print(f"{self.folder}: {', '.join(names)}; {self.comparison.budget} each{beside}", flush=True)
+        found = [self.trained(name, setting) for name, setting in zip(names, settings)]
+        found += [self.scored(name, setting) for name, setting in zip(self.comparison.training_free, free)]
+        print(f"all done in {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
+        return found
+
+    def settings(self, group: str, name: str) -> DictConfig:
+        """The whole configuration of one, its tree and data those of all."""
+        tree = HydraConfig.get().runtime.choices["tree"]
+        if group == "drafter" and get_object(compose("train", overrides=[f"drafter={name}"]).drafter["_target_"]).copies_text:
+            tree = "chain"  # it knows one continuation only
+        alike = ["++eval.baselines=[chain]", "++eval.oracle=false"]
+        config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *alike, *self.passed])
+        OmegaConf.set_struct(config, False)
+        takes = inspect.signature(get_object(config.tree["_target_"])).parameters
+        config.tree = {key: value for key, value in config.tree.items() if key == "_target_" or key in takes}
+        for key, value in self.config.tree.items():  # the command's own, over the recipe's
+            if any(key_of(override, 2) == f"tree.{key}" for override in self.asked):
+                config.tree[key] = value
+        if "limit" in config.data and not any(key_of(override, 2) == "data.limit" for override in self.asked):
+            config.data.limit = self.comparison.data_limit
+        config.run = str(self.folder / name)
+        config.recipe_name = name
+        checked: DictConfig = check_config(config, TRAIN_KEYS)
+        return checked
+
+    def trained(self, name: str, config: DictConfig) -> Scored:
+        """Train one recipe for the budget and score it."""
+        run = Path(config.run)
+        if not (run / "eval" / evaluation_name(config) / "summary.json").exists():
+            with said(run):
+                dataset = self.dataset(config)
+                before = OmegaConf.load(run / "config.yaml") if (run / "config.yaml").exists() else None
+                target, drafter = self.starting(config, dataset)
+                config.trainer.max_steps = (
+                    before.trainer.max_steps if before is not None else self.steps(config, target, drafter, dataset)
+                )
+                config.trainer.resume = "auto"
+                if drafter.trains_target:
+                    target = build(config.target)  # the timed steps changed the other
+                del drafter
+                train(config, list(self.passed), target, dataset)
+            clean_up()
+        self.batched(config)
+        found = self.read(config)
+        training = found.setting["training"]
+        told(found, f"{training['tokens']:,} tokens in {training['seconds']:.0f} s")
+        return found
+
+    def scored(self, name: str, config: DictConfig) -> Scored:
+        """Score a drafter that needs no training."""
+        run = Path(config.run)
+        if not (run / "eval" / evaluation_name(config) / "summary.json").exists():
+            with said(run):
+                evaluate(config, run, self.target)
+        self.batched(config)
+        found = self.read(config)
+        told(found, "no training")
+        return found
+
+    def batched(self, config: DictConfig) -> None:
+        """Score it once more with several prompts at once."""
+        run, name = Path(config.run), batched_name(self.comparison)
+        if self.comparison.batch is None or (run / "eval" / name / "summary.json").exists():
+            return
+        first = json.loads((run / "eval" / evaluation_name(config) / "summary.json").read_text())
+        more = OmegaConf.merge(
+            config, {"eval": {"name": name, "batch_size": self.comparison.batch, "check": False, "oracle": False}}
+        )
+        assert isinstance(more, DictConfig)
+        if "skipped" in first["setting"]["drafter"]:
+            more.drafter.skipped = first["setting"]["drafter"]["skipped"]  # what a search has found
+        with said(run):
+            evaluate(more, run, None if (run / "target").is_dir() else self.target)
+        clean_up()
+
+    def read(self, config: DictConfig) -> Scored:
+        run = Path(config.run)
+        return Scored.read(run.name, run / "eval" / evaluation_name(config), run / "eval" / batched_name(self.comparison))
+
+    def dataset(self, config: DictConfig) -> Dataset:
+        """The data of a configuration, tokenised once for all that say the same."""
+        key = json.dumps(OmegaConf.to_container(config.data), sort_keys=True)
+        if key not in self.datasets:
+            self.datasets[key] = build(config.data).dataset(self.target.tokenizer)
+        return self.datasets[key]
+
+    def starting(self, config: DictConfig, dataset: Dataset) -> tuple[Target, Drafter]:
+        """A drafter as training begins, with the target of all or, where it would change that, one of its own."""
+        drafter: Drafter = build(config.drafter, target=self.target)
+        if not drafter.trains_target:
+            return self.target, fresh_drafter(config, self.target, dataset)
+        own: Target = build(config.target)
+        return own, fresh_drafter(config, own, dataset)
+
+    def steps(self, config: DictConfig, target: Target, drafter: Drafter, dataset: Dataset) -> int:
+        """How many steps the budget is worth."""
+        trainer: Trainer = build(config.trainer)
+        if self.comparison.tokens is not None:
+            batches = dataset.num_batches(trainer.batch_tokens, trainer.seed, trainer.packing)
+            return max(1, round(self.comparison.tokens * batches / dataset.num_tokens / trainer.accumulate))
+        return max(1, int(self.comparison.seconds / step_seconds(trainer, config, target, drafter, dataset)))
+
+
+def step_seconds(trainer: Trainer, config: DictConfig, target: Target, drafter: Drafter, dataset: Dataset) -> float:
+    """Seconds that a step takes on average over a whole training, from a few that really run, in every stage."""
+    stages = sorted({drafter.stage_at(step, 1000) for step in range(1000)})
+    count = len(stages) * (WARM + TIMED)
+    short = replace(trainer, max_steps=count, save_every=None, resume=None)
+    ends: list[float] = []
+
+    def on_step(step: int) -> None:
+        wait(target.device)
+        ends.append(time.perf_counter())
+
+    target.pack()
+    with TemporaryDirectory() as scratch:
+        short.fit(drafter, target, dataset, build(config.source), Path(scratch), on_step=on_step)
+    total = 0.0
+    for stage in stages:
+        mine = [step for step in range(count) if drafter.stage_at(step, count) == stage]
+        lasted = [ends[step] - ends[step - 1] for step in mine[WARM:]]
+        share = sum(drafter.stage_at(step, 1000) == stage for step in range(1000)) / 1000
+        total += share * sum(lasted) / len(lasted)
+    return total
+
+
+def recipes(named: Any) -> list[str]:
+    """The recipes to compare: those named, or every file in recipes/."""
+    known = sorted(GlobalHydra.instance().config_loader().get_group_options("recipe"))
+    if named == "all":
+        return known
+    chosen = list(named) if OmegaConf.is_config(named) else str(named).split(",")
+    for name in chosen:
+        if name not in known:
+            raise UserError(f"recipes={name}: there is no such recipe; {nearest(str(name), known)}")
+    return [str(name) for name in dict.fromkeys(chosen)]
+
+
+def key_of(override: str, depth: int = 1) -> str:
+    """The first parts of the key that an override sets."""
+    key = re.split(r"[=@]", override.lstrip("+~"), maxsplit=1)[0]
+    return ".".join(key.split(".")[:depth])
+
+
+@contextmanager
+def said(run: Path) -> Iterator[None]:
+    """What would be printed goes to the run's log.txt: the comparison prints a line a drafter."""
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / "log.txt").open("a") as log, redirect_stdout(log):
+        yield
+
+
+def told(found: Scored, training: str) -> None:
+    length, speed = found.summary["acceptance_length"], found.summary["speedup"]
+    chain = found.summary["compared"].get("chain")
+    beside = "" if chain is None else f", {chain['acceptance_length']['pooled']:.2f} as a chain"
+    print(
+        f"{found.name}: {training}; {length['pooled']:.2f} tokens a forward{beside}, speedup {speed['ratio']:.2f}", flush=True
+    )
+
+
+def clean_up() -> None:
+    """Give back what the last drafter held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,84 @@
+"""What a drafter adds to the memory that decoding takes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spectrain.acceptance import AcceptanceRule
+from spectrain.decode import decode
+from spectrain.drafters.base import Drafter
+from spectrain.shapes import TreeBuilder
+from spectrain.target import Target
+
+TOKENS = 24  # decoded while memory is watched
+
+
+def extra_memory(
+    target: Target, drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule, prompt: list[int]
+) -> dict[str, int]:
+    """Bytes beside those of decoding without the drafter: its own `weights`, and what more a decoding holds at its peak.
+
+    `working` is the difference of two peaks, with and without the drafter, of one prompt and a few tokens: caches, trees,
+    logits of more nodes.
+    """
+    length = min(TOKENS, target.max_length - len(prompt))
+    free = rule.matched()
+    with_drafter = peak(lambda: decode(target, [prompt], rule, length, drafter, builder), target.device)
+    without = peak(lambda: decode(target, [prompt], free, length), target.device)
+    weights = own_bytes(target, drafter)
+    return {"weights": weights, "working": max(0, with_drafter - without), "extra": weights + max(0, with_drafter - without)}
+
+
+def own_bytes(target: Target, drafter: Drafter) -> int:
+    """Bytes of the drafter's parameters and buffers that are not the target's."""
+    theirs = {tensor.data_ptr() for tensor in (*target.parameters(), *target.buffers())}
+    own = {tensor.data_ptr(): tensor for tensor in (*drafter.parameters(), *drafter.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for place, tensor in own.items() if place not in theirs)
+
+
+def peak(work: Callable[[], object], device: torch.device) -> int:
+    """The most bytes that `work` held at a time beyond what was held before."""
+    work()  # what is compiled, packed or calibrated at first use stays
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    with Held() as held:
+        work()
+    return held.peak
+
+
+class Held(TorchDispatchMode):
+    """The most bytes that tensors made while it is entered hold at a time. What an operation needs inside is not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self.bytes = 0  # bytes: at least what is held, exactly where it reaches the peak
+        self.storages: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        before = set(storages((args, kwargs)))
+        for storage, size in storages(result).items():
+            if storage not in before and storage not in self.storages:
+                self.storages[storage] = size
+                self.bytes += size
+        if self.bytes > self.peak:  # only then it matters what is gone
+            self.storages = {storage: size for storage, size in self.storages.items() if not storage.expired()}
+            self.bytes = sum(self.storages.values())
+            self.peak = max(self.peak, self.bytes)
+        return result
+
+
+def storages(values: Any) -> dict[StorageWeakRef, int]:
+    """What the tensors in these values are stored in, with its bytes; packed weights hide theirs."""
+    found = [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor) and not value.is_mkldnn]
+    return {StorageWeakRef(storage): storage.nbytes() for storage in found}
