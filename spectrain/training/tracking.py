@@ -109,7 +109,7 @@ class Wandb(Tracker):
     def scored(self, summary: dict[str, Any], folder: Path) -> None:
         place = f"eval/{folder.name}"
         self.session.summary.update({f"{place}/{name}": value for name, value in headline(summary).items()})
-        self.session.log({f"{place}/systems": _table(systems(summary)), **_page(f"{place}/report", folder)})
+        self._show({f"{place}/systems": _table(systems(summary)), **_page(f"{place}/report", folder)})
         self._send(folder, "evaluation", folder.name)
 
     def compared(self, comparison: dict[str, Any], folder: Path) -> None:
@@ -119,7 +119,7 @@ class Wandb(Tracker):
             self.session.summary.update(
                 {f"recommended/{advice['goal']}": advice["choice"] for advice in comparison["recommendations"]}
             )
-        self.session.log(shown)
+        self._show(shown)
         self._send(folder, "comparison", "comparison", {"comparison": _table(compared_rows(comparison))})
 
     def checkpoint(self, path: Path, step: int) -> None:
@@ -164,6 +164,10 @@ class Wandb(Tracker):
             print(f"spectrain: tracker=wandb: kept offline, {settings.base_url} cannot be reached ({error})", file=sys.stderr)
             return "offline"
         return "online"
+
+    def _show(self, media: dict[str, Any]) -> None:
+        with _staged_in(self.staging):
+            self.session.log(media)
 
     def _send(
         self,
