@@ -239,6 +239,21 @@ class TensorBoard(Tracker):
                 self.writer.add_scalar(name, value, self.step)
 
 
+@contextmanager
+def tracked(
+    tracker: Tracker | None, run: Path, config: dict[str, Any], kind: Kind = "train", step: int = 0
+) -> Iterator[Tracker]:
+    """A tracker between `start` and `finish`, which is told that the run failed where an exception ends it."""
+    tracker = tracker or Tracker()
+    try:
+        tracker.start(run, config, kind, step)
+        yield tracker
+    except BaseException:
+        tracker.finish(failed=True)
+        raise
+    tracker.finish()
+
+
 def require(package: str) -> None:
     """Stop where a tracker's package is not installed."""
     if importlib.util.find_spec(package) is None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,9 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.sources import Live
 from spectrain.target import Target
-from spectrain.training.checkpoints import latest_checkpoint
+from spectrain.training.checkpoints import latest_checkpoint, step_of
 from spectrain.training.loop import Trainer
-from spectrain.training.tracking import MetricsFile, TensorBoard, Tracker, Wandb, flatten, headline, last_step
+from spectrain.training.tracking import MetricsFile, TensorBoard, Tracker, Wandb, flatten, headline, last_step, tracked
 
 CONFIG = {
     "target": {"_target_": "spectrain.loading.load_tiny"},
@@ -152,8 +153,14 @@ class Killed(Exception):
     """Stands for the end of a process."""
 
 
-def fit(target: Target, run: Path, tracker: Tracker, die_at: int | None = None) -> None:
-    """Six steps with a checkpoint every second one, tracked as a run is; `die_at` ends it there."""
+def fit(
+    target: Target,
+    run: Path,
+    tracker: Tracker,
+    die_at: int | None = None,
+    then: Callable[[Tracker], None] = lambda tracker: None,
+) -> None:
+    """Six steps with a checkpoint every second one, tracked as a run is; `die_at` ends it there, `then` comes last."""
 
     def on_step(step: int) -> None:
         if step == die_at:
@@ -165,13 +172,10 @@ def fit(target: Target, run: Path, tracker: Tracker, die_at: int | None = None) 
     drafter = Eagle3(target, ttt_steps=2, vocab_size=256)
     drafter.prepare(target, torch.arange(target.head.vocab_size, 0, -1))
     begun = latest_checkpoint(run)
-    tracker.start(run, CONFIG, step=0 if begun is None else int(begun.name.split("-")[1]))
     trainer = Trainer(lr=1e-3, max_steps=6, save_every=2, log_every=1, batch_tokens=32)
-    try:
+    with tracked(tracker, run, CONFIG, step=0 if begun is None else step_of(begun)):
         trainer.fit(drafter, target, dataset, Live(), run, tracker, on_step=on_step)
-    except Killed:
-        tracker.finish(failed=True)
-        raise
+        then(tracker)
 
 
 @pytest.fixture
@@ -186,11 +190,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_wandb_holds_what_metrics_and_summary_hold(tiny: Target, tmp_path: Path, folder: Path) -> None:
     """Every number of metrics.jsonl and every setting is in the offline file, exactly; so is what an evaluation found."""
-    tracker = Wandb()
-    fit(tiny, tmp_path / "run", tracker)
-    tracker.scored(SUMMARY, folder)
-    tracker.finish()
     run = tmp_path / "run"
+    fit(tiny, run, Wandb(), then=lambda tracker: tracker.scored(SUMMARY, folder))
     assert len(curves(run)) == 6 and wandb_curves(run) == curves(run)
     (begun,) = [record.run for record in wandb_records(run) if record.HasField("run")]
     assert {k: v for k, v in items(begun.config.update).items() if k != "_wandb"} == CONFIG
@@ -214,13 +215,10 @@ def test_wandb_goes_on_in_the_same_run(tiny: Target, tmp_path: Path) -> None:
     run = tmp_path / "run"
     with pytest.raises(Killed):
         fit(tiny, run, Wandb(checkpoints=True), die_at=5)
-    tracker = Wandb(checkpoints=True)
-    fit(tiny, run, tracker)
     (run / "drafter").mkdir()
     (run / "drafter" / "config.json").write_text("{}")
     (run / "drafter" / "model.safetensors").write_bytes(b"weights")
-    tracker.drafter(run / "drafter")
-    tracker.finish()
+    fit(tiny, run, Wandb(checkpoints=True), then=lambda tracker: tracker.drafter(run / "drafter"))
     known = json.loads((run / "tracker.json").read_text())["train"]
     records = wandb_records(run)
     assert [record.run.run_id for record in records if record.HasField("run")] == [known, known]
@@ -310,9 +308,7 @@ def test_tensorboard_equals_metrics(tiny: Target, tmp_path: Path, die_at: int | 
     if die_at is not None:
         with pytest.raises(Killed):
             fit(tiny, run, TensorBoard(), die_at)
-    tracker = TensorBoard()
-    fit(tiny, run, tracker)
-    tracker.finish()
+    fit(tiny, run, TensorBoard())
     expected: dict[str, list[tuple[int, float]]] = {}
     for row in curves(run):
         for name, value in row.items():
