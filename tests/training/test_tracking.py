@@ -1,19 +1,368 @@
-"""What trackers are given, and what metrics.jsonl holds after a resume."""
+"""What trackers are given and keep: read back from their own offline files, and equal to metrics.jsonl and summary.json."""
 
+import importlib.util
+import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from spectrain.training.tracking import MetricsFile, flatten
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.errors import UserError
+from spectrain.sources import Live
+from spectrain.target import Target
+from spectrain.training.checkpoints import latest_checkpoint, step_of
+from spectrain.training.loop import Trainer
+from spectrain.training.tracking import MetricsFile, TensorBoard, Tracker, Wandb, flatten, headline, last_step, tracked
+
+CONFIG = {
+    "target": {"_target_": "spectrain.loading.load_tiny"},
+    "drafter": {"_target_": "spectrain.drafters.eagle3.Eagle3", "ttt_steps": 2},
+    "recipe_name": "eagle3",
+}
+LOSSLESS = {"rule": "greedy", "checked": 2, "identical": 2}
+SYSTEM = {
+    "label": "drafter, chain",
+    "acceptance_length": {"pooled": 1.5, "ci95": [1.25, 1.75]},
+    "speedup": {"ratio": 1.2, "ci95": None, "predicted": 1.3},
+    "tokens_per_second": {"autoregressive": 50.0, "drafted": 60.0},
+    "lossless": LOSSLESS,
+}
+SUMMARY: dict[str, Any] = {
+    **SYSTEM,
+    "acceptance_by_depth": [0.4, 0.25],
+    "compared": {"ngram": {**SYSTEM, "label": "n-gram lookup", "lossless": None}},
+    "setting": {"prompts": 2},
+}
+COMPARISON: dict[str, Any] = {
+    "setting": {},
+    "rows": [
+        {
+            "name": name, "label": name, "family": name, "trained": True,
+            "systems": [{**SYSTEM, "label": "chain"}, {**SYSTEM, "label": "tree"}], "batched": None,
+            "trained_parameters": 7, "extra_memory": 28, "training_seconds": 1.5, "training_tokens": 64, "lossless_to": "tiny",
+        }
+        for name in ("eagle3", "medusa1")
+    ],
+    "recommendations": [{"goal": "latency", "choice": "eagle3", "because": "it is fastest"}],
+    "caveats": ["2 prompts"],
+}  # fmt: skip
+HEADLINE = {
+    "acceptance_length": 1.5, "acceptance_length_low": 1.25, "acceptance_length_high": 1.75, "speedup": 1.2,
+    "speedup_predicted": 1.3, "tokens_per_second": 60.0, "tokens_per_second_autoregressive": 50.0, "identical": 2, "checked": 2,
+}  # fmt: skip
+DEPTHS = {"acceptance_at_depth/1": 0.4, "acceptance_at_depth/2": 0.25}
+
+needs_tensorboard = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
 
 
-def test_nested_metrics_become_curves() -> None:
-    """Lists are numbered by draft step, dicts keep their names."""
-    found = flatten({"loss": 1.0, "agreement": [0.5, 0.25], "time_share": {"target": 0.4}})
-    assert found == {"loss": 1.0, "agreement/1": 0.5, "agreement/2": 0.25, "time_share/target": 0.4}
+def wandb_records(run: Path) -> list[Any]:
+    """Every record of a run folder's offline files, oldest first.
+
+    A file is LevelDB's log: after 7 bytes of its own, blocks of 32 KiB with chunks of checksum, length and kind (1 whole,
+    2 first, 3 middle, 4 last).
+    """
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()  # as at exit: its service may still be writing
+    found = []
+    for file in sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        data, place, message = file.read_bytes(), 7, b""
+        while place + 7 <= len(data):
+            if 32768 - place % 32768 < 7:
+                place += 32768 - place % 32768
+                continue
+            length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+            message += data[place + 7 : place + 7 + length]
+            place += 7 + length
+            if kind in (1, 4):
+                found.append(Record.FromString(message))
+                message = b""
+    return found
+
+
+def items(entries: Any) -> dict[str, Any]:
+    return {entry.key or "/".join(entry.nested_key): json.loads(entry.value_json) for entry in entries}
+
+
+def wandb_curves(run: Path) -> list[dict[str, Any]]:
+    """The rows of the history that belong to training, without what W&B adds."""
+    rows = [items(record.history.item) for record in wandb_records(run) if record.HasField("history")]
+    assert all(row["_step"] == row["step"] for row in rows if "loss" in row)
+    return [{k: v for k, v in row.items() if not k.startswith(("_", "eval/"))} for row in rows if "loss" in row]
+
+
+def wandb_summary(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for record in wandb_records(run):
+        if record.HasField("summary"):
+            found |= items(record.summary.update)
+    return found
+
+
+def wandb_artifacts(run: Path) -> dict[str, set[str]]:
+    """Type -> the names of the files, of all artifacts; W&B's own ones for tables are left out."""
+    found: dict[str, set[str]] = {}
+    for record in wandb_records(run):
+        if record.HasField("artifact") and record.artifact.type != "run_table":
+            contents = record.artifact.manifest.contents
+            assert all(Path(entry.local_path).is_relative_to(run) for entry in contents)  # a run folder holds all of its run
+            found.setdefault(record.artifact.type, set()).update(entry.path for entry in contents)
+    return found
+
+
+def wandb_table(run: Path, name: str) -> list[dict[str, Any]]:
+    (file,) = run.glob(f"wandb/offline-run-*/files/media/table/{name}_*.table.json")
+    table = json.loads(file.read_text())
+    return [dict(zip(table["columns"], row)) for row in table["data"]]
+
+
+def tensorboard(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    found = tensorboard(folder)
+    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def texts(folder: Path) -> dict[str, str]:
+    found = tensorboard(folder)
+    tags = found.Tags()["tensors"]
+    return {tag.removesuffix("/text_summary"): found.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in tags}
+
+
+def curves(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl as trackers get it."""
+    return [flatten(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class Killed(Exception):
+    """Stands for the end of a process."""
+
+
+def fit(
+    target: Target,
+    run: Path,
+    tracker: Tracker,
+    die_at: int | None = None,
+    then: Callable[[Tracker], None] = lambda tracker: None,
+) -> None:
+    """Six steps with a checkpoint every second one, tracked as a run is; `die_at` ends it there, `then` comes last."""
+
+    def on_step(step: int) -> None:
+        if step == die_at:
+            raise Killed
+
+    torch.manual_seed(0)
+    rows = torch.randint(3, 250, (6, 16)).tolist()
+    dataset = Dataset([Example(row, [place >= 6 for place in range(16)]) for row in rows], len(rows), 0, 0)
+    drafter = Eagle3(target, ttt_steps=2, vocab_size=256)
+    drafter.prepare(target, torch.arange(target.head.vocab_size, 0, -1))
+    begun = latest_checkpoint(run)
+    trainer = Trainer(lr=1e-3, max_steps=6, save_every=2, log_every=1, batch_tokens=32)
+    with tracked(tracker, run, CONFIG, step=0 if begun is None else step_of(begun)):
+        trainer.fit(drafter, target, dataset, Live(), run, tracker, on_step=on_step)
+        then(tracker)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What an evaluation or a comparison leaves behind."""
+    folder = tmp_path / "heldout"
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    (folder / "report.html").write_text("<!doctype html><p>A report</p>")
+    return folder
+
+
+def test_wandb_holds_what_metrics_and_summary_hold(tiny: Target, tmp_path: Path, folder: Path) -> None:
+    """Every number of metrics.jsonl and every setting is in the offline file, exactly; so is what an evaluation found."""
+    run = tmp_path / "run"
+    fit(tiny, run, Wandb(), then=lambda tracker: tracker.scored(SUMMARY, folder))
+    assert len(curves(run)) == 6 and wandb_curves(run) == curves(run)
+    (begun,) = [record.run for record in wandb_records(run) if record.HasField("run")]
+    assert {k: v for k, v in items(begun.config.update).items() if k != "_wandb"} == CONFIG
+    assert (begun.run_group, begun.job_type, begun.display_name) == ("tiny/eagle3", "train", "run")
+    assert set(begun.tags) == {"tiny", "eagle3"}
+    summary = wandb_summary(run)
+    for name, value in {**HEADLINE, **DEPTHS}.items():
+        assert summary[f"eval/heldout/{name}"] == value
+    drafter, ngram = wandb_table(run, "eval/heldout/systems")
+    assert drafter == {"system": "drafter", "label": "drafter, chain", **HEADLINE, **DEPTHS}
+    assert ngram["system"] == "ngram" and ngram["checked"] is None and ngram["speedup"] == 1.2
+    (page,) = run.glob("wandb/offline-run-*/files/media/html/eval/heldout/report_*.html")
+    assert page.read_text() == (folder / "report.html").read_text()
+    assert wandb_artifacts(run) == {"evaluation": {"summary.json", "report.html"}}
+    (ended,) = [record.exit for record in wandb_records(run) if record.HasField("exit")]
+    assert ended.exit_code == 0
+
+
+def test_wandb_goes_on_in_the_same_run(tiny: Target, tmp_path: Path) -> None:
+    """A resumed run keeps its id and shows no step twice; checkpoints are sent where that was asked for."""
+    run = tmp_path / "run"
+    with pytest.raises(Killed):
+        fit(tiny, run, Wandb(checkpoints=True), die_at=5)
+    (run / "drafter").mkdir()
+    (run / "drafter" / "config.json").write_text("{}")
+    (run / "drafter" / "model.safetensors").write_bytes(b"weights")
+    fit(tiny, run, Wandb(checkpoints=True), then=lambda tracker: tracker.drafter(run / "drafter"))
+    known = json.loads((run / "tracker.json").read_text())["train"]
+    records = wandb_records(run)
+    assert [record.run.run_id for record in records if record.HasField("run")] == [known, known]
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1, 0]
+    for key in ("step", "loss", "lr", "agreement/1"):
+        assert [row[key] for row in wandb_curves(run)] == [row[key] for row in curves(run)]
+    assert wandb_artifacts(run) == {
+        "checkpoint": {"model.safetensors", "optimizer.safetensors", "progress.json"},
+        "drafter": {"config.json", "model.safetensors"},
+    }
+    aliases = [list(record.artifact.aliases) for record in records if record.artifact.type == "checkpoint"]
+    assert [name for one in aliases for name in one if name != "latest"] == ["step-2", "step-4"]
+
+
+def test_wandb_shows_a_comparison_around_its_runs(tmp_path: Path, folder: Path) -> None:
+    """A comparison stays open while its families train; one row for each way of drafting, the report and the advice."""
+    whole, inner, runs = Wandb(), Wandb(), tmp_path / "all"
+    whole.start(runs, {"target": CONFIG["target"]}, "compare")
+    inner.start(runs / "eagle3", CONFIG)
+    inner.log({"loss": 0.5}, 1)
+    inner.finish()
+    folder = folder.rename(runs / "result")
+    (folder / "comparison.json").write_text(json.dumps(COMPARISON))
+    whole.compared(COMPARISON, folder)
+    whole.finish()
+    (begun,) = [record.run for record in wandb_records(runs) if record.HasField("run")]
+    assert (begun.run_group, begun.job_type) == ("tiny", "compare")
+    assert wandb_curves(runs / "eagle3") == [{"step": 1, "loss": 0.5}]
+    rows = wandb_table(runs, "comparison")
+    assert [(row["name"], row["drafting"]) for row in rows] == [
+        (name, drafting) for name in ("eagle3", "medusa1") for drafting in ("chain", "tree")
+    ]
+    assert all(row[key] == value for row in rows for key, value in HEADLINE.items())
+    assert all(row["trained_parameters"] == 7 and row["lossless_to"] == "tiny" for row in rows)
+    assert wandb_table(runs, "recommendations") == COMPARISON["recommendations"]
+    assert wandb_summary(runs)["recommended/latency"] == "eagle3"
+    expected = {"comparison.json", "report.html", "summary.json", "comparison.table.json"}
+    assert wandb_artifacts(runs) == {"comparison": expected}
+
+
+def test_wandb_runs_of_one_name_differ(tmp_path: Path) -> None:
+    """Two folders of one name have runs of their own; so has every evaluation, while training and comparison keep theirs."""
+    one, two = (Wandb()._identity(tmp_path / place / "eagle3-tiny", "train") for place in "ab")
+    again = Wandb()._identity(tmp_path / "a" / "eagle3-tiny", "train")
+    assert one[0] != two[0] and not one[1] and again == (one[0], True)
+    scores = [Wandb()._identity(tmp_path / "a" / "eagle3-tiny", "eval") for _ in range(2)]
+    assert len({one[0], scores[0][0], scores[1][0]}) == 3 and not scores[1][1]
+
+
+@pytest.mark.parametrize(
+    "asked, machine, key, said, expected",
+    [
+        (None, None, None, "online", "offline"),
+        (None, "github.com", None, "online", "offline"),  # a key for something else
+        (None, "api.wandb.ai", None, "online", "online"),
+        (None, None, "KEY", "online", "online"),
+        (None, None, "KEY", "offline", "offline"),  # wandb offline, or WANDB_MODE
+        ("offline", None, "KEY", "online", "offline"),
+        ("online", None, None, "offline", "offline"),  # it would have to ask
+        ("disabled", None, None, "online", "disabled"),
+    ],
+)
+def test_wandb_is_online_only_with_an_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: Any, machine: str | None, key: str | None, said: str, expected: str
+) -> None:
+    """Settings come before the environment, and nobody is asked for a key; a server that is away means offline."""
+    if machine:
+        (tmp_path / "netrc").write_text(f"machine {machine} login user password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    settings = SimpleNamespace(mode=said, api_key=key, identity_token_file=None, base_url="https://api.wandb.ai")
+    monkeypatch.setattr("wandb.setup", lambda: SimpleNamespace(settings=settings))
+    monkeypatch.setattr(httpx, "get", lambda url, timeout: None)
+    assert Wandb(mode=asked)._mode() == expected
+
+    def away(url: str, timeout: float) -> None:
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(httpx, "get", away)
+    assert Wandb(mode=asked)._mode() == ("offline" if expected == "online" else expected)
+
+
+@needs_tensorboard
+@pytest.mark.parametrize("die_at", [None, 1, 4, 5])
+def test_tensorboard_equals_metrics(tiny: Target, tmp_path: Path, die_at: int | None) -> None:
+    """Every number of metrics.jsonl is a point of a curve, in float32, and after a resume no step appears twice."""
+    run = tmp_path / "run"
+    if die_at is not None:
+        with pytest.raises(Killed):
+            fit(tiny, run, TensorBoard(), die_at)
+    fit(tiny, run, TensorBoard())
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for row in curves(run):
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                expected.setdefault(name, []).append((row["step"], float(np.float32(value))))
+    assert len(expected["loss"]) == 6 and scalars(run / "tensorboard") == expected
+    assert "ttt_steps: 2" in texts(run / "tensorboard")["config"] and texts(run / "tensorboard")["status"] == "finished"
+
+
+@needs_tensorboard
+def test_tensorboard_shows_scores_and_comparisons(tmp_path: Path, folder: Path) -> None:
+    """What an evaluation or a comparison found is scalars and tables, in a folder of its own."""
+    for _ in range(2):
+        tracker = TensorBoard()
+        tracker.start(tmp_path, CONFIG, "eval")
+        tracker.scored(SUMMARY, folder)
+        tracker.finish()
+    for number in (1, 2):
+        found = {tag: points[0][1] for tag, points in scalars(tmp_path / "tensorboard" / f"eval-{number}").items()}
+        expected = {**HEADLINE, **DEPTHS}
+        assert found == {f"eval/heldout/{name}": float(np.float32(value)) for name, value in expected.items()}
+    table = texts(tmp_path / "tensorboard" / "eval-1")["eval/heldout/systems"].splitlines()
+    assert table[0].startswith("| system | label | acceptance_length |") and table[3].startswith(
+        "| ngram | n-gram lookup | 1.5 |"
+    )
+    tracker = TensorBoard()
+    tracker.start(tmp_path, {}, "compare")
+    tracker.compared(COMPARISON, folder)
+    tracker.finish(failed=True)
+    said = texts(tmp_path / "tensorboard" / "compare-1")
+    assert len(said["comparison"].splitlines()) == 2 + 4 and "it is fastest" in said["recommendations"]
+    assert said["caveats"] == "- 2 prompts" and said["status"] == "failed"
+
+
+@pytest.mark.parametrize("kind, package", [(Wandb, "wandb"), (TensorBoard, "tensorboard")])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, kind: Any, package: str) -> None:
+    """A tracker without its package says what to install."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"tracker={package}: .*pip install 'spectrain\[{package}\]'"):
+        kind()
+
+
+def test_nothing_measured_leaves_a_gap() -> None:
+    """A system without interval, identity or speed keeps what it has; nested metrics become curves of their own."""
+    bare = {"acceptance_length": {"pooled": 1.0, "ci95": None}, "speedup": {"ratio": 0.5}, "lossless": None}
+    assert headline(bare) == {"acceptance_length": 1.0, "speedup": 0.5}
+    found = flatten({"loss": 1.0, "agreement": [0.5, 0.25], "time_share": {"target": 0.4}, "a": {"b": [1]}})
+    assert found == {"loss": 1.0, "agreement/1": 0.5, "agreement/2": 0.25, "time_share/target": 0.4, "a/b/1": 1}
 
 
 def test_later_and_broken_lines_are_dropped(tmp_path: Path) -> None:
     """Steps that will be done again, and a line that a kill cut short, go; earlier ones stay."""
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 3, "lo')
+    assert last_step(path) == 2 and last_step(tmp_path / "none.jsonl") == 0
     MetricsFile(path, 1).write({"step": 2, "loss": 0.5})
     assert path.read_text() == '{"step": 1, "loss": 2}\n{"step": 2, "loss": 0.5}\n'
