@@ -39,7 +39,8 @@ def write_report(path: Path, evaluations: Sequence[Path], comparison: dict[str, 
         if row is not None:
             row["section"] = found["id"]
             found["title"] = row.get("label") or found["title"]
-        if (there := Path(folder) / "report.html").resolve() != path.resolve() and there.exists():
+        there = Path(folder) / "report.html"
+        if there.exists() and there.parent.resolve() != path.parent.resolve():
             found["link"] = os.path.relpath(there, path.parent)
         sections.append(found)
     environment = Environment(
@@ -49,7 +50,7 @@ def write_report(path: Path, evaluations: Sequence[Path], comparison: dict[str, 
                             "time": time_text}  # fmt: skip
     chart = compared_chart(rows) if rows else None
     page = environment.get_template("page.html")
-    write_whole(path, page.render(sections=sections, comparison=comparison, chart=chart, parts=PARTS))
+    write_whole(path, page.render(sections=sections, comparison=comparison, chart=chart, parts=PARTS).strip() + "\n")
 
 
 def section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
