@@ -205,8 +205,8 @@ def drawing(draw: Callable[[Any], None], size: tuple[float, float], id: str, tit
     import matplotlib
     from matplotlib.figure import Figure
 
-    style = {"svg.hashsalt": id, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
-    with matplotlib.rc_context(style):
+    rc = {"svg.hashsalt": id, "svg.fonttype": "none", "axes.spines.top": False, "axes.spines.right": False, "font.size": 9}
+    with matplotlib.rc_context(rc):
         figure = Figure(figsize=size, layout="constrained")
         figure.patch.set_alpha(0)
         draw(figure)
@@ -217,7 +217,9 @@ def drawing(draw: Callable[[Any], None], size: tuple[float, float], id: str, tit
     svg = re.sub(r'( id="|href="#|url\(#)', rf"\1{id}-", svg)
     box = re.search(r'viewBox="[^"]*"', svg)
     assert box is not None
-    svg = re.sub(r"<svg[^>]*>", f'<svg class="plot" role="img" aria-label="{title}" {box[0]}>', svg, count=1)
+    width = 72 * size[0]  # below it letters would be too small to read, far above it they would be large
+    style = f"min-width:{width:.0f}px;max-width:{1.3 * width:.0f}px"
+    svg = re.sub(r"<svg[^>]*>", f'<svg class="plot" style="{style}" role="img" aria-label="{title}" {box[0]}>', svg, count=1)
     return Markup(svg)
 
 
