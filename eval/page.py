@@ -192,7 +192,7 @@ def compared_chart(rows: list[dict[str, Any]]) -> Markup | None:
             axes.annotate(words, (high, -number), (6, 0), textcoords="offset points", va="center", fontsize=8)
             ticks.setdefault(label, -number)
         axes.set_yticks(list(ticks.values()), list(ticks))
-        axes.set(xlabel="tokens per forward, with 95 % interval")
+        axes.set(xlabel="tokens per forward, with 95 % interval", ylim=(0.4 - len(bars), 0.6))
         axes.axvline(1, color="0.6", linewidth=0.8)
         axes.set_xlim(0.9, axes.get_xlim()[1] + 0.35 * (axes.get_xlim()[1] - 0.9))
 
