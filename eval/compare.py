@@ -29,6 +29,7 @@ from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.eval.comparison import Scored, join
+from spectrain.eval.page import write_report
 from spectrain.eval.report import print_comparison
 from spectrain.eval.summary import write_whole
 from spectrain.keys import TRAIN_KEYS
@@ -36,6 +37,7 @@ from spectrain.machine import wait
 from spectrain.run import evaluate, evaluation_name, fresh_drafter, target_name, train
 from spectrain.target import Target
 from spectrain.training.loop import Trainer
+from spectrain.training.tracking import tracked
 
 OWN = ("recipes", "run", "compare", "tree", "runs")  # settings of the command that are not a training's
 WARM, TIMED = 2, 10  # steps of a stage before, and while, a recipe's speed is measured
@@ -81,6 +83,10 @@ def compare(config: DictConfig, asked: Sequence[str]) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     result = join(found, folder, budget)
     write_whole(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
+    write_report(folder / "report.html", [one.folder for one in found], result)
+    settings: Any = OmegaConf.to_container(config)
+    with tracked(build(config.tracker), folder, settings, "compare") as tracker:
+        tracker.compared(result, folder)
     print_comparison(result)
     print(f"written to {folder}")
     return result

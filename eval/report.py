@@ -1,5 +1,6 @@
 """The table that an evaluation prints."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
@@ -20,8 +21,7 @@ def print_table(summary: dict[str, Any]) -> None:
     base = summary["tokens_per_second"]["autoregressive"]
     table.add_row("autoregressive", "1.00", "", f"{base:.1f}", "1.00", "", "", "")
     sweep = summary.get("sweep")
-    shown = [entry for name, entry in summary["compared"].items() if not sweep or not name.startswith(f"{sweep['over']}-")]
-    for entry in (summary, *shown):
+    for entry in (summary, *shown(summary)):
         length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry["lossless"]
         identical = f"{lossless['identical']} of {lossless['checked']}" if lossless and lossless["checked"] else ""
         table.add_row(
@@ -32,8 +32,14 @@ def print_table(summary: dict[str, Any]) -> None:
     console.print(table)
     if sweep:
         _print_sweep(console, summary)
-    _print_explanation(console, summary)
-    _print_caveats(console, summary)
+    for sentence in (*explanation(summary), *caveats(summary)):
+        console.print(sentence, markup=False)
+
+
+def shown(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """The systems that the drafter is shown beside, without those that a sweep has a table for."""
+    sweep = summary.get("sweep")
+    return [entry for name, entry in summary["compared"].items() if not sweep or not name.startswith(f"{sweep['over']}-")]
 
 
 def _print_sweep(console: Console, summary: dict[str, Any]) -> None:
@@ -63,82 +69,82 @@ def _print_sweep(console: Console, summary: dict[str, Any]) -> None:
     )
 
 
-def _print_explanation(console: Console, summary: dict[str, Any]) -> None:
+def explanation(summary: dict[str, Any]) -> Iterator[str]:
     """Where the time went, what was kept, and what the speedup is to be read against."""
     setting = summary["setting"]
     share = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
-    console.print(f"time of a drafted round: {share}; tokens/s are of all {setting['batch_size']} rows of a batch")
-    console.print(f"kept by depth: {_rates(summary['acceptance_by_depth'])}; device {setting['device']}, {setting['dtype']}")
-    forced, limits = summary.get("forced"), summary["bounds"]
+    yield (f"time of a drafted round: {share}; tokens/s are of all {setting['batch_size']} rows of a batch")
+    yield (f"kept by depth: {_rates(summary['acceptance_by_depth'])}; device {setting['device']}, {setting['dtype']}")
+    forced, limits = summary.get("forced"), summary.get("bounds", {})
     if forced:
-        console.print(f"right on the target's own text, by depth: {_rates(forced['agreement_by_depth'])}")
+        yield (f"right on the target's own text, by depth: {_rates(forced['agreement_by_depth'])}")
     if limits.get("oracle"):
         floor = limits["autoregressive_of_floor"]
         free = limits["zero_cost_draft"]
-        console.print(
+        yield (
             f"speedup if every draft were right (chain) {limits['oracle']:.2f}"
             + ("" if free is None else f", if drafting were free {free:.2f}")
             + (f"; an autoregressive step takes {1 / floor:.1f} times its floor" if floor else "")
         )
     for name, entry in summary.get("transformers", {}).items():
-        console.print(
+        yield (
             f"transformers {name}: {entry['tokens_per_second']:.1f} tokens/s with prefill, {entry['speedup']:.2f} of its plain "
             f"generate, {entry['tokens_per_forward']:.2f} tokens per forward"
         )
 
 
-def _print_caveats(console: Console, summary: dict[str, Any]) -> None:
+def caveats(summary: dict[str, Any]) -> Iterator[str]:
     """What changed the output or the drafter, what was left out, and what was checked."""
     setting = summary["setting"]
     if drift := summary.get("drift"):
         before, after = drift["autoregressive"], drift["drafted"]
-        console.print(
+        yield (
             f"quality by the target's own judgement: perplexity {before['perplexity']:.2f} of its answers, "
             f"{after['perplexity']:.2f} of the drafted ones; most likely tokens {before['most_likely']:.1%} and "
             f"{after['most_likely']:.1%}"
         )
     if drift := summary.get("target_drift"):
-        console.print(
+        yield (
             f"drift of the trained target, on the original's greedy answers: perplexity {drift['original']['perplexity']:.2f} "
             f"before, {drift['trained']['perplexity']:.2f} after; KL from the original {drift['kl']:.3f} nats a token; "
             f"same most likely token {drift['agreement']:.1%}; "
             f"{drift['same_answers']} of {drift['checked']} answers the same"
         )
-        console.print(f"output is that of the trained target in {setting['target_path']}")
+        yield (f"output is that of the trained target in {setting['target_path']}")
     if exits := summary.get("exits"):
         for name, found in exits.items():
-            console.print(f"{name}, by layers run: perplexity {_rates(found['perplexity'])}; same token as the last "
+            yield (f"{name}, by layers run: perplexity {_rates(found['perplexity'])}; same token as the last "
                           f"{_rates(found['agreement'])}")  # fmt: skip
     if pruning := summary.get("pruning"):
-        console.print(
+        yield (
             f"pruned after {pruning['layer']} layers by their top {pruning['top_k']}: {pruning['nodes_pruned']:.1%} of the "
             f"nodes, {pruning['node_layers_saved']:.1%} of the node-layers and {pruning['work_saved']:.1%} of the work of "
             "verification, the early head counted"
         )
     if skipped := setting["drafter"].get("skipped"):
-        console.print(f"drafted without layers {skipped}; drafter.skipped={str(skipped).replace(' ', '')} uses them again")
+        yield (f"drafted without layers {skipped}; drafter.skipped={str(skipped).replace(' ', '')} uses them again")
     if online := summary.get("online"):
         ends = ", ".join(f"{name} {values[-1]:.2f}" for name, values in online["curves"].items())
-        console.print(
+        yield (
             f"online: {online['updates']} updates in {online['seconds']:.1f} s, learning from {online['learn']}; tokens per "
             f"forward over the last {online['every']} prompts: {ends}"
         )
     if guard := summary.get("guard"):
-        console.print(f"guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not")
+        yield (f"guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not")
     if setting["skipped"]:
-        console.print("left out: " + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items()))
+        yield ("left out: " + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items()))
     lossless = summary["lossless"]
     if lossless is None:
         return
     if lossless["differences"]:
-        console.print(f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from {lossless['reference']}")
+        yield (f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from {lossless['reference']}")
     elif not lossless["lossless"]:
-        console.print(f"LOSSY: acceptance={lossless['rule']} changes what the target would say")
+        yield (f"LOSSY: acceptance={lossless['rule']} changes what the target would say")
     elif lossless["checked"]:
         ties = len(lossless["near_ties"])
-        console.print(f"output identical to {lossless['reference']}, rule {lossless['rule']}; near ties: {ties}")
+        yield (f"output identical to {lossless['reference']}, rule {lossless['rule']}; near ties: {ties}")
     else:
-        console.print(f"rule {lossless['rule']}: output follows {lossless['reference']}")
+        yield (f"rule {lossless['rule']}: output follows {lossless['reference']}")
 
 
 def _range(interval: list[float] | None) -> str:

@@ -24,12 +24,14 @@ from spectrain.drafters.lookahead import Lookahead
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.baselines import TRANSFORMERS, run_transformers
+from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import own_answers, rule_drift, target_drift
 from spectrain.eval.exits import exit_quality, plot_exits
 from spectrain.eval.identity import check_identity
 from spectrain.eval.memory import extra_memory
 from spectrain.eval.metrics import Turn
 from spectrain.eval.online import Online, curve, plot
+from spectrain.eval.page import write_report
 from spectrain.eval.prompts import Prompt, read_prompts
 from spectrain.eval.report import print_table
 from spectrain.eval.summary import (
@@ -235,6 +237,10 @@ class Evaluation:
         write_prompts(folder / "prompts.parquet", turns)
         if calibration is not None:
             calibration.save(folder / "calibration.json")
+        texts = {prompt.id: prompt.turns[0] for prompt in self.chosen}
+        drafts = record_drafts(target, systems[0], turns["drafter"], texts, self.max_new_tokens)
+        write_whole(folder / "drafts.jsonl", "".join(json.dumps(line) + "\n" for line in drafts))
+        write_report(folder / "report.html", [folder])
         print_table(summary)
         return summary
 

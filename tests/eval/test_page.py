@@ -1,0 +1,263 @@
+"""report.html: it says what the files say, alone, to a reader at a desk, with a phone, or on paper.
+
+A browser looks at it where there is one (Debian's chromium); with SPECTRAIN_BROWSER=required a missing one is a failure.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from spectrain.acceptance import Greedy
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.ngram import Ngram
+from spectrain.eval.drafts import Drafted, choose, output_texts, positions
+from spectrain.eval.page import write_report
+from spectrain.eval.run import Evaluation
+from spectrain.shapes import Chain, Eagle2, TreeBuilder
+from spectrain.target import Target
+
+ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+             "--disable-sync", "--no-first-run"]  # fmt: skip
+SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
+ROWS = [
+    {"id": "count", "category": "math", "turns": ["Count: one two three one two three one two", "Go on."]},
+    {"id": "why", "category": "talk", "turns": ["Why is the sky <b>blue</b>?<script>document.title = 'broken'</script>"]},
+    {"id": "name", "category": "talk", "turns": ["Name a color."]},
+]
+
+
+def scored(target: Target, drafter: Drafter, builder: TreeBuilder, run: Path) -> Path:
+    """The folder of an evaluation of three prompts, inside a run with a few metrics."""
+    run.mkdir()
+    (run / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    metrics = [{"step": step, "loss": 5 / step, "agreement": [0.1 * step, 0.05 * step]} for step in range(1, 6)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    (run / "config.yaml").write_text("drafter: {}\n")
+    evaluation = Evaluation(prompts=str(run / "prompts.jsonl"), max_new_tokens=16, baselines=("ngram",), calibration_limit=2)
+    setting = {"target": "tiny", "recipe": drafter.__class__.__name__, "dtype": "float32", "device": "cpu"}
+    evaluation.score(target, drafter, builder, Greedy(), run / "eval" / "few", setting)
+    return run / "eval" / "few"
+
+
+@pytest.fixture(scope="module")
+def folders(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two evaluations, and a folder with their comparison."""
+    root = tmp_path_factory.mktemp("page")
+    torch.manual_seed(0)
+    eagle3 = Eagle3(tiny, vocab_size=512)
+    eagle3.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+    found = {"eagle3": scored(tiny, eagle3, Eagle2(3, 8, 3), root / "eagle3"),
+             "ngram": scored(tiny, Ngram(tiny), Chain(3), root / "ngram")}  # fmt: skip
+    write_report(root / "report.html", list(found.values()), comparison(root, found))
+    return {**found, "comparison": root}
+
+
+def comparison(root: Path, found: dict[str, Path]) -> dict[str, Any]:
+    """A comparison of these evaluations, as `spectrain compare` describes it; the last row lacks what may be missing."""
+    rows: list[dict[str, Any]] = []
+    for name, folder in found.items():
+        own, where = summary(folder), str(folder.relative_to(root))
+        system = {key: own[key] for key in ("label", "acceptance_length", "speedup", "tokens_per_second", "lossless")}
+        rows.append({"name": name, "label": name, "family": name, "evaluation": where, "systems": [system],
+                     "trained_parameters": 123456, "training_seconds": 45.1, "extra_memory": 2**21,
+                     "batched": {"batch_size": 8, "speedup": {"ratio": 1.25}}, "lossless_to": "target"})  # fmt: skip
+    rows.append({"name": "bare"})
+    advice = [{"goal": "no training", "choice": "ngram", "because": "it needs none."}]
+    return {
+        "setting": {"target": "tiny", "budget": "45 s"},
+        "rows": rows,
+        "recommendations": advice,
+        "caveats": ["Few prompts."],
+    }
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return found
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A headless browser without a network of its own."""
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        if os.environ.get("SPECTRAIN_BROWSER") == "required":
+            pytest.fail("SPECTRAIN_BROWSER=required, and there is no chromium and no google-chrome; install one")
+        pytest.skip("there is no chromium and no google-chrome to look at the page with")
+    with sync_playwright() as playwright:
+        found = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        yield found
+        found.close()
+
+
+def opened(browser: Browser, path: Path, size: str) -> tuple[Page, list[str]]:
+    """The page at a size, and what it complained of or asked the network for, which it is refused."""
+    width, height = SIZES[size]
+    page = browser.new_page(viewport={"width": width, "height": height})
+    troubles: list[str] = []
+    page.on("console", lambda message: troubles.append(message.text))
+    page.on("pageerror", lambda error: troubles.append(str(error)))
+
+    def refuse(route: Any) -> None:
+        if route.request.url == path.resolve().as_uri():
+            route.continue_()
+        else:
+            troubles.append(route.request.url)
+            route.abort()
+
+    page.route("**/*", refuse)
+    page.goto(path.resolve().as_uri())
+    return page, troubles
+
+
+@pytest.mark.parametrize("name", ["eagle3", "ngram"])
+def test_drafts_agree_with_samples(tiny: Target, folders: dict[str, Path], name: str) -> None:
+    """The text is that of samples.jsonl and so are its rounds; what was kept is what was emitted without the target's own."""
+    samples = {(line["id"], line["turn"]): line for line in lines(folders[name], "samples.jsonl")}
+    *turns, counts = lines(folders[name], "drafts.jsonl")
+    assert [turn["id"] for turn in turns] == ["count", "why", "name"]
+    kept = drafted = rounds = 0
+    for turn in turns:
+        sample = samples[turn["id"], turn["turn"]]
+        assert "".join(turn["pieces"]) == tiny.tokenizer.decode(sample["output_tokens"])
+        assert len(turn["pieces"]) == len(sample["output_tokens"])
+        assert [round["emitted"] for round in turn["rounds"]] == sample["accepted"]
+        start = 1
+        for round in turn["rounds"]:
+            texts = [round["tokens"][node] for node in round["kept"]]
+            assert texts == turn["pieces"][start : start + len(texts)]
+            start += round["emitted"]
+            if start <= len(turn["pieces"]):  # a round that was not cut short
+                assert round["emitted"] == len(round["kept"]) + 1
+                kept, drafted, rounds = kept + len(round["kept"]), drafted + len(round["tokens"]) - 1, rounds + 1
+    places = counts["tree"]["places"].values()
+    assert (sum(one[1] for one in places), sum(one[0] for one in places)) == (kept, drafted)
+    assert counts["tree"]["rounds"] == rounds
+
+
+def test_characters_of_several_tokens_come_whole(tiny: Target) -> None:
+    """Pieces make up the text, and none ends within a character."""
+    text = "na\u00efve \u2014 \U0001f41d\U0001f41d \u8702"
+    tokens = tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = output_texts(tiny.tokenizer, tokens)
+    assert len(tokens) > len(text) / 2 and "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_kept_path_is_found_among_twins() -> None:
+    """Children drawn with replacement can be equal: the one whose own child was kept is on the path."""
+    draft = Drafted(tokens=[1, 7, 7, 8], parents=[-1, 0, 0, 2], depths=[0, 1, 1, 2], count=3)
+    assert draft.kept([7, 8]) == [2, 3] and draft.kept([]) == []
+    assert positions(draft.parents) == [(), (0,), (1,), (1, 0)]
+
+
+def test_shown_prompts_cover_the_categories() -> None:
+    """One of every category comes before a second of any, follow-up turns are left out, and rows are those of the scoring."""
+
+    class Turn:
+        def __init__(self, category: str, turn: int = 0) -> None:
+            self.category, self.turn = category, turn
+
+    turns: Any = [Turn("a"), Turn("a"), Turn("a", 1), Turn("b"), Turn("a"), Turn("c")]
+    assert [row for row, _ in choose(turns)] == [1, 4, 6, 2]
+
+
+def test_the_same_files_give_the_same_page(folders: dict[str, Path]) -> None:
+    """Byte for byte, figures included."""
+    write_report(folders["eagle3"] / "again.html", [folders["eagle3"]])
+    assert (folders["eagle3"] / "again.html").read_text() == (folders["eagle3"] / "report.html").read_text()
+
+
+def test_a_missing_file_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    """With summary.json alone the table is there, and the page says what it does without; so with nothing at all."""
+    shutil.copy(folders["ngram"] / "summary.json", tmp_path)
+    write_report(tmp_path / "report.html", [tmp_path])
+    page = (tmp_path / "report.html").read_text()
+    assert "samples.jsonl, drafts.jsonl, metrics.jsonl" in page and 'class="systems"' in page and 'class="answer"' not in page
+    write_report(tmp_path / "empty.html", [tmp_path / "nothing"])
+    assert "summary.json, samples.jsonl, drafts.jsonl, metrics.jsonl" in (tmp_path / "empty.html").read_text()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ["eagle3", "ngram", "comparison"])
+def test_page_stands_alone_and_fits(browser: Browser, folders: dict[str, Path], name: str, size: str) -> None:
+    """No request, no script, no complaint; nothing is wider than the window, and ids are unique."""
+    page, troubles = opened(browser, folders[name] / "report.html", size)
+    assert troubles == [] and "broken" not in page.title()
+    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    assert page.locator("script, iframe, link[rel=stylesheet], img[src^=http]").count() == 0
+    ids = page.evaluate("Array.from(document.querySelectorAll('[id]'), element => element.id)")
+    assert len(ids) == len(set(ids))
+    page.emulate_media(media="print")
+    assert page.locator(".tip:visible").count() == 0 and page.locator("table:visible").count() == page.locator("table").count()
+    assert page.pdf(format="A4").startswith(b"%PDF")
+    page.close()
+
+
+def test_numbers_are_those_of_the_summary(browser: Browser, folders: dict[str, Path]) -> None:
+    """Every system's row, depth and category, the drawn places, and the curves."""
+    page, _ = opened(browser, folders["eagle3"] / "report.html", "desktop")
+    found = summary(folders["eagle3"])
+    rows = [row.split("\t") for row in page.locator(".systems tbody tr").all_inner_texts()]
+    assert [float(row[1]) for row in rows] == [
+        1.0, *(round(one["acceptance_length"]["pooled"], 2) for one in (found, *found["compared"].values()))
+    ]  # fmt: skip
+    assert rows[1][4] == f"{found['speedup']['ratio']:.2f}" and rows[1][7] == "4 of 4"
+    assert page.locator(".categories tbody tr").count() == len(found["by_category"])
+    assert page.locator(".shares tbody tr").count() == 2
+    places = lines(folders["eagle3"], "drafts.jsonl")[-1]["tree"]["places"]
+    assert page.locator(".tree .node").count() == len(places) and page.locator(".tree .root").count() == 1
+    assert page.locator("svg.plot").count() == 1
+    page.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_token_says_who_proposed_it(browser: Browser, folders: dict[str, Path], size: str) -> None:
+    """Pointed at or reached with the keyboard, a token tells its round, its depth or the target, and what was rejected."""
+    page, _ = opened(browser, folders["ngram"] / "report.html", size)
+    turn = lines(folders["ngram"], "drafts.jsonl")[0]
+    number = next(number for number, round in enumerate(turn["rounds"], 1) if round["kept"])
+    run = page.locator(".answer").first.locator(".run").nth(number - 1)
+    first, own = run.locator(".token").first, run.locator(".target")
+    assert not first.locator(".tip").is_visible()
+    first.hover()
+    assert first.locator(".tip").inner_text().startswith(f"Round {number}: drafter at depth 1.")
+    box = first.locator(".tip").bounding_box()
+    assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= SIZES[size][0]
+    if own.count():  # not where the limit cut the round
+        page.mouse.move(0, 0)
+        own.focus()
+        assert own.locator(".tip").inner_text().startswith(f"Round {number}: the target itself")
+    rejected = next(((number, round) for number, round in enumerate(turn["rounds"], 1)
+                     if not round["kept"] and len(round["tokens"]) > 1), None)  # fmt: skip
+    if rejected is not None:
+        one = page.locator(".answer").first.locator(".run").nth(rejected[0] - 1).locator(".token")
+        one.hover()
+        assert "in place of the draft" in one.locator(".tip").inner_text() and one.locator("q").count() == 1
+    page.close()
+
+
+def test_comparison_comes_first(browser: Browser, folders: dict[str, Path]) -> None:
+    """Its table, advice and chart stand before a section for every family, which the rows lead to."""
+    page, _ = opened(browser, folders["comparison"] / "report.html", "desktop")
+    rows = [row.split("\t") for row in page.locator(".comparison tbody tr").all_inner_texts()]
+    assert [row[0] for row in rows] == ["eagle3", "ngram", "bare"]
+    assert rows[0][2] == f"{summary(folders['eagle3'])['acceptance_length']['pooled']:.2f}" and "123,456" in rows[0]
+    assert page.locator("h1").all_inner_texts() == ["Drafters for tiny compared"]
+    assert page.locator(".advice dd").all_inner_texts() == ["ngram: it needs none."]
+    assert page.locator("section").count() == 2 and page.locator("section .answer").count() == 2
+    for link in page.locator(".comparison a").all():
+        assert page.locator(f"section{link.get_attribute('href')}").count() == 1
+    page.close()
