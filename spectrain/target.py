@@ -5,6 +5,7 @@ Nothing here copies or patches model code: attention goes through `AttentionInte
 `Cache`, features through hooks.
 """
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -308,6 +309,8 @@ class Target(nn.Module):
 
     def save(self, path: str | Path) -> None:
         """Write model and tokenizer in transformers format."""
+        if not torch.cuda.is_available():  # saving imports deepspeed where it is installed, which would warn of just this
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.model.save_pretrained(path)  # type: ignore[operator]
         self.tokenizer.save_pretrained(path)
 

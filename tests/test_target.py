@@ -1,6 +1,9 @@
 """The target, on cached trees or some layers only, equals the unmodified model run over whole sequences."""
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +332,14 @@ def test_a_saved_target_loads_with_the_same_logits(tiny: Target, tmp_path: Path)
     tokens = torch.randint(0, tiny.head.vocab_size, (2, 9))
     tiny.save(tmp_path)
     close(load_hf(str(tmp_path), device="cpu").run(tokens, logits=True).logits, tiny.run(tokens, logits=True).logits)
+
+
+def test_saving_is_quiet(tmp_path: Path) -> None:
+    """No library tells of itself while a target is saved, as deepspeed does on being imported without a GPU."""
+    code = f"from spectrain.loading import load_tiny; load_tiny().save({str(tmp_path)!r})"
+    env = {key: value for key, value in os.environ.items() if key != "DS_ACCELERATOR"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert "WARNING" not in done.stdout + done.stderr
 
 
 def test_a_cache_refuses_unlike_layers_and_never_overflows() -> None:

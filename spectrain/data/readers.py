@@ -193,7 +193,8 @@ def conversation(row: Any, where: str) -> list[Message]:
     """One conversation in our form, from either layout; assistant turns before the first question are dropped."""
     turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
     if not isinstance(turns, list):
-        raise UserError(f'{where}: it holds no conversation; write {{"messages": [{{"role": .., "content": ..}}, ..]}}')
+        found = "it is a list; write one conversation a line," if isinstance(row, list) else "it holds no conversation; write"
+        raise UserError(f'{where}: {found} {{"messages": [{{"role": .., "content": ..}}, ..]}}')
     messages: list[Message] = []
     for turn in turns:
         role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None

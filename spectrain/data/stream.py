@@ -85,7 +85,12 @@ class Stream(Data):
             yield from rows.skip(skip).with_format("arrow").iter(batch_size=size)
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise UserError(f"data.path={self.path}: it cannot be read ({reason}); check path, split and subset") from error
+            mend = (
+                f", or name its files, as in data.path='{self.path}/*.jsonl'" if Path(self.path).expanduser().is_dir() else ""
+            )
+            raise UserError(
+                f"data.path={self.path}: it cannot be read ({reason}); check path, split and subset{mend}"
+            ) from error
 
     def usable(self, row: dict[str, Any]) -> list[Message] | None:
         """The conversation of a row, a line of JSON where files hold lines; None where there is none to use."""

@@ -51,4 +51,6 @@ def layout_for(family: str, form: str) -> Layout:
     if family in NOWHERE:
         raise UserError(f"format={form}: {name} cannot be served: {NOWHERE[family]}")
     fitting = [key for key, layouts in FORMATS.items() if any(family in layout.families for layout in layouts)]
+    if not fitting:
+        raise UserError(f"format={form}: no layout holds a drafter of class {name}; {ALONE}")
     raise UserError(f"format={form}: it does not hold a drafter of class {name}; use {' or '.join(fitting)}")

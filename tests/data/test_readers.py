@@ -91,6 +91,13 @@ def test_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str) -> None
     assert "\n" not in str(caught.value)
 
 
+def test_a_json_list_is_told_to_become_lines(tmp_path: Path) -> None:
+    """As ShareGPT's own files are lists of conversations."""
+    path = write(tmp_path / "chats.json", f"[{GOOD}, {GOOD}]")
+    with pytest.raises(UserError, match=r"line 1: it is a list; write one conversation a line"):
+        Jsonl(str(path)).conversations()
+
+
 @pytest.mark.parametrize("role", ["usr", "function"])
 def test_unknown_role_is_quoted(role: str) -> None:
     """The wrong role stands in the message beside the right ones."""

@@ -190,6 +190,17 @@ def test_what_cannot_be_streamed_is_told(tmp_path: Path, path: str, reason: str)
         Stream(str(tmp_path / path)).conversations()
 
 
+def test_a_folder_of_unlike_files_is_told_to_be_named_by_them(tmp_path: Path) -> None:
+    """Files of both layouts in one folder have unlike columns; a pattern reads them as lines, which may differ."""
+    messages = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+    turns = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(messages) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps(turns) + "\n")
+    with pytest.raises(UserError, match=r"or name its files, as in data\.path='.*/\*\.jsonl'"):
+        Stream(str(tmp_path)).conversations()
+    assert len(Stream(str(tmp_path / "*.jsonl")).conversations()) == 2
+
+
 def test_steps_must_be_said(tokenizer: PreTrainedTokenizerBase) -> None:
     """A stream has no epochs to count."""
     with pytest.raises(UserError, match=r"trainer\.max_steps"):

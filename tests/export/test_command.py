@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.errors import UserError
 from spectrain.export.command import export
+from spectrain.export.layouts import layout_for
 from spectrain.loading import load_tiny
 from spectrain.run import save_drafter
 from spectrain.target import Target
@@ -249,3 +250,10 @@ def test_upload_sends_the_folder_and_says_so(hub: tuple[str, list[tuple[str, byt
     sent = {json.loads(line)["value"]["path"] for line in lines if json.loads(line)["key"] == "file"}
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert sent == names and all(name in ended.stdout for name in names) and "org/drafter, private" in ended.stdout
+
+
+@pytest.mark.parametrize("form", ["vllm", "spectrain"])
+def test_a_family_that_no_layout_holds_is_told_so(form: str) -> None:
+    """Such as one from outside the repository: there is no other format to name."""
+    with pytest.raises(UserError, match=rf"format={form}: no layout holds a drafter of class recurrent; score it"):
+        layout_for("Recurrent", form)

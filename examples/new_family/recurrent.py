@@ -1,0 +1,110 @@
+"""A recurrent drafter in the manner of ReDrafter (Zhang et al., 2024): a cell that rolls over the tokens it drafts.
+
+Shapes: B batch, T tokens, F new nodes, D target width, V draft vocabulary.
+Index t has the target's state at t. The cell reads token t + 1, which is the target's own, and predicts token t + 2; at draft
+step k (from 0) it reads token t + 1 + k and predicts token t + 2 + k: true tokens in training, drafted ones in decoding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.drafters.base import Losses
+from spectrain.drafters.vocabulary import Supervision, VocabularyDrafter
+from spectrain.errors import UserError
+from spectrain.features import Batch, Layer
+from spectrain.losses import Loss
+from spectrain.shapes.base import Rollout, TreeBuilder
+from spectrain.tree import TokenTree
+
+if TYPE_CHECKING:
+    from spectrain.decode import Context
+    from spectrain.target import Target
+
+
+class Recurrent(VocabularyDrafter):
+    """A GRU cell over the target's embeddings; its output layer starts as the target's. The loss is sum_k step_decay^k L_k."""
+
+    layers: tuple[Layer, ...] = ("final",)  # what the target hands over, in training and in decoding
+    shape = ("vocab_size",)  # the settings that saved weights fix
+
+    def __init__(
+        self, target: Target, num_steps: int = 4, vocab_size: int = 32000, loss: Loss = "forward_kl", step_decay: float = 0.8
+    ) -> None:
+        super().__init__()
+        if num_steps < 1:
+            raise UserError(f"drafter.num_steps={num_steps}: use 1 or more")
+        self.num_steps, self.divergence, self.step_decay = num_steps, loss, step_decay
+        self.final_reach = num_steps  # step k is judged by the target's state k + 1 tokens further on
+        self.head = target.head  # lent: it is neither trained nor saved with the drafter
+        width, vocab_size = target.width, min(vocab_size, target.head.vocab_size)
+        self.begin = nn.Linear(width, width)
+        self.cell = nn.GRUCell(width, width)
+        self.mix = nn.Linear(2 * width, width)
+        self.out = nn.Linear(width, width, bias=False)
+        self.lm_head = nn.Linear(width, vocab_size, bias=False)
+        self.add_vocabulary(vocab_size, target.head.vocab_size)
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Draft the most frequent tokens, and start as the target's own output layer."""
+        ids = self.choose_vocabulary(token_counts)
+        with torch.no_grad():
+            self.lm_head.weight.copy_(self.head.output.weight[ids])
+            self.out.weight.zero_()
+
+    def start(self, final: Tensor) -> Tensor:
+        """The cell's state [.., D] before it has read anything, from the target's last state."""
+        return self.begin(final).tanh()
+
+    def read(self, tokens: Tensor, state: Tensor) -> Tensor:
+        """The cell's state [.., D] after one more token."""
+        embedded = self.head.embed(tokens).to(state.dtype)
+        return self.cell(embedded.flatten(0, -2), state.flatten(0, -2)).view_as(state)
+
+    def hidden(self, final: Tensor, state: Tensor) -> Tensor:
+        """What the output layer reads, [.., D]."""
+        return final + self.out(nn.functional.silu(self.mix(torch.cat([final, state], dim=-1))))
+
+    def loss(self, batch: Batch, target: Target) -> Losses:
+        assert batch.features is not None
+        wanted = Supervision(self, batch)  # what the target says, and at which indices each step is judged
+        final = batch.features.at("final").to(self.lm_head.weight.dtype)
+        state, terms = self.start(final), {}
+        hits, counts = torch.zeros(2, self.num_steps, device=final.device)
+        for step in range(self.num_steps):
+            state = self.remembered(self.read, batch.tokens.roll(-1 - step, dims=1), state)  # never judged beyond a text's end
+            rows = wanted.rows(step)
+            found, right = wanted.judge(self.hidden(final[rows], state[rows]), self.lm_head, wanted.answers(step))
+            terms[f"step{step}"] = self.step_decay**step * found
+            hits[step], counts[step] = right.sum(), len(right)
+        return Losses(terms, hits, counts)
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        last = (context.counts - 1).clamp(min=0)[:, None]
+        final = context.fresh.gather(last).at("final").to(self.lm_head.weight.dtype)
+        return budget.grow(context, _Roll(self, final, context.root))
+
+
+class _Roll(Rollout):
+    """One round: every node's state is the cell's, one token after its parent's."""
+
+    def __init__(self, drafter: Recurrent, final: Tensor, root: Tensor) -> None:
+        self.drafter, self.final = drafter, final  # [B, 1, D]
+        self.draft_ids = drafter.draft_ids
+        self.states = drafter.read(root[:, None], drafter.start(final))  # [B, nodes given so far, D]
+
+    def start(self) -> Tensor:
+        return self._after(self.states)
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        above = self.states.gather(1, parents[..., None].expand(-1, -1, self.states.shape[-1]))
+        new = self.drafter.read(tokens, above)
+        self.states = torch.cat([self.states, new], dim=1)
+        return self._after(new)
+
+    def _after(self, states: Tensor) -> Tensor:
+        """Log-probabilities [B, F, V] of the token after each of these nodes."""
+        return self.drafter.lm_head(self.drafter.hidden(self.final.expand_as(states), states)).float().log_softmax(-1)

@@ -1,0 +1,156 @@
+"""The worked example of a family outside the package: it is as short as promised, and its commands do what the text says."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.cli import dispatch
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.decode import Context
+from spectrain.features import Batch
+from spectrain.shapes import Rollout, TreeBuilder
+from spectrain.sources import Live
+from spectrain.target import Target
+from spectrain.training.loop import Trainer
+from spectrain.tree import TokenTree
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "new_family"
+SCORE = ["eval.limit=3", "eval.max_new_tokens=24", "eval.baselines=[untrained]"]
+STEPS = 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def importable() -> Any:
+    """What PYTHONPATH=examples/new_family does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLE))
+        yield
+
+
+def commands(document: str) -> list[list[str]]:
+    """The example's commands in a document, without the program's name."""
+    lines = [shlex.split(line, comments=True) for line in (ROOT / document).read_text().splitlines() if "recurrent" in line]
+    return [words[1:] for words in lines if words[:1] == ["spectrain"]]
+
+
+def say(*arguments: str) -> None:
+    """`spectrain ARGUMENTS` in the repository's root."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(sys, "argv", sys.argv)
+        dispatch([*arguments])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that the documented commands leave: trained and scored, then scored again with a chain; shortened."""
+    folder = tmp_path_factory.mktemp("runs") / "recurrent-tiny"
+    train, score = commands("CONTRIBUTING.md")
+    assert train[0] == "train" and score[:2] == ["eval", "run=runs/recurrent-tiny"]
+    say(*train, "data.limit=32", *SCORE, f"run={folder}")
+    say("eval", f"run={folder}", *score[2:], *SCORE)
+    return folder
+
+
+def test_it_fits() -> None:
+    """One Python file, the family's yaml and a recipe, at most 120 lines together, and nothing else."""
+    files = sorted(path for path in EXAMPLE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    assert [path.name for path in files] == ["recurrent.yaml", "recurrent.yaml", "recurrent.py"]
+    assert sum(len(path.read_text().splitlines()) for path in files) <= 120
+
+
+def test_the_readme_shows_the_same_commands() -> None:
+    """Where the README shows the example, it gives the commands that run here."""
+    assert all(command in commands("CONTRIBUTING.md") for command in commands("README.md"))
+
+
+def test_the_documented_commands_train_and_score(run: Path) -> None:
+    """With a tree and with a chain every output is the target's, and the trained drafter gains more than the untrained one."""
+    for name in ("heldout", "chain"):
+        summary = json.loads((run / "eval" / name / "summary.json").read_text())
+        assert summary["lossless"]["identical"] == summary["lossless"]["checked"] == 3
+        untrained = summary["compared"]["untrained"]
+        assert summary["acceptance_length"]["pooled"] > untrained["acceptance_length"]["pooled"] >= 1
+
+
+@pytest.mark.parametrize(("setting", "message"), [("num_stepz=3", "nearest are num_steps"), ("num_steps=0", "1 or more")])
+def test_a_wrong_setting_is_refused(setting: str, message: str) -> None:
+    """An unknown key is answered with the nearest one, a senseless value with what to write."""
+    with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:
+        told: list[str] = []
+        patch.setattr("spectrain.cli.fail", lambda text, status: (told.append(text), status)[1])
+        say(*commands("CONTRIBUTING.md")[0], "data.limit=4", "eval=none", f"drafter.{setting}")
+    assert end.value.code == 2 and message in told[0]
+
+
+class Along(TreeBuilder):
+    """Asks for the distribution along one path a row and drafts nothing."""
+
+    def __init__(self, path: Tensor) -> None:
+        self.path = path  # [B, depth]
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        said = [rollout.start()]
+        for step, tokens in enumerate(self.path.unbind(1)):
+            said.append(rollout.extend(tokens[:, None], torch.full_like(tokens[:, None], step)))
+        self.said = torch.cat(said, dim=1)  # [B, depth + 1, V]
+        return TokenTree.chain(context.root[:, None])
+
+
+def make(tiny: Target, **options: Any) -> Any:
+    """The example's drafter for the tiny target, ready to train."""
+    from recurrent import Recurrent
+
+    torch.manual_seed(0)
+    drafter = Recurrent(tiny, **{"num_steps": STEPS, "vocab_size": tiny.head.vocab_size, **options})
+    drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
+    return drafter
+
+
+def test_the_loss_is_that_of_what_is_drafted(tiny: Target) -> None:
+    """The loss of every unrolled step is -sum log q of the tokens at that depth, as drafting along them finds it."""
+    drafter = make(tiny, loss="cross_entropy")
+    torch.nn.init.normal_(drafter.out.weight, std=0.1)  # so that the cell's state matters
+    tokens = torch.randint(3, 2000, (1, 14))
+    features = tiny.features(tokens, drafter.layers)
+    losses = drafter.loss(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), features), tiny)
+
+    windows = tokens[0].unfold(0, STEPS + 2, 1)  # index t, the root, and what is drafted: [rows, STEPS + 2]
+    index = torch.arange(len(windows))[:, None]
+    fresh = type(features)(windows[:, :1], features.layers, features.hidden[0][index])
+    along = Along(windows[:, 2:-1])
+    drafter.propose(SimpleNamespace(fresh=fresh, counts=torch.ones(len(windows)).long(), root=windows[:, 1]), along)
+    drafted = along.said.gather(2, windows[:, 2:, None])[..., 0]  # [rows, STEPS]
+    cut = tokens.shape[1] - STEPS - 2 + 1  # shallower steps are judged further on too, where no whole window begins
+    for step in range(STEPS):
+        supervised = Batch(tokens, torch.arange(tokens.shape[1])[None] < cut + 2 + step, features)
+        found = drafter.loss(supervised, tiny).terms[f"step{step}"]
+        torch.testing.assert_close(found, -(drafter.step_decay**step) * drafted[:, step].sum(), rtol=1e-4, atol=1e-4)
+    assert losses.counts.tolist() == [12, 11, 10]
+
+
+def test_resumed_equals_uninterrupted(tiny: Target, tmp_path: Path) -> None:
+    """Training killed after four of six steps and gone on with ends in the same weights, bit by bit."""
+    rows = torch.randint(3, 60, (6, 20)).tolist()
+    data = Dataset([Example(row, [i >= 8 for i in range(20)]) for row in rows], 6, 0, 0)
+    trainer = Trainer(lr=1e-3, max_steps=6, batch_tokens=60, save_every=2)
+
+    def kill(step: int) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    whole, cut, resumed = make(tiny), make(tiny), make(tiny)
+    trainer.fit(whole, tiny, data, Live(), tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit(cut, tiny, data, Live(), tmp_path / "cut", on_step=kill)
+    trainer.fit(resumed, tiny, data, Live(), tmp_path / "cut")
+    assert all(torch.equal(value, resumed.state_dict()[key]) for key, value in whole.state_dict().items())
