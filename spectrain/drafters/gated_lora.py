@@ -26,7 +26,6 @@ from ..randomness import MASKED_PREFIXES, sequence_generator
 from ..shapes.base import DepthRollout, TreeBuilder
 from ..tree import TokenTree
 from .base import Drafter, Losses
-from .layers import norm_scale
 from .masks import add_blocks, mask_embeddings, start_masks
 
 if TYPE_CHECKING:
@@ -50,18 +49,23 @@ class LoraFactors(nn.Module):
 
 
 class Sampler(nn.Module):
-    """Which token follows, given a mask's state and the token before: two layers under the target's head."""
+    """A mask's state and what it lacks, given the token before: two layers beside it that add nothing at first.
+
+    The authors put the two layers, each with a norm behind it, in the state's place: they must first learn to pass it on.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.first, self.first_norm = nn.Linear(2 * width, width), nn.LayerNorm(width)
-        self.second, self.second_norm = nn.Linear(width, width), nn.LayerNorm(width)
+        self.second = nn.Linear(width, width)
+        nn.init.zeros_(self.second.weight)
+        nn.init.zeros_(self.second.bias)
 
     def forward(self, state: Tensor, previous: Tensor) -> Tensor:
         """States and embeddings [..., D] -> what the target's head reads [..., D]."""
+        previous = F.rms_norm(previous, previous.shape[-1:])  # an embedding is some 20 times smaller than a normed state
         x = torch.cat([state, previous], dim=-1).to(self.first.weight.dtype)
-        x = self.first_norm(F.silu(self.first(x)))
-        return self.second_norm(F.silu(self.second(x)))
+        return state + self.second(self.first_norm(F.silu(self.first(x))))
 
 
 class GatedLora(Drafter):
@@ -119,12 +123,9 @@ class GatedLora(Drafter):
         self.numbers: Tensor | None = None  # [B, N] which mask a node is
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Start the masks near the mean embedding, and the sampler's output at the scale that the head reads."""
+        """Start the masks near the mean embedding; a forward without LoRA and a sampler that adds nothing need no more."""
         with torch.no_grad():
             self.masks.copy_(start_masks(self.head.embedding, self.num_masks))
-            scale = norm_scale(target)
-            if self.sampler is not None and scale is not None:
-                self.sampler.second_norm.weight.copy_(scale)
 
     # Saved so that peft can read it
 

@@ -42,7 +42,7 @@ class Peft(Layout):
         }  # fmt: skip
         shapes["masks"] = (settings["num_masks"], None)
         if settings["sampler"]:
-            for part in ("first", "first_norm", "second", "second_norm"):
+            for part in ("first", "first_norm", "second"):
                 kind = (None,) if part.endswith("norm") else (None, None)
                 shapes |= {f"sampler.{part}.weight": kind, f"sampler.{part}.bias": (None,)}
         return Expected(shapes)

@@ -246,15 +246,14 @@ def reference(tiny: Target, drafter: GatedLora) -> Callable[[list[int], int], Te
 
 
 def sampled_state(drafter: GatedLora, state: Tensor, previous: Tensor) -> Tensor:
-    """The sampler head by its equation: two times linear, SiLU, layer norm, over a mask's state and the token before."""
+    """The sampler head by its equation: state + W2 norm(SiLU(W1 [state; token before at unit scale]))."""
     sampler = drafter.sampler
     assert sampler is not None
-    x = torch.cat([state, previous], dim=-1)
-    for linear, norm in ((sampler.first, sampler.first_norm), (sampler.second, sampler.second_norm)):
-        x = F.silu(x @ linear.weight.T + linear.bias)
-        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + norm.eps).sqrt()
-        x = x * norm.weight + norm.bias
-    return x
+    previous = previous / previous.pow(2).mean(-1, keepdim=True).sqrt()
+    x = F.silu(torch.cat([state, previous], dim=-1) @ sampler.first.weight.T + sampler.first.bias)
+    x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + sampler.first_norm.eps).sqrt()
+    x = x * sampler.first_norm.weight + sampler.first_norm.bias
+    return state + x @ sampler.second.weight.T + sampler.second.bias
 
 
 def output(tiny: Target, states: Tensor) -> Tensor:
@@ -344,6 +343,20 @@ def test_hits_count_what_the_target_would_say(tiny: Target) -> None:
     losses = drafter.loss(batch, tiny)
     assert torch.equal(losses.hits, losses.counts) and losses.counts.sum() == len(wanted)
     assert losses.terms["sampler"].abs() < 1e-3 * len(wanted) < losses.terms["masks"]
+
+
+def test_an_untrained_sampler_adds_nothing(tiny: Target) -> None:
+    """A fresh sampler head gives the mask's own state, bit by bit, whatever came before; one step later it no longer does."""
+    drafter, batch = GatedLora(tiny, num_masks=MASKS, consistency=0.0), ragged(2)
+    drafter.prepare(tiny, torch.zeros(tiny.head.vocab_size))
+    assert drafter.sampler is not None
+    state, previous = torch.randn(2, 5, tiny.width), tiny.head.embed(torch.randint(3, 2000, (2, 5)))
+    assert torch.equal(drafter.sampler(state, previous), state)
+    losses = drafter.loss(batch, tiny)
+    assert torch.equal(losses.terms["sampler"], losses.terms["masks"])
+    losses.total.backward()
+    torch.optim.SGD(drafter.parameters(), lr=0.1).step()
+    assert not torch.allclose(drafter.sampler(state, previous), state)
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl"])
