@@ -114,7 +114,7 @@ def tree_picture(tree: dict[str, Any]) -> dict[str, Any] | None:
     often = sorted(every, key=lambda place: (-every[place][0], len(place), place))[:PLACES]  # parents are drafted as often
     places, rounds = sorted(often), tree["rounds"]
     small = len(places) > 48
-    across, down, radius = (56, 14, 5) if small else (84, 28, 12)
+    across, down, radius = (84, 13, 5) if small else (84, 28, 12)
     inner = {place[:end] for place in places for end in range(len(place))}
     leaves = [place for place in places if place not in inner]
     y: dict[tuple[int, ...], float] = {leaf: down * (number + 0.7) for number, leaf in enumerate(leaves)}
