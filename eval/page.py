@@ -29,18 +29,16 @@ def write_report(path: Path, evaluations: Sequence[Path], comparison: dict[str, 
     comparison: {"setting": {..}, "rows": [{"label", "family", "evaluation", "systems": [..], ..}], "recommendations": [..],
     "caveats": [..]}, where a missing key leaves out what it says; without `evaluations`, those that its rows name are shown.
     """
-    rows = [] if comparison is None else comparison.get("rows", [])
+    rows: list[dict[str, Any]] = [dict(row) for row in (comparison or {}).get("rows", [])]
     named = {(path.parent / row["evaluation"]).resolve(): row for row in rows if row.get("evaluation")}
-    folders = list(evaluations) or list(named)
     sections = []
-    for number, folder in enumerate(folders, 1):
-        row = named.get(Path(folder).resolve())
-        found = section(Path(folder), f"s{number}", prompts=1 if rows else None)
-        if row is not None:
+    for number, folder in enumerate(evaluations or named, 1):
+        found = section(folder, f"s{number}", prompts=1 if rows else None)
+        if (row := named.get(folder.resolve())) is not None:
             row["section"] = found["id"]
-            found["title"] = row.get("label") or found["title"]
-        there = Path(folder) / "report.html"
-        if there.exists() and there.parent.resolve() != path.parent.resolve():
+            found["title"] = row.get("label") or row.get("name") or found["title"]
+        there = folder / "report.html"
+        if there.exists() and folder.resolve() != path.parent.resolve():
             found["link"] = os.path.relpath(there, path.parent)
         sections.append(found)
     environment = Environment(
@@ -48,9 +46,13 @@ def write_report(path: Path, evaluations: Sequence[Path], comparison: dict[str, 
     )
     environment.filters |= {"number": number_text, "range": range_text, "percent": percent_text, "size": size_text,
                             "time": time_text}  # fmt: skip
-    chart = compared_chart(rows) if rows else None
-    page = environment.get_template("page.html")
-    write_whole(path, page.render(sections=sections, comparison=comparison, chart=chart, parts=PARTS).strip() + "\n")
+    page = environment.get_template("page.html").render(
+        sections=sections,
+        comparison=None if comparison is None else {**comparison, "rows": rows},
+        chart=compared_chart(rows),
+        parts=PARTS,
+    )
+    write_whole(path, page.strip() + "\n")
 
 
 def section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:
@@ -114,7 +116,7 @@ def tree_picture(tree: dict[str, Any]) -> dict[str, Any] | None:
     often = sorted(every, key=lambda place: (-every[place][0], len(place), place))[:PLACES]  # parents are drafted as often
     places, rounds = sorted(often), tree["rounds"]
     small = len(places) > 48
-    across, down, radius = (56, 14, 5) if small else (84, 28, 12)
+    across, down, radius = (84, 13, 5) if small else (84, 28, 12)
     inner = {place[:end] for place in places for end in range(len(place))}
     leaves = [place for place in places if place not in inner]
     y: dict[tuple[int, ...], float] = {leaf: down * (number + 0.7) for number, leaf in enumerate(leaves)}
