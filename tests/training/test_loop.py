@@ -213,3 +213,22 @@ def test_wrong_settings_are_named(key: str, value: Any) -> None:
     """A setting out of range is refused with its key."""
     with pytest.raises(UserError, match=f"trainer.{key}="):
         Trainer(**{key: value})
+
+
+def test_what_a_training_took_adds_up(tiny: Target, tmp_path: Path) -> None:
+    """Tokens are those of the batches, parameters those that learn; a resumed run counts the tokens before and after."""
+    one = drafter(tiny)
+    told = trainer().fit(one, tiny, dataset(), Live(), tmp_path / "whole")
+    assert (told.steps, told.parameters) == (9, sum(p.numel() for p in one.parameters() if p.requires_grad))
+    stream = dataset().stream(60, 0, False, 0, 1, None)
+    assert told.tokens == sum(len(example.tokens) for _ in range(9) for example in next(stream))
+
+    def kill(at: int) -> None:
+        if at == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path / "cut", on_step=kill)
+    resumed = trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path / "cut")
+    assert (resumed.steps, resumed.tokens) == (told.steps, told.tokens)
+    assert [line["tokens"] for line in metrics(tmp_path / "cut")] == [line["tokens"] for line in metrics(tmp_path / "whole")]

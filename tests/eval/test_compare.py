@@ -1,0 +1,237 @@
+"""A comparison: its numbers are those of the runs in it, budgets are kept, and what may not be compared is refused."""
+
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from spectrain.acceptance import Greedy
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.ngram import Ngram
+from spectrain.errors import UserError
+from spectrain.eval.comparison import Scored, Way, check_same, join, ratio_interval, recommend
+from spectrain.eval.memory import Held, extra_memory, own_bytes
+from spectrain.shapes import Chain
+from spectrain.target import Target
+
+TOKENS = 4000
+COMMON = ("target=tiny", "eval.limit=3", "eval.max_new_tokens=12", "compare.batch=3", "compare.training_free=[ngram]")
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "spectrain", "compare", *words], capture_output=True, text=True, env=environment
+    )
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One recipe that leaves the target alone and one that trains it, a drafter without training, on a budget of tokens."""
+    folder = tmp_path_factory.mktemp("compare") / "all"
+    done = command("recipes=medusa1,medusa2", f"compare.tokens={TOKENS}", *COMMON, f"run={folder}", "data.limit=60")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def comparison(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "comparison.json").read_text())
+    return found
+
+
+def test_rows_are_the_runs_own_numbers(compared: Path) -> None:
+    """Every row says what the summary of its evaluation says, of the drafter with its tree and with a chain."""
+    rows = comparison(compared)["rows"]
+    assert [row["name"] for row in rows] == ["medusa1", "medusa2", "ngram"]
+    for row in rows:
+        summary = json.loads((compared / row["evaluation"] / "summary.json").read_text())
+        parts = [summary, *([summary["compared"]["chain"]] if row["trained"] else [])]
+        for entry, part in zip(row["systems"], parts, strict=True):
+            assert entry["acceptance_length"] == part["acceptance_length"]
+            assert entry["speedup"] == part["speedup"]
+            assert entry["lossless"] == part["lossless"]
+        assert row["extra_memory"] == summary["memory"]["extra"]
+        batched = json.loads((compared / row["name"] / "eval" / "batch3" / "summary.json").read_text())
+        assert batched["setting"]["batch_size"] == row["batched"]["batch_size"] == 3
+
+
+def test_everything_is_lossless_to_its_target(compared: Path) -> None:
+    """Every answer is the target's; only the family that trained it is lossless to the trained one."""
+    rows = {row["name"]: row for row in comparison(compared)["rows"]}
+    assert {name: row["lossless_to"] for name, row in rows.items()} == {
+        "medusa1": "target", "medusa2": "trained target", "ngram": "target"
+    }  # fmt: skip
+    assert all(entry["lossless"]["identical"] == entry["lossless"]["checked"] == 3
+               for row in rows.values() for entry in row["systems"])  # fmt: skip
+    assert rows["medusa2"]["drift"]["checked"] == 3
+
+
+def test_budgets_are_kept(compared: Path) -> None:
+    """Each recipe saw the tokens of the budget, up to half a step, on the same data, whatever its own recipe says."""
+    rows = [row for row in comparison(compared)["rows"] if row["trained"]]
+    for row in rows:
+        assert abs(row["training_tokens"] - TOKENS) < 512
+        lines = [json.loads(line) for line in (compared / row["name"] / "metrics.jsonl").read_text().splitlines()]
+        assert row["training_tokens"] == lines[-1]["tokens"]
+        assert math.isclose(row["training_seconds"], lines[-1]["seconds"], abs_tol=0.02)
+    kept = [json.loads((compared / row["name"] / "provenance.json").read_text())["data"] for row in rows]
+    assert kept[0] == kept[1]
+    text = (compared / "report.html").read_text()
+    assert all(row["name"] in text for row in rows)
+
+
+def test_a_comparison_goes_on(compared: Path) -> None:
+    """The same command is refused, and with trainer.resume=auto does nothing again but what is missing."""
+    again = ("recipes=medusa1,medusa2", f"compare.tokens={TOKENS}", *COMMON, f"run={compared}", "data.limit=60")
+    refused = command(*again)
+    assert refused.returncode == 2 and "trainer.resume=auto" in refused.stderr
+    before = comparison(compared)
+    kept = (compared / "medusa1" / "drafter" / "model.safetensors").stat().st_mtime_ns
+    (compared / "ngram" / "eval" / "batch3" / "summary.json").unlink()
+    done = command(*again, "trainer.resume=auto")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (compared / "medusa1" / "drafter" / "model.safetensors").stat().st_mtime_ns == kept
+    assert (compared / "ngram" / "eval" / "batch3" / "summary.json").exists()
+    assert comparison(compared)["rows"][:2] == before["rows"][:2]
+
+
+def test_finished_runs_are_joined(compared: Path, tmp_path: Path) -> None:
+    """Runs that are done, named one by one or by the folder they are in, give the rows that they gave together."""
+    for number, named in enumerate(([compared / "medusa1", compared / "ngram"], [compared])):
+        done = command(*map(str, named), f"run={tmp_path / str(number)}", "compare.batch=3")
+        assert done.returncode == 0, done.stderr[-3000:]
+        known = {row["name"]: row for row in comparison(compared)["rows"]}
+        rows = comparison(tmp_path / str(number))["rows"]
+        assert len(rows) == (2, 3)[number]
+        for row in rows:
+            assert {**row, "evaluation": ""} == {**known[row["name"]], "evaluation": ""}
+
+
+MISTAKES = {
+    "recipes=eagle": "nearest are eagle3",
+    "compare.second=4": "seconds",
+    "compare.seconds=0": "more than 0",
+    "drafter.rank=4": "drafter",
+    "runs/not-there": "no score in it",
+    "tree.dept=3": "depth",
+}
+
+
+@pytest.mark.parametrize("word", MISTAKES)
+def test_mistakes_are_told(word: str, tmp_path: Path) -> None:
+    """Status 2, one sentence with what is valid, and no folder."""
+    done = command(word, "target=tiny", f"run={tmp_path / 'out'}")
+    assert done.returncode == 2, done.stderr
+    assert MISTAKES[word] in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def changed(scored: Scored, setting: dict[str, Any]) -> Scored:
+    summary = copy.deepcopy(scored.summary)
+    summary["setting"] |= setting
+    return Scored(scored.name, scored.folder, summary, scored.facts)
+
+
+def test_unlike_evaluations_are_refused(compared: Path, tmp_path: Path) -> None:
+    """Another target, length, type or rule cannot stand beside it, nor other prompts; another machine is said."""
+    one = Scored.read("one", compared / "medusa1" / "eval" / "heldout")
+    assert check_same([one, one]) == []
+    for key, value in (
+        ("target", "other"),
+        ("max_new_tokens", 99),
+        ("dtype", "bfloat16"),
+        ("rule", "match"),
+        ("batch_size", 2),
+    ):
+        with pytest.raises(UserError, match=f"{key} {value}"):
+            check_same([one, changed(one, {key: value})])
+    assert "devices" in " ".join(check_same([one, changed(one, {"device": "another"})]))
+    lines = [json.loads(line) for line in (one.folder / "samples.jsonl").read_text().splitlines()]
+    lines[0]["prompt_tokens"][0] += 1
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(UserError, match="prompts are not those"):
+        check_same([one, Scored(one.name, tmp_path, one.summary, {})])
+
+
+def way(folder: Path, name: str, seconds: list[float], length: float, **row: Any) -> Way:
+    """A drafter of made-up speed on prompts of 10 tokens, for which decoding without it takes a second."""
+    folder = folder / name
+    folder.mkdir()
+    rows = [{"system": "drafter", "id": str(number), "tokens": 10, "seconds": value, "autoregressive_tokens": 10,
+             "autoregressive_seconds": 1.0} for number, value in enumerate(seconds)]  # fmt: skip
+    pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
+    ratio = len(seconds) / sum(seconds)
+    entry = {"label": "chain of 3", "speedup": {"ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01], "predicted": ratio},
+             "acceptance_length": {"pooled": length, "ci95": None}}  # fmt: skip
+    facts = {"lossless_to": "target", "batched": None, "extra_memory": 10_000_000, "trained": True, **row}
+    return Way(Scored(name, folder, {}, {}), "drafter", entry, facts)
+
+
+def test_advice_follows_the_numbers(tmp_path: Path) -> None:
+    """The fastest is named and those not told apart from it; memory and no training choose by themselves; a changed target is
+    no choice unasked; where nothing gains, no drafter is advised."""
+    noise = [0.02 * (-1) ** number for number in range(12)]
+    fast = way(tmp_path, "fast", [0.5 + one for one in noise], 2.6)
+    near = way(tmp_path, "near", [0.505 - one for one in noise], 2.5, extra_memory=1_000_000)
+    slow = way(tmp_path, "slow", [0.8 + one for one in noise], 1.5, extra_memory=0, trained=False)
+    other = way(tmp_path, "other", [0.3] * 12, 3.0, lossless_to="trained target")
+    found = {advice["goal"]: advice for advice in recommend([slow, near, other, fast])}
+    assert found["latency at batch 1"]["choice"].startswith("fast")
+    assert "Not told apart from it on these prompts: near (chain of 3)." in found["latency at batch 1"]["because"]
+    assert "other (chain of 3) is faster still" in found["latency at batch 1"]["because"]
+    assert found["memory"]["choice"].startswith("near")
+    assert found["no training"]["choice"].startswith("slow")
+    assert "throughput" not in found
+    alone = way(tmp_path, "alone", [1.2 + one for one in noise], 1.4)
+    assert recommend([alone])[0]["choice"] == "no drafter"
+
+
+def test_two_speeds_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
+    """Where one is twice as fast on every prompt, however unlike prompts are, the interval of the ratio is 2 itself."""
+    seconds = [0.1 * (1 + number % 5) for number in range(10)]
+    one, two = way(tmp_path, "one", seconds, 2.0), way(tmp_path, "two", [2 * value for value in seconds], 2.0)
+    assert ratio_interval(one, two) == pytest.approx([2.0, 2.0], rel=1e-3)
+    assert one.told_from(two) and not one.told_from(one)
+
+
+def test_a_joined_comparison_says_where_runs_are(compared: Path, tmp_path: Path) -> None:
+    """Folders are told as seen from the comparison's own."""
+    found = join([Scored.read("one", compared / "medusa1" / "eval" / "heldout")], tmp_path)
+    assert (tmp_path / found["rows"][0]["evaluation"] / "summary.json").exists()
+
+
+# Memory
+
+
+def test_held_bytes_are_the_peak() -> None:
+    """Two tensors at a time of three: the peak is the largest pair's; views and writes in place hold nothing more."""
+    with Held() as held:
+        one = torch.zeros(1000)
+        view = one.view(10, 100)
+        view.add_(1)
+        two = torch.zeros(3000)
+        del one, view
+        three = torch.zeros(500)
+    assert held.peak == 4 * 4000
+    assert two.numel() + three.numel() == 3500
+
+
+def test_extra_memory_is_the_drafters(tiny: Target) -> None:
+    """A drafter's weights are those that the target does not lend; looking words up holds none."""
+    drafter = Eagle3(tiny, ttt_steps=2, vocab_size=256)
+    drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
+    own = sum(t.numel() * t.element_size() for t in (*drafter.parameters(), *drafter.buffers()))
+    assert own_bytes(tiny, drafter.eval()) == own
+    prompt = list(range(5, 30))
+    found = extra_memory(tiny, drafter, Chain(3), Greedy(), prompt)
+    assert found["extra"] == found["weights"] + found["working"] and found["working"] > 0
+    assert extra_memory(tiny, Ngram(tiny), Chain(3), Greedy(), prompt)["weights"] == 0
