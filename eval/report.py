@@ -131,7 +131,7 @@ def caveats(summary: dict[str, Any]) -> Iterator[str]:
         )
     if guard := summary.get("guard"):
         yield (f"guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not")
-    if setting["skipped"]:
+    if setting.get("skipped"):
         yield ("left out: " + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items()))
     lossless = summary["lossless"]
     if lossless is None:
