@@ -125,7 +125,7 @@ def join(found: Sequence[Scored], place: Path, budget: str | None = None) -> dic
     return {
         "setting": {
             "target": found[0].target,
-            "data": next((one.facts["data"] for one in found if one.facts.get("data")), None),
+            "data": data_of(found),
             "budget": budget,
             **{
                 key: first.get(key) for key in ("prompts", "max_new_tokens", "batch_size", "dtype", "device", "threads", "rule")
@@ -173,6 +173,12 @@ def check_same(found: Sequence[Scored]) -> list[str]:
     return caveats
 
 
+def data_of(found: Sequence[Scored]) -> str | None:
+    """The training data in words."""
+    known = {(one.facts["data"]["tokens"], one.facts["data"]["fingerprint"]) for one in found if one.facts.get("data")}
+    return "; ".join(f"{tokens:,} tokens, fingerprint {name}" for tokens, name in sorted(known)) or None
+
+
 def alike(values: Sequence[float]) -> bool:
     """Whether budgets are equal, up to what an estimate of a step's time may err by."""
     return max(values) <= 1.35 * min(values)
@@ -213,8 +219,9 @@ def row_of(scored: Scored, place: Path) -> dict[str, Any]:
     }
     if scored.batched is not None:
         best = max(systems_of(scored.batched).values(), key=lambda entry: entry["speedup"]["ratio"])
-        kept = ("label", "speedup", "tokens_per_second")
-        row["batched"] = {"batch_size": scored.batched["setting"]["batch_size"], **{key: best[key] for key in kept}}
+        speed = {key: best["speedup"][key] for key in ("ratio", "predicted")}  # no interval: prompts of a batch share its time
+        row["batched"] = {"batch_size": scored.batched["setting"]["batch_size"], "label": best["label"], "speedup": speed,
+                          "tokens_per_second": best["tokens_per_second"]}  # fmt: skip
     return row
 
 

@@ -48,7 +48,6 @@ class TreeRecorder(Recorder):
 
     def __init__(self, builder: TreeBuilder) -> None:
         super().__init__(builder)
-        self.by_level, self.keeps_drafted = builder.by_level, builder.keeps_drafted
         self.drafts: list[Drafted] = []
 
     def observe(self, round: Round) -> None:

@@ -240,7 +240,7 @@ def percent_text(value: Any) -> str:
 
 def size_text(value: Any) -> str:
     """Bytes."""
-    return f"{value / 2**20:,.1f} MiB" if isinstance(value, (int, float)) else ""
+    return f"{value / 1e6:,.1f} MB" if isinstance(value, (int, float)) else ""
 
 
 def time_text(value: Any) -> str:

@@ -73,11 +73,12 @@ def explanation(summary: dict[str, Any]) -> Iterator[str]:
     """Where the time went, what was kept, and what the speedup is to be read against."""
     setting = summary["setting"]
     share = ", ".join(f"{part} {value:.0%}" for part, value in summary["time_share"].items())
-    yield (f"time of a drafted round: {share}; tokens/s are of all {setting['batch_size']} rows of a batch")
-    yield (f"kept by depth: {_rates(summary['acceptance_by_depth'])}; device {setting['device']}, {setting['dtype']}")
+    together = f"; tokens/s are of {setting['batch_size']} prompts at once" if setting["batch_size"] > 1 else ""
+    yield f"time of a drafted round: {share}{together}"
+    yield f"kept by depth: {_rates(summary['acceptance_by_depth'])}; device {setting['device']}, {setting['dtype']}"
     forced, limits = summary.get("forced"), summary.get("bounds", {})
     if forced:
-        yield (f"right on the target's own text, by depth: {_rates(forced['agreement_by_depth'])}")
+        yield f"right on the target's own text, by depth: {_rates(forced['agreement_by_depth'])}"
     if limits.get("oracle"):
         floor = limits["autoregressive_of_floor"]
         free = limits["zero_cost_draft"]
@@ -110,7 +111,7 @@ def caveats(summary: dict[str, Any]) -> Iterator[str]:
             f"same most likely token {drift['agreement']:.1%}; "
             f"{drift['same_answers']} of {drift['checked']} answers the same"
         )
-        yield (f"output is that of the trained target in {setting['target_path']}")
+        yield f"output is that of the trained target in {setting['target_path']}"
     if exits := summary.get("exits"):
         for name, found in exits.items():
             yield (f"{name}, by layers run: perplexity {_rates(found['perplexity'])}; same token as the last "
@@ -122,7 +123,7 @@ def caveats(summary: dict[str, Any]) -> Iterator[str]:
             "verification, the early head counted"
         )
     if skipped := setting["drafter"].get("skipped"):
-        yield (f"drafted without layers {skipped}; drafter.skipped={str(skipped).replace(' ', '')} uses them again")
+        yield f"drafted without layers {skipped}; drafter.skipped={str(skipped).replace(' ', '')} uses them again"
     if online := summary.get("online"):
         ends = ", ".join(f"{name} {values[-1]:.2f}" for name, values in online["curves"].items())
         yield (
@@ -130,21 +131,21 @@ def caveats(summary: dict[str, Any]) -> Iterator[str]:
             f"forward over the last {online['every']} prompts: {ends}"
         )
     if guard := summary.get("guard"):
-        yield (f"guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not")
+        yield f"guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not"
     if setting.get("skipped"):
         yield ("left out: " + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items()))
     lossless = summary["lossless"]
     if lossless is None:
         return
     if lossless["differences"]:
-        yield (f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from {lossless['reference']}")
+        yield f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from {lossless['reference']}"
     elif not lossless["lossless"]:
-        yield (f"LOSSY: acceptance={lossless['rule']} changes what the target would say")
+        yield f"LOSSY: acceptance={lossless['rule']} changes what the target would say"
     elif lossless["checked"]:
         ties = len(lossless["near_ties"])
-        yield (f"output identical to {lossless['reference']}, rule {lossless['rule']}; near ties: {ties}")
+        yield f"output identical to {lossless['reference']}, rule {lossless['rule']}; near ties: {ties}"
     else:
-        yield (f"rule {lossless['rule']}: output follows {lossless['reference']}")
+        yield f"rule {lossless['rule']}: output follows {lossless['reference']}"
 
 
 def _range(interval: list[float] | None) -> str:
@@ -214,3 +215,35 @@ def costs_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
     if row["training_seconds"] is None:
         return batched, learns, memory, ""
     return batched, learns, memory, f"{row['training_tokens'] / 1e3:.0f} k, {row['training_seconds']:.0f} s"
+
+
+def comparison_markdown(comparison: dict[str, Any]) -> str:
+    """The same table for a README."""
+    sizes = {row["batched"]["batch_size"] for row in comparison["rows"] if row["batched"]}
+    at_once = f"{min(sizes)} at once" if sizes else "at once"
+    titles = (
+        "drafter",
+        "tree",
+        "tokens per forward",
+        "speedup",
+        "predicted",
+        "identical",
+        at_once,
+        "learns",
+        "memory",
+        "trained",
+    )
+    lines = ["| " + " | ".join(titles) + " |", "|---|---|" + "---:|" * (len(titles) - 2)]
+    for row in comparison["rows"]:
+        for number, entry in enumerate(row["systems"]):
+            length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry["lossless"]
+            identical = f"{lossless['identical']} of {lossless['checked']}" if lossless and lossless["checked"] else ""
+            star = "*" if row["lossless_to"] == "trained target" else ""
+            cells = [
+                f"`{row['label']}`{star}" if number == 0 else "", entry["label"],
+                f"{length['pooled']:.2f} [{_range(length['ci95'])}]", f"{speed['ratio']:.2f} [{_range(speed['ci95'])}]",
+                f"{speed['predicted']:.2f}", identical, *(costs_of(row) if number == 0 else ("",) * 4),
+            ]  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+    advice = [f"- {one['goal']}: **{one['choice']}**. {one['because']}" for one in comparison["recommendations"]]
+    return "\n".join([*lines, "", *advice, *(f"- {sentence}" for sentence in comparison["caveats"])])

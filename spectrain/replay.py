@@ -41,6 +41,7 @@ class Recorder(TreeBuilder):
         self.name, self.depth, self.budget, self.drafted = builder.name, builder.depth, builder.budget, builder.drafted
         self.children, self.temperature, self.seed = builder.children, builder.temperature, builder.seed
         self.is_chain, self.needs = builder.is_chain, builder.needs
+        self.by_level, self.keeps_drafted = builder.by_level, builder.keeps_drafted
         self.rounds: list[list[tuple[list[int], int]]] = []  # of every row: drafted tokens, and tokens emitted
 
     def grow(self, context: Context, rollout: Rollout) -> TokenTree:
