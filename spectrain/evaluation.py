@@ -54,6 +54,8 @@ def saved_settings(folder: Path, named: bool, target: Any) -> dict[str, Any]:
         description = saved_description(directory, target)
         saved = {key: description[key] for key in ("drafter", "target")}
         saved |= {key: description[key] for key in ("tree", "acceptance") if description.get(key)}
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{directory / 'config.json'}: this is not a drafter's description ({error!r})") from error
     saved["recipe_name"] = description.get("recipe")

@@ -220,6 +220,8 @@ class Trainer:
         if shared.is_main and begun is None:
             how = f"{shared.count} processes, {shared.name}; " if shared.count > 1 else ""
             print(how + self._efficiency(dataset), flush=True)
+        elif shared.is_main and begun is not None:
+            print(f"going on from {begun}", flush=True)
         metrics_file = MetricsFile(run / "metrics.jsonl", job.step) if shared.is_main else None
         with (
             Progress(num_steps, job.step, enabled=shared.is_main) as progress_line,

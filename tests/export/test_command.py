@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.errors import UserError
+from spectrain.evaluation import saved_settings
 from spectrain.export.command import export
 from spectrain.export.layouts import layout_for
 from spectrain.loading import load_tiny
@@ -152,6 +153,8 @@ def test_transformers_exits_an_exported_target_early(tmp_path: Path) -> None:
     plain, drafted = generated(out, assistant_early_exit=3)
     assert plain == drafted
     assert "assistant_early_exit=3" in (out / "README.md").read_text()
+    with pytest.raises(UserError, match=rf"^{out}: this is a target that exits early, no drafter; use it as target=hf"):
+        saved_settings(out, named=False, target=None)
 
 
 def test_medusa_2_brings_its_target(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ class Killed(Exception):
 
 
 @pytest.mark.parametrize("step", [1, 4, 6, 8])
-def test_resumed_equals_uninterrupted(tiny: Target, tmp_path: Path, step: int) -> None:
-    """A run killed after any step and gone on with ends in the same weights and metrics, and no step appears twice."""
+def test_resumed_equals_uninterrupted(tiny: Target, tmp_path: Path, step: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run killed after any step and gone on with says so, ends in the same weights and metrics, and repeats no step."""
     whole = drafter(tiny)
     trainer().fit(whole, tiny, dataset(), Live(), tmp_path / "whole")
 
@@ -61,6 +61,7 @@ def test_resumed_equals_uninterrupted(tiny: Target, tmp_path: Path, step: int) -
         trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path / "cut", on_step=kill)
     resumed = drafter(tiny)
     trainer().fit(resumed, tiny, dataset(), Live(), tmp_path / "cut")
+    assert (f"going on from {tmp_path / 'cut'}" in capsys.readouterr().out) == (step >= 3)
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key
     one, two = metrics(tmp_path / "whole"), metrics(tmp_path / "cut")
