@@ -7,6 +7,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+WIDE = 10  # an interval whose ends are so many times apart says nothing: there were too few prompts
+
 
 def print_table(summary: dict[str, Any]) -> None:
     """Acceptance length and speed of every system with 95 % intervals, then what explains them."""
@@ -149,7 +151,9 @@ def caveats(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def _range(interval: list[float] | None) -> str:
-    return "" if interval is None else f"{interval[0]:.2f} to {interval[1]:.2f}"
+    if interval is None:
+        return ""
+    return f"{interval[0]:.2f} to {interval[1]:.2f}" if interval[1] < WIDE * interval[0] else "unknown"
 
 
 def _rates(values: list[float]) -> str:

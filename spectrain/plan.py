@@ -420,7 +420,7 @@ def show(found: dict[str, Any]) -> None:
     if memory["limit_bytes"] is None:
         console.print("plan.device_gb=80 says whether it fits, and what to change if not", highlight=False)
         return
-    room = f"{gigabytes(memory['limit_bytes'])}, {RESERVE:.0%} of them left to what is no tensor"
+    room = f"{gigabytes(memory['limit_bytes'])}, of which {RESERVE:.0%} stay for what is no tensor"
     console.print(f"it {'fits' if found['fits'] else 'does not fit'} in {room}", highlight=False)
     if found["changes"]:
         table = Table("change", "memory", "saves", "fits")

@@ -38,6 +38,7 @@ class Data(ABC):
         self.limit, self.max_length = limit, max_length
         self.found: list[list[Message]] = []
         self.num_left_out = 0  # conversations that the source itself holds and that cannot be used
+        self.asks_only = False  # rows may be questions without answers, which are left empty: somebody will write them
 
     @abstractmethod
     def read(self) -> Iterator[list[Message]]:
@@ -119,7 +120,7 @@ class Jsonl(Data):
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: it is not JSON ({error.msg}); write one object a line") from error
-        return conversation(row, where)
+        return conversation(row, where, self.asks_only)
 
 
 class Hub(Data):
@@ -145,7 +146,7 @@ class Hub(Data):
                 f"data.path={self.path}: datasets could not load it ({reason}); check name, split and subset"
             ) from error
         for number, row in enumerate(rows):
-            yield conversation(row, f"{self.path}, row {number}")
+            yield conversation(row, f"{self.path}, row {number}", self.asks_only)
 
 
 class ShareGpt(Data):
@@ -189,8 +190,15 @@ def stream_array(path: Path) -> Iterator[Any]:
                 yield element
 
 
-def conversation(row: Any, where: str) -> list[Message]:
-    """One conversation in our form, from either layout; assistant turns before the first question are dropped."""
+def conversation(row: Any, where: str, asks_only: bool = False) -> list[Message]:
+    """One conversation in our form, from either layout; assistant turns before the first question are dropped.
+
+    Where it `asks_only`, {"prompt": ..} and {"turns": [..]} are conversations too, and an answer that is missing is empty.
+    """
+    if asks_only and isinstance(row, dict) and not {"messages", "conversations"} & row.keys():
+        questions = row.get("turns", [row.get("prompt")])
+        if isinstance(questions, list) and questions and all(isinstance(text, str) and text.strip() for text in questions):
+            row = {"messages": [{"role": "user", "content": text} for text in questions]}
     turns = row.get("messages", row.get("conversations")) if isinstance(row, dict) else None
     if not isinstance(turns, list):
         found = "it is a list; write one conversation a line," if isinstance(row, list) else "it holds no conversation; write"
@@ -201,8 +209,12 @@ def conversation(row: Any, where: str) -> list[Message]:
         content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
         if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
             raise UserError(f"{where}: a turn has no text or an unknown role ({role!r}); use system, user and assistant")
+        if asks_only and ROLES[role] == "user" and messages and messages[-1]["role"] == "user":
+            messages.append({"role": "assistant", "content": ""})
         if ROLES[role] != "assistant" or any(message["role"] != "system" for message in messages):
             messages.append({"role": ROLES[role], "content": content})
+    if asks_only and messages and messages[-1]["role"] == "user":
+        messages.append({"role": "assistant", "content": ""})
     if not any(message["role"] == "assistant" for message in messages):
         raise UserError(f"{where}: the conversation has no assistant turn to learn from; add one or drop the line")
     return messages

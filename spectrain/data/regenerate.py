@@ -209,6 +209,7 @@ def regenerate(config: DictConfig) -> None:
             raise RunError(f"out={out}: not whole: {named}; run the command that made it, without check=true")
         return
     sampling, settings, data = build(config.sampling), build(config.regenerate), build(config.data)
+    data.asks_only = True
     data.conversations()
     if get_object(config.writer._target_).needs_target:
         writer = engine_writer(config, sampling, settings, data)

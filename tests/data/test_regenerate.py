@@ -427,3 +427,22 @@ def test_nothing_is_written_where_nothing_can_be(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="nothing to write with"):
         Regeneration().run(tmp_path / "out", Embedded(limit=2), Sampling(), Idle())
     assert not (tmp_path / "out").exists()
+
+
+def test_questions_alone_will_do(tiny: Target, tmp_path: Path) -> None:
+    """Bare questions, of one turn or several, get the answers that the same questions get in whole conversations."""
+    whole = [
+        [message for message in messages if message["role"] != "system"][:4] for messages in Embedded(limit=6).conversations()
+    ]
+    asked = [[message["content"] for message in messages if message["role"] == "user"] for messages in whole]
+    lines = [{"turns": texts} if len(texts) > 1 else {"prompt": texts[0]} for texts in asked]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "whole.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in whole))
+    questions = Jsonl(str(tmp_path / "asked.jsonl"))
+    with pytest.raises(UserError, match="holds no conversation"):
+        questions.conversations()  # there is nothing to learn from
+    questions.asks_only = True
+    found = make(tmp_path / "one", tiny, questions)
+    assert {key: row.messages for key, row in found.items()} == {
+        key: row.messages for key, row in make(tmp_path / "two", tiny, Jsonl(str(tmp_path / "whole.jsonl"))).items()
+    }
