@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,11 @@ def fail(message: str, status: int) -> int:
 
 def dispatch(arguments: list[str]) -> None:
     """Find the command that the first words name and run it with the others."""
-    commands: dict[str, tuple[str | None, Callable[[Any], None]]] = {
+    commands: dict[str, tuple[str | None, Callable[..., None]]] = {
         "train": ("train", train),
         "plan": ("plan", plan_training),
         "eval": ("eval", evaluate),
+        "chat": ("chat", chat),
         "data inspect": ("inspect", inspect_data),
         "data regenerate": ("regenerate", regenerate_data),
         "data store": ("train", store_data),
@@ -70,9 +72,10 @@ def dispatch(arguments: list[str]) -> None:
     }
     words = 2 if arguments[0] in ("data", "bench") else 1
     name, rest = " ".join(arguments[:words]), arguments[words:]
+    from .errors import UserError
+
     if name not in commands:
         from .config import nearest
-        from .errors import UserError
 
         raise UserError(f"{name}: there is no such command; {nearest(name, commands)}")
     config_name, task = commands[name]
@@ -84,6 +87,11 @@ def dispatch(arguments: list[str]) -> None:
         rest = ["drafter=ngram", *rest]  # the configuration wants one, though only the target is timed
     if name == "data store" and not any(argument.startswith("source=") for argument in rest):
         rest = ["source=store", *rest]
+    if name == "chat" and "--once" in rest:
+        place = rest.index("--once")
+        if place + 1 == len(rest):
+            raise UserError("--once: say what to ask, as in spectrain chat run=runs/NAME --once 'What is a bee?'")
+        task, rest = partial(task, once=rest[place + 1]), [*rest[:place], *rest[place + 2 :]]
     compose_and_call(config_name, task, rest)
 
 
@@ -146,8 +154,21 @@ def allow_new_keys(argument: str, groups: set[str]) -> str:
 
     Unknown keys are caught afterwards, by `check_config`, which knows the constructors.
     """
-    match = re.match(r"([A-Za-z_][\w.]*)=", argument)
-    return f"++{argument}" if match and match.group(1) not in groups else argument
+    match = re.match(r"([A-Za-z_][\w.]*)=(.*)", argument, re.DOTALL)
+    return f"++{match[1]}={quoted(match[2])}" if match and match[1] not in groups else argument
+
+
+def quoted(value: str) -> str:
+    """A value as hydra reads it: text that its grammar refuses, such as a sentence, is text, which its shell quotes said."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(f"key={value}")
+    except HydraException:
+        escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+        return f"'{escaped}'"
+    return value
 
 
 def train(config: Any) -> None:
@@ -176,6 +197,15 @@ def evaluate(config: Any) -> None:
 
     completed, folder = complete(config)
     run.evaluate(checked(completed, TRAIN_KEYS), folder)
+
+
+def chat(config: Any, once: str | None = None) -> None:
+    from .config import build
+    from .evaluation import complete
+
+    completed, folder = complete(config)
+    checked_config = checked(completed, (*TRAIN_KEYS, "chat"))
+    build(checked_config.chat).run(checked_config, folder, once)
 
 
 def inspect_data(config: Any) -> None:
