@@ -21,10 +21,10 @@ from spectrain.eval.run import prompt_tokens
 from spectrain.eval.systems import Choice, Decoder, System, describe
 
 from .calibration import calibrate
-from .config import build, nearest
+from .config import build
 from .data.readers import Embedded
 from .decode import Generation
-from .errors import UserError
+from .errors import UserError, nearest
 from .packing import pack_linears
 from .run import load_drafter, load_target
 from .target import Target

@@ -11,37 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-USAGE = """spectrain: train drafters for speculative decoding and prove what they gain
-
-  spectrain train recipe=eagle3                    train a drafter for the default target, then score it
-  spectrain plan recipe=eagle3                     what that takes: memory, disk, arithmetic, hours
-  spectrain eval run=runs/NAME                     score it again: other prompts, tree, acceptance rule
-  spectrain data inspect data=jsonl data.path=F    a conversation, its supervised tokens in colour
-  spectrain data regenerate data=.. out=DIR        answers by the target itself: our engine, or a server
-  spectrain data store recipe=R source.path=DIR    the target's features on disk, for source=store; data verify checks them
-  spectrain bench decode | train                   time against rows; training tokens per second
-  spectrain bench kernels | engine                 kernels and the decoding engine, against their floors
-  spectrain bench report                           what eval/results holds, against its goals
-  spectrain export run=.. format=vllm out=DIR      write it for vllm, sglang, transformers (hf), medusa or peft
-  spectrain convert IN OUT --to FORMAT             from one project's layout to another's
-  spectrain lint DIR --target TARGET               what is wrong with a drafter's files
-  spectrain doctor                                 what this machine has, and what is missing
-
-Settings are key=value; spectrain train --help lists their groups."""
-
 
 def main() -> None:
     """Run the command in sys.argv; never shows a traceback for a mistake in the settings."""
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # lets errors through to us; hydra would exit with 1
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = sys.argv[1:]
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(USAGE)
-        sys.exit(0 if arguments else 2)
     try:
         quietly(dispatch)(arguments)
     except KeyboardInterrupt:
-        sys.exit(fail("stopped; go on with the same command and trainer.resume=auto run=DIR", 1))
+        again = "; go on with the same command and trainer.resume=auto run=DIR" if arguments[:1] == ["train"] else ""
+        sys.exit(fail(f"stopped{again}", 1))
+    except BrokenPipeError:  # whoever read has had enough, as head has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def fail(message: str, status: int) -> int:
@@ -49,9 +32,9 @@ def fail(message: str, status: int) -> int:
     return status
 
 
-def dispatch(arguments: list[str]) -> None:
-    """Find the command that the first words name and run it with the others."""
-    commands: dict[str, tuple[str | None, Callable[..., None]]] = {
+def commands() -> dict[str, tuple[str | None, Callable[..., None]]]:
+    """Every command: the configuration that hydra composes for it, or None where it takes its words as they are."""
+    return {
         "train": ("train", train),
         "plan": ("plan", plan_training),
         "eval": ("eval", evaluate),
@@ -68,17 +51,34 @@ def dispatch(arguments: list[str]) -> None:
         "export": ("export", export),
         "convert": (None, convert),
         "lint": (None, lint),
+        "recipes": (None, recipes),
         "doctor": (None, doctor),
+        "completion": (None, completion),
     }
+
+
+def dispatch(arguments: list[str]) -> None:
+    """Find the command that the first words name and run it with the others, or show help."""
+    from .errors import UserError, nearest
+    from .help import HELP, explain, overview, version
+
+    if not arguments or (arguments[0] in HELP and len(arguments) == 1):
+        print(overview())
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        return print(f"spectrain {version()}")
+    if arguments[0] in HELP:
+        arguments = [*arguments[1:], "--help"]
     words = 2 if arguments[0] in ("data", "bench") else 1
-    name, rest = " ".join(arguments[:words]), arguments[words:]
-    from .errors import UserError
-
-    if name not in commands:
-        from .config import nearest
-
-        raise UserError(f"{name}: there is no such command; {nearest(name, commands)}")
-    config_name, task = commands[name]
+    name, rest, known = " ".join(arguments[:words]), arguments[words:], commands()
+    if name not in known:
+        inside = [one for one in known if one.startswith(f"{arguments[0]} ")]
+        if inside and (len(arguments) == 1 or arguments[1] in HELP):
+            raise UserError(f"{arguments[0]}: say which, as in {', '.join(f'spectrain {one}' for one in inside)}")
+        raise UserError(f"{name}: there is no such command; {nearest(name, known)}")
+    config_name, task = known[name]
+    if any(word in HELP[:2] for word in rest):
+        return print(explain(name, config_name, rest))
     if config_name is None:
         return task(rest)
     if name == "plan":
@@ -142,11 +142,9 @@ def told(error: Exception) -> int | None:
 
 def config_groups(arguments: list[str]) -> set[str]:
     """The names of configuration groups: ours, and those below --config-dir."""
-    folders = [Path(__file__).parent / "conf"]
-    for flag in ("--config-dir", "-cd"):
-        if flag in arguments[:-1]:
-            folders.append(Path(arguments[arguments.index(flag) + 1]))
-    return {entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir() if entry.is_dir()}
+    from .reference import conf_folders
+
+    return {entry.name for folder in conf_folders(arguments) for entry in folder.iterdir() if entry.is_dir()}
 
 
 def allow_new_keys(argument: str, groups: set[str]) -> str:
@@ -268,10 +266,28 @@ def lint(arguments: list[str]) -> None:
     lint_command(arguments)
 
 
+def recipes(arguments: list[str]) -> None:
+    from .help import recipes
+
+    print(recipes(arguments))
+
+
 def doctor(arguments: list[str]) -> None:
     from .doctor import examine
 
-    examine()
+    sys.exit(examine(arguments))
+
+
+def completion(arguments: list[str]) -> None:
+    from .completion import complete, script
+    from .errors import UserError
+
+    if not arguments:
+        raise UserError("completion: say for which shell, as in spectrain completion bash")
+    if arguments[0] == "words":  # what the scripts call
+        print("\n".join(complete(arguments[2:], {name: config for name, (config, _) in commands().items()})))
+    else:
+        print(script(arguments[0]), end="")
 
 
 TRAIN_KEYS = (
@@ -316,7 +332,7 @@ def hydra_mistake(error: Exception) -> str | None:
     options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
     missing = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if missing:
-        from .config import nearest
+        from .errors import nearest
 
         return f"{missing.group(1)}={missing.group(2)}: there is no such choice; {nearest(missing.group(2), options)}"
     unsaid = re.search(r"You must specify '(\w+)'", text)

@@ -1,6 +1,5 @@
 """Composed configurations, checked against the constructors they name: each default has one home, the constructor."""
 
-import difflib
 import inspect
 import re
 import types
@@ -15,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from .errors import RunError, UserError
+from .errors import RunError, UserError, nearest
 
 PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
 
@@ -24,13 +23,6 @@ def register_resolvers(device: str = "auto") -> None:
     """`${cpu_gpu:A,B}` is A on a machine without a GPU and B on one with, or what a named `device` has."""
     has_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     OmegaConf.register_new_resolver("cpu_gpu", lambda cpu, gpu: gpu if has_gpu else cpu, replace=True)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The valid names closest to a wrong one, for an error message."""
-    options = sorted(known)
-    close = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
-    return f"the nearest are {', '.join(close)}" if close else f"valid are {', '.join(options)}"
 
 
 def check_config(config: DictConfig, known: Iterable[str]) -> DictConfig:

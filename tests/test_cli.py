@@ -158,7 +158,7 @@ def test_usage_lists_the_commands(
         ("trainer.lr=1", "++trainer.lr=1"),
         ("run=runs/a", "++run=runs/a"),
         ("target=tiny", "target=tiny"),
-        ("target.model=a=b", "++target.model=a=b"),
+        ("target.model=a=b", "++target.model='a=b'"),
         ("+trainer.lr=1", "+trainer.lr=1"),
         ("~tracker", "~tracker"),
         ("--config-dir", "--config-dir"),
