@@ -24,11 +24,10 @@ PATHS = (
 SHELL_FLAGS = {"train": ("-m", "--cfg", "--config-dir"), "eval": ("-m",)}
 
 SCRIPTS = {
-    "bash": """_spectrain() {
-    local word="${COMP_WORDS[COMP_CWORD]}" start="" found n=$COMP_CWORD
-    local -a words=("${COMP_WORDS[@]:1:COMP_CWORD}")
-    # bash breaks words at = and :, so the word at the cursor begins where no such break is
-    words=() && local part glue=""
+    "bash": r"""_spectrain() {
+    # bash breaks words at = and :, which join here again; what it is given back follows the last break
+    local word="${COMP_WORDS[COMP_CWORD]}" start="" found part glue=""
+    local -a words=()
     for part in "${COMP_WORDS[@]:1:COMP_CWORD}"; do
         if [[ ${#words[@]} -gt 0 && ( -n $glue || $part == [=:] || $part == =* ) ]]; then
             words[${#words[@]}-1]+="$part"
@@ -41,7 +40,8 @@ SCRIPTS = {
     [[ ${#words[@]} -gt 0 ]] && start="${words[${#words[@]}-1]}" && start="${start%"$word"}"
     COMPREPLY=()
     while IFS= read -r found; do
-        COMPREPLY+=("${found#"$start"}")
+        found="${found#"$start"}" part="${found% }"
+        COMPREPLY+=("${part// /\\ }${found:${#part}}")
     done < <("${COMP_WORDS[0]}" completion words -- "${words[@]}" 2>/dev/null)
 }
 complete -o nospace -F _spectrain spectrain
@@ -49,8 +49,8 @@ complete -o nospace -F _spectrain spectrain
     "zsh": """_spectrain() {
     local -a found
     found=("${(@f)$("$words[1]" completion words -- "${(@)words[2,CURRENT]}" 2>/dev/null)}")
-    compadd -Q -S '' -- ${(M)found:#*[^ ]}
-    compadd -Q -S ' ' -- ${${(M)found:#* }% }
+    compadd -S '' -- ${(M)found:#*[^ ]}
+    compadd -S ' ' -- ${${(M)found:#* }% }
 }
 compdef _spectrain spectrain
 """,

@@ -95,16 +95,23 @@ def schema(config: str) -> Schema:
     return found
 
 
-def chosen(asked: Schema, words: Iterable[str]) -> dict[str, str]:
+def chosen(asked: Schema, words: list[str]) -> dict[str, str]:
     """Group -> choice, as the words of a command, its recipe and the defaults make it."""
     said = {
         group: choice for word in words for group, equals, choice in [word.partition("=")] if equals and group in asked.groups
     }
-    choices = {group: choice for group, choice in asked.groups.items() if choice and choice != "???"}
+    choices = {group: choice or only(group, words) for group, choice in asked.groups.items()}
+    choices = {group: choice for group, choice in choices.items() if choice and choice != "???"}
     recipe = choice_files("recipe", conf_folders(words)).get(said.get("recipe", "")) if "recipe" in asked.groups else None
     for entry in load(recipe).get("defaults", ()) if recipe else ():
         choices |= {group.removeprefix("override /"): choice for group, choice in entry.items()}
-    return {group: choice.split(",")[0] for group, choice in (choices | said).items()}
+    return {group: choice.split(",")[0] for group, choice in (choices | said).items() if choice}
+
+
+def only(group: str, words: Iterable[str]) -> str | None:
+    """The choice of a group that leaves none: all others are empty."""
+    full = [name for name, path in choice_files(group, conf_folders(words)).items() if load(path).get("_target_")]
+    return full[0] if len(full) == 1 else None
 
 
 def settings(asked: Schema, words: list[str]) -> dict[str, list[Key]]:
