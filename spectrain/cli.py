@@ -61,6 +61,7 @@ def dispatch(arguments: list[str]) -> None:
     """Find the command that the first words name and run it with the others, or show help."""
     from .errors import UserError, nearest
     from .help import HELP, explain, overview, version
+    from .words import check_words
 
     if not arguments or (arguments[0] in HELP and len(arguments) == 1):
         print(overview())
@@ -92,6 +93,7 @@ def dispatch(arguments: list[str]) -> None:
         if place + 1 == len(rest):
             raise UserError("--once: say what to ask, as in spectrain chat run=runs/NAME --once 'What is a bee?'")
         task, rest = partial(task, once=rest[place + 1]), [*rest[:place], *rest[place + 2 :]]
+    check_words(name, config_name, rest)
     compose_and_call(config_name, task, rest)
 
 
@@ -339,4 +341,10 @@ def hydra_mistake(error: Exception) -> str | None:
     if unsaid and unsaid.group(1) == "drafter":
         recipes = sorted(path.stem for path in (Path(__file__).parent / "conf" / "recipe").glob("*.yaml"))
         return f"recipe: say what to train, as in recipe={recipes[0]}; there are {', '.join(recipes)}"
+    sweep = re.search(r"Ambiguous value for argument '\+*([^=]+)=(.*?)'\n", text)
+    if sweep:
+        return (
+            f"{sweep[1]}={sweep[2]}: values that a comma parts are a sweep, which wants -m; a list stands in brackets, and a "
+            "fraction has a point"
+        )
     return " ".join(text.split())

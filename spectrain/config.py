@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from .errors import RunError, UserError, nearest
+from .words import owners
 
 PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
 
@@ -57,7 +58,7 @@ def check_node(group: str, node: dict[str, Any]) -> dict[str, Any]:
             checked[key] = value
             continue
         if key not in settable:
-            raise UserError(f"{group}.{key}: there is no such key; {nearest(key, settable)}")
+            raise UserError(f"{group}.{key}: there is no such key; {elsewhere(group, key) or nearest(key, settable)}")
         if value == "???":
             raise UserError(f"{group}.{key}: it must be given, as in {group}.{key}=VALUE")
         try:
@@ -66,11 +67,28 @@ def check_node(group: str, node: dict[str, Any]) -> dict[str, Any]:
         except ValidationError as error:
             allowed = str(hints[key]).replace("typing.", "") if not inspect.isclass(hints[key]) else hints[key].__name__
             reason = error.errors()[0]["msg"]
-            raise UserError(f"{group}.{key}={value}: {reason[0].lower() + reason[1:]} ({allowed})") from error
+            raise UserError(
+                f"{group}.{key}={value}: {reason[0].lower() + reason[1:]} ({allowed}){plainly(value, allowed)}"
+            ) from error
     for key, parameter in settable.items():
         if parameter.default is inspect.Parameter.empty and key not in checked:
             raise UserError(f"{group}.{key}: it must be given, as in {group}.{key}=VALUE")
     return checked
+
+
+def elsewhere(group: str, key: str) -> str:
+    """Which choices of a group have a setting that this one has not; empty where none has."""
+    owners_of_key = owners(group, key)
+    return f"it is a setting of {group}={', '.join(owners_of_key)}" if owners_of_key else ""
+
+
+def plainly(value: Any, allowed: str) -> str:
+    """How a value of the wrong type is mended, where that can be told."""
+    if value == "None" and "None" in allowed:
+        return "; write null"
+    if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.,_]+\s*[A-Za-z%]+", value):
+        return "; write a plain number, without a unit"
+    return ""
 
 
 def settings_of(node: Any) -> dict[str, Any]:

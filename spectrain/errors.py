@@ -25,7 +25,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     options = sorted(known)
     if not options:
         return "there are none at all"
-    close = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name.lower(), options, n=3, cutoff=0.5)
     if len(close) == 1:
         return f"the nearest is {close[0]}"
     return f"the nearest are {', '.join(close)}" if close else f"valid are {', '.join(options)}"
