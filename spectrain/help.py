@@ -342,11 +342,18 @@ def first_sentence(text: str) -> str:
     return text if end < 0 else text[:end]
 
 
+def advice(text: str) -> str:
+    """The sentence that says when to choose a recipe."""
+    start = text.find("Choose it")
+    return text[start:] if start >= 0 else ""
+
+
 def recipes(words: list[str]) -> str:
     """What every recipe is for, or all about one."""
     files = choice_files("recipe", conf_folders(words))
     if not words:
-        return titled("recipe", listed({name: header(path) for name, path in files.items()}))
+        found = {name: f"{first_sentence(header(path))}. {advice(header(path))}".strip() for name, path in files.items()}
+        return f"{titled('recipe', listed(found))}\n\nspectrain recipes NAME says more; spectrain compare measures."
     name = words[0].removeprefix("recipe=")
     if name not in files:
         raise UserError(f"recipes {words[0]}: there is no such recipe; {nearest(name, files)}")

@@ -11,10 +11,13 @@ from .errors import UserError, nearest
 from .help import COMMANDS, Command
 from .reference import Schema, choice_files, conf_folders, keys, load, schema
 
-ALONE = tuple("-m --multirun --resolve --hydra-help -r --run -sc --shell-completion --help -h --version".split())
-VALUED = tuple(
-    "--cfg -c --package -p --config-dir -cd --config-name -cn --config-path -cp --info -i --experimental-rerun".split()
-)
+ALONE = (
+    "-m", "--multirun", "--resolve", "--hydra-help", "-r", "--run", "-sc", "--shell-completion", "--help", "-h", "--version",
+)  # fmt: skip
+VALUED = (
+    "--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--info", "-i",
+    "--experimental-rerun",
+)  # fmt: skip
 SHOWN = ("job", "hydra", "all")
 SETTING = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
 
