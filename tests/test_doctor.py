@@ -75,7 +75,7 @@ def old_torch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def full_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1e9}))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1e8}))
 
 
 def wrong_kernel(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
