@@ -24,10 +24,10 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from spectrain.config import build, check_config, nearest
+from spectrain.config import build, check_config
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
-from spectrain.errors import UserError
+from spectrain.errors import UserError, nearest
 from spectrain.eval.comparison import Scored, join
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_comparison

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from spectrain.acceptance import AcceptanceRule
-from spectrain.decode import Generation, decode
+from spectrain.decode import Generation, Watch, decode, unwatched
 from spectrain.drafters.base import Drafter
 from spectrain.engine import Engine, why_not
 from spectrain.guard import Guard
@@ -38,7 +38,9 @@ class Decoder:
         self.wanted = choice == "captured" or (choice == "auto" and target.device.type == "cuda")
         self.engines: dict[str, Engine] = {}
 
-    def __call__(self, system: System | None, prompts: list[list[int]], limit: int, rows: list[int]) -> list[Generation]:
+    def __call__(
+        self, system: System | None, prompts: list[list[int]], limit: int, rows: list[int], watch: Watch = unwatched
+    ) -> list[Generation]:
         """Decode prompts with a system, or autoregressively; `rows` key their random draws."""
         if self.why_eager(system) is None:
             name = "" if system is None else system.name
@@ -48,11 +50,11 @@ class Decoder:
             engine = self.engines[name]
             if not engine.is_ready(prompts, limit):  # compile and capture outside of what is measured
                 engine.decode(prompts, limit, rows, ignore_eos=True)
-            return engine.decode(prompts, limit, rows)
+            return engine.decode(prompts, limit, rows, watch=watch)
         if system is None:
-            return decode(self.target, prompts, self.rule, limit, rows=rows)
+            return decode(self.target, prompts, self.rule, limit, rows=rows, watch=watch)
         how = (system.rule, limit, system.drafter, system.builder, rows, system.guard)
-        return decode(self.target, prompts, *how, pruning=system.pruning)
+        return decode(self.target, prompts, *how, pruning=system.pruning, watch=watch)
 
     def why_eager(self, system: System | None) -> str | None:
         """Why a system is decoded by the loop; None where it is not."""

@@ -339,8 +339,8 @@ class Typical(Walking):
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 0,
-        epsilon: float = 0.09,
-        delta: float = 0.3,
+        epsilon: float = 0.09,  # what is always likely enough
+        delta: float = 0.3,  # how much less that is where the target is unsure
     ) -> None:
         super().__init__(temperature, top_k, top_p, seed)
         for key, value in (("epsilon", epsilon), ("delta", delta)):

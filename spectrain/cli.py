@@ -8,29 +8,11 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
-
-USAGE = """spectrain: train drafters for speculative decoding and prove what they gain
-
-  spectrain train recipe=eagle3                    train a drafter for the default target, then score it
-  spectrain plan recipe=eagle3                     what that takes: memory, disk, arithmetic, hours
-  spectrain eval run=runs/NAME                     score it again: other prompts, tree, acceptance rule
-  spectrain compare recipes=all                    every recipe on one budget, side by side; or finished runs
-  spectrain data inspect data=jsonl data.path=F    a conversation, its supervised tokens in colour
-  spectrain data regenerate data=.. out=DIR        answers by the target itself: our engine, or a server
-  spectrain data store recipe=R source.path=DIR    the target's features on disk, for source=store; data verify checks them
-  spectrain bench decode | train                   time against rows; training tokens per second
-  spectrain bench kernels | engine                 kernels and the decoding engine, against their floors
-  spectrain bench report                           what eval/results holds, against its goals
-  spectrain export run=.. format=vllm out=DIR      write it for vllm, sglang, transformers (hf), medusa or peft
-  spectrain convert IN OUT --to FORMAT             from one project's layout to another's
-  spectrain lint DIR --target TARGET               what is wrong with a drafter's files
-  spectrain doctor                                 what this machine has, and what is missing
-
-Settings are key=value; spectrain train --help lists their groups."""
 
 
 def main() -> None:
@@ -38,13 +20,14 @@ def main() -> None:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # lets errors through to us; hydra would exit with 1
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     arguments = sys.argv[1:]
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(USAGE)
-        sys.exit(0 if arguments else 2)
     try:
         quietly(dispatch)(arguments)
     except KeyboardInterrupt:
-        sys.exit(fail("stopped; go on with the same command and trainer.resume=auto run=DIR", 1))
+        again = "; go on with the same command and trainer.resume=auto run=DIR" if arguments[:1] == ["train"] else ""
+        sys.exit(fail(f"stopped{again}", 1))
+    except BrokenPipeError:  # whoever read has had enough, as head has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def fail(message: str, status: int) -> int:
@@ -52,13 +35,14 @@ def fail(message: str, status: int) -> int:
     return status
 
 
-def dispatch(arguments: list[str]) -> None:
-    """Find the command that the first words name and run it with the others."""
-    commands: dict[str, tuple[str | None, Callable[[Any], None]]] = {
+def commands() -> dict[str, tuple[str | None, Callable[..., None]]]:
+    """Every command: the configuration that hydra composes for it, or None where it takes its words as they are."""
+    return {
         "train": ("train", train),
         "plan": ("plan", plan_training),
         "eval": ("eval", evaluate),
         "compare": ("compare", compare),
+        "chat": ("chat", chat),
         "data inspect": ("inspect", inspect_data),
         "data regenerate": ("regenerate", regenerate_data),
         "data store": ("train", store_data),
@@ -71,16 +55,35 @@ def dispatch(arguments: list[str]) -> None:
         "export": ("export", export),
         "convert": (None, convert),
         "lint": (None, lint),
+        "recipes": (None, recipes),
         "doctor": (None, doctor),
+        "completion": (None, completion),
     }
-    words = 2 if arguments[0] in ("data", "bench") else 1
-    name, rest = " ".join(arguments[:words]), arguments[words:]
-    if name not in commands:
-        from .config import nearest
-        from .errors import UserError
 
-        raise UserError(f"{name}: there is no such command; {nearest(name, commands)}")
-    config_name, task = commands[name]
+
+def dispatch(arguments: list[str]) -> None:
+    """Find the command that the first words name and run it with the others, or show help."""
+    from .errors import UserError, nearest
+    from .help import HELP, explain, overview, version
+    from .words import check_words
+
+    if not arguments or (arguments[0] in HELP and len(arguments) == 1):
+        print(overview())
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        return print(f"spectrain {version()}")
+    if arguments[0] in HELP:
+        arguments = [*arguments[1:], "--help"]
+    words = 2 if arguments[0] in ("data", "bench") else 1
+    name, rest, known = " ".join(arguments[:words]), arguments[words:], commands()
+    if name not in known:
+        inside = [one for one in known if one.startswith(f"{arguments[0]} ")]
+        if inside and (len(arguments) == 1 or arguments[1] in HELP):
+            raise UserError(f"{arguments[0]}: say which, as in {', '.join(f'spectrain {one}' for one in inside)}")
+        raise UserError(f"{name}: there is no such command; {nearest(name, known)}")
+    config_name, task = known[name]
+    if any(word in HELP[:2] for word in rest):
+        return print(explain(name, config_name, rest))
     if config_name is None:
         return task(rest)
     if name == "compare":
@@ -91,6 +94,12 @@ def dispatch(arguments: list[str]) -> None:
         rest = ["drafter=ngram", *rest]  # the configuration wants one, though only the target is timed
     if name == "data store" and not any(argument.startswith("source=") for argument in rest):
         rest = ["source=store", *rest]
+    if name == "chat" and "--once" in rest:
+        place = rest.index("--once")
+        if place + 1 == len(rest):
+            raise UserError("--once: say what to ask, as in spectrain chat run=runs/NAME --once 'What is a bee?'")
+        task, rest = partial(task, once=rest[place + 1]), [*rest[:place], *rest[place + 2 :]]
+    check_words(name, config_name, rest)
     compose_and_call(config_name, task, rest)
 
 
@@ -148,11 +157,9 @@ def told(error: Exception) -> int | None:
 
 def config_groups(arguments: list[str]) -> set[str]:
     """The names of configuration groups: ours, and those below --config-dir."""
-    folders = [Path(__file__).parent / "conf"]
-    for flag in ("--config-dir", "-cd"):
-        if flag in arguments[:-1]:
-            folders.append(Path(arguments[arguments.index(flag) + 1]))
-    return {entry.name for folder in folders if folder.is_dir() for entry in folder.iterdir() if entry.is_dir()}
+    from .reference import conf_folders
+
+    return {entry.name for folder in conf_folders(arguments) for entry in folder.iterdir() if entry.is_dir()}
 
 
 def allow_new_keys(argument: str, groups: set[str]) -> str:
@@ -160,8 +167,21 @@ def allow_new_keys(argument: str, groups: set[str]) -> str:
 
     Unknown keys are caught afterwards, by `check_config`, which knows the constructors.
     """
-    match = re.match(r"([A-Za-z_][\w.]*)=", argument)
-    return f"++{argument}" if match and match.group(1) not in groups else argument
+    match = re.match(r"([A-Za-z_][\w.]*)=(.*)", argument, re.DOTALL)
+    return f"++{match[1]}={quoted(match[2])}" if match and match[1] not in groups else argument
+
+
+def quoted(value: str) -> str:
+    """A value as hydra reads it: text that its grammar refuses, such as a sentence, is text, which its shell quotes said."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(f"key={value}")
+    except HydraException:
+        escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
+        return f"'{escaped}'"
+    return value
 
 
 def train(config: Any) -> None:
@@ -198,6 +218,15 @@ def compare(config: Any) -> None:
     from .eval.compare import compare
 
     compare(checked(config, COMPARE_KEYS), list(HydraConfig.get().overrides.task))
+
+
+def chat(config: Any, once: str | None = None) -> None:
+    from .config import build
+    from .evaluation import complete
+
+    completed, folder = complete(config)
+    checked_config = checked(completed, (*TRAIN_KEYS, "chat"))
+    build(checked_config.chat).run(checked_config, folder, once)
 
 
 def inspect_data(config: Any) -> None:
@@ -260,10 +289,28 @@ def lint(arguments: list[str]) -> None:
     lint_command(arguments)
 
 
+def recipes(arguments: list[str]) -> None:
+    from .help import recipes
+
+    print(recipes(arguments))
+
+
 def doctor(arguments: list[str]) -> None:
     from .doctor import examine
 
-    examine()
+    sys.exit(examine(arguments))
+
+
+def completion(arguments: list[str]) -> None:
+    from .completion import complete, script
+    from .errors import UserError
+
+    if not arguments:
+        raise UserError("completion: say for which shell, as in spectrain completion bash")
+    if arguments[0] == "words":  # what the scripts call
+        print("\n".join(complete(arguments[2:], {name: config for name, (config, _) in commands().items()})))
+    else:
+        print(script(arguments[0]), end="")
 
 
 def checked(config: Any, known: tuple[str, ...]) -> Any:
@@ -291,11 +338,17 @@ def hydra_mistake(error: Exception) -> str | None:
     options = re.findall(r"^\t(\S+)$", text, re.MULTILINE)
     missing = re.search(r"Could not find '([^']+)/([^'/]+)'", text)
     if missing:
-        from .config import nearest
+        from .errors import nearest
 
         return f"{missing.group(1)}={missing.group(2)}: there is no such choice; {nearest(missing.group(2), options)}"
     unsaid = re.search(r"You must specify '(\w+)'", text)
     if unsaid and unsaid.group(1) == "drafter":
         recipes = sorted(path.stem for path in (Path(__file__).parent / "conf" / "recipe").glob("*.yaml"))
         return f"recipe: say what to train, as in recipe={recipes[0]}; there are {', '.join(recipes)}"
+    sweep = re.search(r"Ambiguous value for argument '\+*([^=]+)=(.*?)'\n", text)
+    if sweep:
+        return (
+            f"{sweep[1]}={sweep[2]}: values that a comma parts are a sweep, which wants -m; a list stands in brackets, and a "
+            "fraction has a point"
+        )
     return " ".join(text.split())

@@ -1,6 +1,5 @@
 """Composed configurations, checked against the constructors they name: each default has one home, the constructor."""
 
-import difflib
 import inspect
 import re
 import types
@@ -15,7 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from .errors import RunError, UserError
+from .errors import RunError, UserError, nearest
+from .words import owners
 
 PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
 
@@ -24,13 +24,6 @@ def register_resolvers(device: str = "auto") -> None:
     """`${cpu_gpu:A,B}` is A on a machine without a GPU and B on one with, or what a named `device` has."""
     has_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     OmegaConf.register_new_resolver("cpu_gpu", lambda cpu, gpu: gpu if has_gpu else cpu, replace=True)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The valid names closest to a wrong one, for an error message."""
-    options = sorted(known)
-    close = difflib.get_close_matches(name, options, n=3, cutoff=0.5)
-    return f"the nearest are {', '.join(close)}" if close else f"valid are {', '.join(options)}"
 
 
 def check_config(config: DictConfig, known: Iterable[str]) -> DictConfig:
@@ -65,7 +58,7 @@ def check_node(group: str, node: dict[str, Any]) -> dict[str, Any]:
             checked[key] = value
             continue
         if key not in settable:
-            raise UserError(f"{group}.{key}: there is no such key; {nearest(key, settable)}")
+            raise UserError(f"{group}.{key}: there is no such key; {elsewhere(group, key) or nearest(key, settable)}")
         if value == "???":
             raise UserError(f"{group}.{key}: it must be given, as in {group}.{key}=VALUE")
         try:
@@ -74,11 +67,28 @@ def check_node(group: str, node: dict[str, Any]) -> dict[str, Any]:
         except ValidationError as error:
             allowed = str(hints[key]).replace("typing.", "") if not inspect.isclass(hints[key]) else hints[key].__name__
             reason = error.errors()[0]["msg"]
-            raise UserError(f"{group}.{key}={value}: {reason[0].lower() + reason[1:]} ({allowed})") from error
+            raise UserError(
+                f"{group}.{key}={value}: {reason[0].lower() + reason[1:]} ({allowed}){plainly(value, allowed)}"
+            ) from error
     for key, parameter in settable.items():
         if parameter.default is inspect.Parameter.empty and key not in checked:
             raise UserError(f"{group}.{key}: it must be given, as in {group}.{key}=VALUE")
     return checked
+
+
+def elsewhere(group: str, key: str) -> str:
+    """Which choices of a group have a setting that this one has not; empty where none has."""
+    owners_of_key = owners(group, key)
+    return f"it is a setting of {group}={', '.join(owners_of_key)}" if owners_of_key else ""
+
+
+def plainly(value: Any, allowed: str) -> str:
+    """How a value of the wrong type is mended, where that can be told."""
+    if value == "None" and "None" in allowed:
+        return "; write null"
+    if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.,_]+\s*[A-Za-z%]+", value):
+        return "; write a plain number, without a unit"
+    return ""
 
 
 def settings_of(node: Any) -> dict[str, Any]:

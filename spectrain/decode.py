@@ -4,7 +4,7 @@ Autoregressive decoding is the same loop with a tree of one node, so a speedup c
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -132,6 +132,9 @@ class Generation:
         return self.accepted[:-1] if self.cut else self.accepted
 
 
+Watch = Callable[[list[Generation]], None]
+"""Told of the generations of a batch, as they stand after prefill and after every round; what it raises ends the decoding."""
+
 PARTS = ("draft", "verify", "accept", "other")
 
 
@@ -159,6 +162,10 @@ class Clock:
         return seconds
 
 
+def unwatched(generations: list[Generation]) -> None:
+    """Nobody watches."""
+
+
 @torch.inference_mode()
 def decode(
     target: Target,
@@ -171,6 +178,7 @@ def decode(
     guard: Guard | None = None,
     ignore_eos: bool = False,
     pruning: Pruning | None = None,
+    watch: Watch = unwatched,
 ) -> list[Generation]:
     """Continue every prompt; without a drafter, autoregressively. `rows` keys each sequence's random draws."""
     if pruning is not None:
@@ -188,6 +196,7 @@ def decode(
     stop_ids: frozenset[int] = frozenset() if ignore_eos else target.stop_ids
     for generation, token in zip(generations, context.root.tolist()):
         emit(generation, [token], stop_ids, max_new_tokens)
+    watch(generations)
     clock.lap()
     while not all(generation.done for generation in generations):
         asked = drafter if guard is None or guard.drafts() else None
@@ -219,6 +228,9 @@ def decode(
         if guard is not None:
             cost = sum(seconds.values()) if guard.cost is None else guard.cost(max(nodes))
             guard.record(asked is not None, float(counts.sum() / active.sum()), cost, bool((proposed.sum(1) * active).any()))
+        waited = time.perf_counter()
+        watch(generations)
+        clock.began += time.perf_counter() - waited  # what a watcher does is no part of a round
     return timed(generations, prefilled)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from .acceptance import AcceptanceRule
 from .cache import TreeCache
 from .compiled import compiled_call, compiled_layers
-from .decode import PARTS, Context, Generation, accept, check_room, emit, nodes_a_round, propose, read, timed
+from .decode import PARTS, Context, Generation, Watch, accept, check_room, emit, nodes_a_round, propose, read, timed, unwatched
 from .drafters.base import Drafter
 from .errors import UserError
 from .features import Features
@@ -177,13 +177,18 @@ class Engine:
 
     @torch.inference_mode()
     def decode(
-        self, prompts: list[list[int]], max_new_tokens: int, rows: list[int] | None = None, ignore_eos: bool = False
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        rows: list[int] | None = None,
+        ignore_eos: bool = False,
+        watch: Watch = unwatched,
     ) -> list[Generation]:
-        """Continue every prompt, as `decode.decode` does."""
+        """Continue every prompt, as `decode.decode` does; `watch` sees what each look of the host brought."""
         device = self.target.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where events and graphs are made
             stop_ids: frozenset[int] = frozenset() if ignore_eos else self.target.stop_ids
-            return self._decode(prompts, max_new_tokens, rows, stop_ids)
+            return self._decode(prompts, max_new_tokens, rows, stop_ids, watch)
 
     def is_ready(self, prompts: list[list[int]], max_new_tokens: int) -> bool:
         """Whether such a batch would begin with what it is decoded with: no compilation, capture or allocation is to come."""
@@ -191,7 +196,12 @@ class Engine:
         return self.target.device.type != "cuda" or (state is not None and bool(state.graphs))
 
     def _decode(
-        self, prompts: list[list[int]], max_new_tokens: int, rows: list[int] | None, stop_ids: frozenset[int]
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        rows: list[int] | None,
+        stop_ids: frozenset[int],
+        watch: Watch,
     ) -> list[Generation]:
         generations = [Generation(prompt, batch=len(prompts)) for prompt in prompts]
         began = time.perf_counter()
@@ -201,8 +211,10 @@ class Engine:
         state.active.copy_(torch.tensor([not generation.done for generation in generations]))
         prefilled = time.perf_counter() - began
         try:
+            watch(generations)
             while not all(generation.done for generation in generations):
                 self._advance(state, generations, stop_ids, max_new_tokens)
+                watch(generations)
         finally:
             if self.drafter is not None:
                 state.carried = {name: getattr(self.drafter, name) for name in self.drafter.carried}

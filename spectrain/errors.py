@@ -1,4 +1,7 @@
-"""The exceptions that end a command with one sentence instead of a traceback."""
+"""The exceptions that end a command with one sentence instead of a traceback, and how they name what was meant."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -15,3 +18,14 @@ class Stopped(Exception):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The valid names closest to a wrong one, for an error message."""
+    options = sorted(known)
+    if not options:
+        return "there are none at all"
+    close = difflib.get_close_matches(name.lower(), options, n=3, cutoff=0.5)
+    if len(close) == 1:
+        return f"the nearest is {close[0]}"
+    return f"the nearest are {', '.join(close)}" if close else f"valid are {', '.join(options)}"

@@ -1,4 +1,4 @@
-"""What `spectrain eval` leaves unsaid: settings of the run it scores, then the defaults of training."""
+"""What `spectrain eval` and `chat` leave unsaid: settings of the run that is named, then the defaults of training."""
 
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,16 @@ from .run import drafter_directory, saved_description
 
 
 def complete(config: DictConfig) -> tuple[DictConfig, Path]:
-    """The whole configuration of an evaluation, and the folder that it belongs to.
+    """The whole configuration of an evaluation or a chat, and the folder that it belongs to.
 
     A group that the command chose (tree=chain) replaces the run's; single keys (tree.depth=4) change it.
     """
     named = "_target_" in (config.get("drafter") or {})
     if config.run is None and not named:
-        raise UserError("run: say what to score, as in run=runs/NAME; a drafter directory will do as well")
+        raise UserError(
+            "run: say whose drafter, as in run=runs/NAME, or run=DIR of a drafter directory, or take one that needs no "
+            "training, as in drafter=ngram"
+        )
     defaults = compose("train", overrides=["drafter=ngram"])
     whole: dict[str, Any] = {key: defaults[key] for key in ("target", "drafter", "tree", "acceptance", "eval", "trainer")}
     folder = Path(config.run) if config.run is not None else Path("runs") / "eval"

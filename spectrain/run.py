@@ -112,21 +112,9 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracke
     sharded = config.target.get("sharding", "none") != "none"
     if not state.is_main_process and not sharded:
         return {}  # it waits for nobody: scoring may take longer than processes wait for each other
-    directory = drafter_directory(run)
     evaluation = build(config.eval)
     own = build(config.get("tracker")) if tracker is None and state.is_main_process else None
-    saved_target = trained_target(run)
-    if target is not None:
-        pass
-    elif saved_target is None:
-        target = build(config.target)
-    else:
-        kept = {key: value for key, value in config.target.items() if key in ("dtype", "device", "trust_remote_code")}
-        target = build({**kept, "_target_": "spectrain.loading.load_hf", "model": str(saved_target)})
-        facts = saved_target.parent / "provenance.json"
-        known = json.loads(facts.read_text()).get("target_name") if facts.exists() else None
-        target.name = f"{known or target_name(config)}, trained"
-    assert target is not None
+    target = target or load_target(config, run)
     if sharded and (evaluation.guard or config.tree["_target_"].endswith((".Auto", ".Cast"))):
         raise UserError(
             f"target.sharding={target.sharding}: processes must draft the same trees, so no tree or guard can go by the clock; "
@@ -136,13 +124,7 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracke
     dataset = None
     if config.get("data") and "_target_" in config.data:
         dataset = build(config.data).dataset(target.tokenizer)
-    drafter: Drafter = build(config.drafter, target=target)
-    if directory is not None:
-        load_weights(drafter, directory, target)
-        if drafter.trains_target and saved_target is None:
-            raise UserError(
-                f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
-            )
+    drafter = load_drafter(config, run, target)
     rule, builder = build(config.acceptance), build(config.tree)
     if state.is_main_process:
         settings: Any = OmegaConf.to_container(config)
@@ -150,6 +132,32 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracke
             return score(config, run, target, drafter, evaluation, builder, rule, dataset, tracker)
     with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
         return score(config, run, target, drafter, evaluation, builder, rule, dataset, Tracker(), Path(scratch))
+
+
+def load_target(config: DictConfig, run: Path) -> Target:
+    """The target of a run folder or of a drafter directory: the one trained with the drafter, else what `config` names."""
+    saved_target = trained_target(run)
+    if saved_target is None:
+        return build(config.target)
+    kept = {key: value for key, value in config.target.items() if key in ("dtype", "device", "trust_remote_code")}
+    target: Target = build({**kept, "_target_": "spectrain.loading.load_hf", "model": str(saved_target)})
+    facts = saved_target.parent / "provenance.json"
+    known = json.loads(facts.read_text()).get("target_name") if facts.exists() else None
+    target.name = f"{known or target_name(config)}, trained"
+    return target
+
+
+def load_drafter(config: DictConfig, run: Path, target: Target) -> Drafter:
+    """The drafter that `config` describes, with the weights of a run folder or of a drafter directory where it is one."""
+    drafter: Drafter = build(config.drafter, target=target)
+    directory = drafter_directory(run)
+    if directory is not None:
+        load_weights(drafter, directory, target)
+        if drafter.trains_target and trained_target(run) is None:
+            raise UserError(
+                f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
+            )
+    return drafter
 
 
 def score(

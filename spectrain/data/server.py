@@ -16,8 +16,7 @@ from typing import Any
 
 import httpx
 
-from ..config import nearest
-from ..errors import UserError
+from ..errors import UserError, nearest
 from .shards import Lost, Row, Shard, Wanted
 from .writers import Add, Chat, Sampling, Unanswered, Writer
 

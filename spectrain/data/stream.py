@@ -49,7 +49,7 @@ class Stream(Data):
         limit: int | None = None,
         max_length: int = 2048,
         shards: int = 16,
-        window: int = 512,
+        window: int = 512,  # conversations that are shuffled together
         sample: int = 2000,
     ) -> None:
         super().__init__(limit, max_length)

@@ -63,8 +63,8 @@ class Eagle3(VocabularyDrafter):
         vocab_size: int = 32000,
         layers: list[int] | None = None,
         loss: Loss = "forward_kl",
-        step_decay: float = 0.8,
-        start: Literal["target", "random"] = "target",
+        step_decay: float = 0.8,  # weight of each draft step's loss against the one before it
+        start: Literal["target", "random"] = "target",  # the layer starts as a copy of the target's, or at random
         architecture: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()

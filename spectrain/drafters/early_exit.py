@@ -51,10 +51,10 @@ class EarlyExit(SelfDrafter):
         self,
         target: Target,
         exit_layer: int | None = None,
-        max_dropout: float = 0.1,
+        max_dropout: float = 0.1,  # how often the last layers are left out in training
         dropout_schedule: Literal["constant", "exponential"] = "constant",
-        exit_scale: float = 1.0,
-        curriculum: Curriculum = "rotational",
+        exit_scale: float = 1.0,  # how much earlier exits weigh in the loss
+        curriculum: Curriculum = "rotational",  # which exits are trained at a step
         rotate: int = 4,
         adapt: Literal["full", "lora"] = "full",
         rank: int = 32,

@@ -93,8 +93,8 @@ class GatedLora(Drafter):
         num_masks: int = 4,
         rank: int = 16,
         alpha: float = 32.0,
-        strategy: Literal["quadratic", "linear"] = "quadratic",
-        sampler: bool = True,
+        strategy: Literal["quadratic", "linear"] = "quadratic",  # masks behind every node, or behind the deepest only
+        sampler: bool = True,  # a head that reads the token before, too
         loss: Loss = "cross_entropy",
         consistency: float = 1.0,
         mask_ratio: float = 1.0,

@@ -38,7 +38,7 @@ class LayerSkipping(SelfDrafter):
         target: Target,
         skipped: list[int] | None = None,
         search_steps: int = 60,
-        answer_tokens: int = 32,
+        answer_tokens: int = 32,  # of each calibration prompt's answer, on which sets are measured
         seed: int = 0,
     ) -> None:
         super().__init__()

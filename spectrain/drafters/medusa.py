@@ -70,8 +70,8 @@ class Medusa(HeadsDrafter):
         head_decay: float = 0.8,
         adapt: Literal["lora", "full"] | None = None,
         heads_first: float = 0.5,
-        heads_coefficient: float = 0.2,
-        schedule: Literal["constant", "linear", "sine"] = "constant",
+        heads_coefficient: float = 0.2,  # weight of the heads' loss once the target trains with them
+        schedule: Literal["constant", "linear", "sine"] = "constant",  # how that weight grows
         self_distillation: bool = False,
         target_lr_scale: float = 0.25,
         rank: int = 32,

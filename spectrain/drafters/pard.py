@@ -50,8 +50,8 @@ class Pard(Drafter):
         model: str | None = None,
         architecture: dict[str, Any] | None = None,
         loss: Loss = "cross_entropy",
-        keep: float = 0.7,
-        keep_least: float = 0.2,
+        keep: float = 0.7,  # share of the prefixes that each further mask is trained behind
+        keep_least: float = 0.2,  # the least such share
         seed: int = 0,
     ) -> None:
         super().__init__()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..config import nearest
-from ..errors import UserError
+from ..errors import UserError, nearest
 from .flat import Flat
 from .huggingface import HuggingFace
 from .layout import Files, Layout

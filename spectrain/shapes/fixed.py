@@ -117,7 +117,7 @@ class Cartesian(Static):
 
     def __init__(
         self,
-        widths: tuple[int, ...] = (3, 2, 1),
+        widths: tuple[int, ...] = (3, 2, 1),  # choices at each depth
         children: Children = "deterministic",
         temperature: float = 1.0,
         seed: int = 0,

@@ -102,27 +102,27 @@ class Trainer:
     gradient is not finite is left out; `max_skipped` of them in a row stop the run.
     """
 
-    lr: float = 1e-4
-    epochs: float = 1.0
-    max_steps: int | None = None
-    batch_tokens: int = 4096
-    packing: bool = False
-    accumulate: int = 1
-    warmup: float = 0.05
-    min_lr: float = 0.0
-    clip: float = 0.5
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    seed: int = 0
-    save_every: int | None = None
-    keep_checkpoints: int = 2
-    log_every: int = 10
-    mixed_precision: str = "auto"
-    sharding: Sharding = "auto"
-    gradient_checkpointing: bool = False
-    max_skipped: int = 5
-    patience: float = 60.0
-    resume: str | None = None
+    lr: float = 1e-4  # the highest learning rate, reached after the warm-up
+    epochs: float = 1.0  # times that the data is seen; a fraction is allowed
+    max_steps: int | None = None  # optimiser steps, instead of epochs
+    batch_tokens: int = 4096  # tokens of a batch at most, on each process
+    packing: bool = False  # sequences one after another in one row, without padding
+    accumulate: int = 1  # batches of a step, on each process
+    warmup: float = 0.05  # the share of the steps in which the rate rises
+    min_lr: float = 0.0  # the share of lr that the rate falls to
+    clip: float = 0.5  # the largest norm of the gradient
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
+    weight_decay: float = 0.0  # AdamW's
+    seed: int = 0  # of the first weights, the order of the data and what is drawn
+    save_every: int | None = None  # steps between two checkpoints; null: only where a run is stopped or ends
+    keep_checkpoints: int = 2  # how many of the newest stay
+    log_every: int = 10  # steps between two lines of metrics.jsonl
+    mixed_precision: str = "auto"  # bf16 or no; auto: bf16 on a GPU
+    sharding: Sharding = "auto"  # how processes hold the drafter and its optimiser together
+    gradient_checkpointing: bool = False  # less memory for more time: parts are run again in the backward pass
+    max_skipped: int = 5  # steps in a row whose gradient is not finite, before the run stops
+    patience: float = 60.0  # seconds that processes wait for one of them before it is named
+    resume: str | None = None  # auto: start the run in run=DIR, or go on with it
 
     def __post_init__(self) -> None:
         for key in ("lr", "epochs", "batch_tokens", "accumulate", "log_every", "keep_checkpoints", "max_skipped", "patience"):
