@@ -2,8 +2,13 @@
 
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -398,7 +403,7 @@ def test_a_run_tells_its_tracker_everything(tmp_path: Path, monkeypatch: pytest.
     scoring = ["++eval.limit=1", "++eval.max_new_tokens=4", "++eval.baselines=[]"]
     asked = [
         "recipe=medusa1", "target=tiny", "tracker=tensorboard", f"run={tmp_path / 'run'}", "++data.limit=4",
-        "++trainer.max_steps=2", "++trainer.save_every=1", "++trainer.log_every=1", *scoring,
+        "++trainer.max_steps=2", "++trainer.save_every=1", "++trainer.log_every=1", "tree=chain", *scoring,
     ]  # fmt: skip
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = check_config(compose("train", overrides=asked), TRAIN_KEYS)
@@ -416,3 +421,61 @@ def test_a_run_tells_its_tracker_everything(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(ZeroDivisionError):
         train(config, [])
     assert told == [("start", "train", 1), ("finish", True)]
+
+
+class Stuck(BaseHTTPRequestHandler):
+    """A W&B server that opens runs and then answers nothing."""
+
+    def do_GET(self) -> None:
+        self.answer({})
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        operation = json.loads(asked).get("operationName") if asked[:1] == b"{" else None
+        project = {"id": "p", "name": "spectrain", "entity": {"id": "e", "name": "me"}}
+        bucket = {"id": "b", "name": "run", "displayName": "run", "config": "{}", "project": project, "historyLineCount": 0}
+        answers: dict[str | None, Any] = {
+            "Viewer": {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}},
+            "ServerFeaturesQuery": {"serverInfo": {"features": []}},
+            "UpsertBucket": {"upsertBucket": {"bucket": bucket, "inserted": True}},
+        }
+        if operation in answers:
+            self.answer({"data": answers[operation]})
+        else:
+            threading.Event().wait()
+
+    def answer(self, content: dict[str, Any]) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *given: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_wandb_never_hangs_at_exit(tmp_path: Path) -> None:
+    """With a server that stops answering, a run is tracked, `patience` goes by, and the process ends as it should."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stuck)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = (
+        "import sys; from pathlib import Path; from spectrain.training.tracking import Wandb, tracked\n"
+        "with tracked(Wandb(patience=20), Path(sys.argv[1]), {}) as tracker: tracker.log({'loss': 1.0}, 1)"
+    )
+    account = {"WANDB_MODE": "online", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env={**os.environ, **account},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    finally:
+        server.shutdown()
+    assert ended.returncode == 0 and "Timed out finishing run" in ended.stderr, ended.stderr
+    (file,) = tmp_path.glob("wandb/run-*/*.wandb")
+    assert [items(record.history.item)["loss"] for record in records(file) if record.HasField("history")] == [1.0]
