@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from ..errors import UserError
 from .checkpoints import written_file
+from .wandb_file import last_logged_step
 
 Kind = Literal["train", "eval", "compare"]
 Row = dict[str, Any]
@@ -74,15 +75,14 @@ class Wandb(Tracker):
         import wandb
 
         ours = names(config)
-        run_id, self.continues = self._identity(run, kind)
-        self.known = last_step(run / "metrics.jsonl") if kind == "train" and self.continues else 0
+        run_id, continues = self._identity(run, kind)
         self.staging = run / "wandb"
         self.staging.mkdir(parents=True, exist_ok=True)  # else W&B writes to a temporary folder
         told: dict[str, Any] = {
             "project": self.project,
             "entity": self.entity,
             "id": run_id,
-            "resume": "allow" if self.continues else None,
+            "resume": "allow" if continues else None,
             "name": run.name if kind == "train" else f"{run.name}, {kind}",
             "group": "/".join(ours[key] for key in ("target", "family") if key in ours) or None,
             "job_type": kind,
@@ -101,6 +101,10 @@ class Wandb(Tracker):
             ) from error
         self.session.define_metric("step", hidden=True)
         self.session.define_metric("*", step_metric="step")
+        self.known = max(self.session.starting_step - 1, last_logged_step(run, run_id)) if continues else 0
+        if kind == "train":
+            for metrics in logged_metrics(run / "metrics.jsonl", step):
+                self.log(metrics, metrics["step"])  # what a kill kept from it
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         if step > self.known:  # a step that a resumed run does again is there already, and W&B takes no step back
@@ -209,10 +213,14 @@ class TensorBoard(Tracker):
         if is_new:
             self.writer.add_text("config", _code(OmegaConf.to_yaml(OmegaConf.create(config))), 0)
             self.writer.add_text("run", _markdown([{"run": run.name, "kind": kind, **names(config)}]), 0)
+        if is_new and kind == "train":
+            for metrics in logged_metrics(run / "metrics.jsonl", step):
+                self.log(metrics, metrics["step"])
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self.step = step
-        self._scalars(flatten(metrics))
+        self._scalars({name: value for name, value in flatten(metrics).items() if name != "step"})
+        self.writer.flush()  # a kill loses nothing
 
     def scored(self, summary: dict[str, Any], folder: Path) -> None:
         place = f"eval/{folder.name}"
@@ -399,6 +407,12 @@ class MetricsFile:
 def last_step(path: Path) -> int:
     """The last step that a metrics.jsonl holds; 0 where it holds none."""
     return max((_step(line) or 0 for line in path.read_text().splitlines()), default=0) if path.exists() else 0
+
+
+def logged_metrics(path: Path, step: int) -> list[dict[str, Any]]:
+    """What a metrics.jsonl holds up to a step."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if 0 < (_step(line) or 0) <= step]
 
 
 def _step(line: str) -> int | None:

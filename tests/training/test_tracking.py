@@ -2,25 +2,38 @@
 
 import importlib.util
 import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
 import pytest
 import torch
+from hydra import compose, initialize_config_module
 
+from spectrain.cli import TRAIN_KEYS
+from spectrain.config import check_config
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
+from spectrain.evaluation import complete
+from spectrain.run import evaluate, train
 from spectrain.sources import Live
 from spectrain.target import Target
+from spectrain.training import tracking
 from spectrain.training.checkpoints import latest_checkpoint, step_of
 from spectrain.training.loop import Trainer
 from spectrain.training.tracking import MetricsFile, TensorBoard, Tracker, Wandb, flatten, headline, last_step, tracked
+from spectrain.training.wandb_file import records
 
 CONFIG = {
     "target": {"_target_": "spectrain.loading.load_tiny"},
@@ -64,29 +77,12 @@ needs_tensorboard = pytest.mark.skipif(importlib.util.find_spec("tensorboard") i
 
 
 def wandb_records(run: Path) -> list[Any]:
-    """Every record of a run folder's offline files, oldest first.
-
-    A file is LevelDB's log: after 7 bytes of its own, blocks of 32 KiB with chunks of checksum, length and kind (1 whole,
-    2 first, 3 middle, 4 last).
-    """
+    """Every record of a run folder's offline files, oldest first."""
     import wandb
-    from wandb.proto.wandb_internal_pb2 import Record
 
     wandb.teardown()  # as at exit: its service may still be writing
-    found = []
-    for file in sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
-        data, place, message = file.read_bytes(), 7, b""
-        while place + 7 <= len(data):
-            if 32768 - place % 32768 < 7:
-                place += 32768 - place % 32768
-                continue
-            length, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
-            message += data[place + 7 : place + 7 + length]
-            place += 7 + length
-            if kind in (1, 4):
-                found.append(Record.FromString(message))
-                message = b""
-    return found
+    files = sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    return [record for file in files for record in records(file)]
 
 
 def items(entries: Any) -> dict[str, Any]:
@@ -210,27 +206,32 @@ def test_wandb_holds_what_metrics_and_summary_hold(tiny: Target, tmp_path: Path,
     assert ended.exit_code == 0
 
 
-def test_wandb_goes_on_in_the_same_run(tiny: Target, tmp_path: Path) -> None:
-    """A resumed run keeps its id and shows no step twice; checkpoints are sent where that was asked for."""
+@pytest.mark.parametrize("kept", [7, 2800, None])
+def test_wandb_goes_on_in_the_same_run(tiny: Target, tmp_path: Path, kept: int | None) -> None:
+    """A resumed run keeps its id and shows every step once, of whatever a kill kept of its file; weights go where asked for."""
     run = tmp_path / "run"
     with pytest.raises(Killed):
         fit(tiny, run, Wandb(checkpoints=True), die_at=5)
+    (told,) = [record.exit.exit_code for record in wandb_records(run) if record.HasField("exit")]
+    assert told == 1
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    file.write_bytes(file.read_bytes()[:kept])
     (run / "drafter").mkdir()
     (run / "drafter" / "config.json").write_text("{}")
     (run / "drafter" / "model.safetensors").write_bytes(b"weights")
     fit(tiny, run, Wandb(checkpoints=True), then=lambda tracker: tracker.drafter(run / "drafter"))
     known = json.loads((run / "tracker.json").read_text())["train"]
-    records = wandb_records(run)
-    assert [record.run.run_id for record in records if record.HasField("run")] == [known, known]
-    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1, 0]
+    found = wandb_records(run)
+    assert {record.run.run_id for record in found if record.HasField("run")} == {known}
+    assert [record.exit.exit_code for record in found if record.HasField("exit")][-1] == 0
     for key in ("step", "loss", "lr", "agreement/1"):
         assert [row[key] for row in wandb_curves(run)] == [row[key] for row in curves(run)]
-    assert wandb_artifacts(run) == {
-        "checkpoint": {"model.safetensors", "optimizer.safetensors", "progress.json"},
-        "drafter": {"config.json", "model.safetensors"},
-    }
-    aliases = [list(record.artifact.aliases) for record in records if record.artifact.type == "checkpoint"]
-    assert [name for one in aliases for name in one if name != "latest"] == ["step-2", "step-4"]
+    sent = wandb_artifacts(run)
+    assert sent["drafter"] == {"config.json", "model.safetensors"}
+    if kept is None:
+        aliases = [list(record.artifact.aliases) for record in found if record.artifact.type == "checkpoint"]
+        assert [name for one in aliases for name in one if name != "latest"] == ["step-2", "step-4"]
+        assert sent["checkpoint"] == {"model.safetensors", "optimizer.safetensors", "progress.json"}
 
 
 def test_wandb_shows_a_comparison_around_its_runs(tmp_path: Path, folder: Path) -> None:
@@ -366,3 +367,115 @@ def test_later_and_broken_lines_are_dropped(tmp_path: Path) -> None:
     assert last_step(path) == 2 and last_step(tmp_path / "none.jsonl") == 0
     MetricsFile(path, 1).write({"step": 2, "loss": 0.5})
     assert path.read_text() == '{"step": 1, "loss": 2}\n{"step": 2, "loss": 0.5}\n'
+
+
+class Recorder(Tracker):
+    """Notes what it is told."""
+
+    told: ClassVar[list[Any]] = []
+
+    def start(self, run: Path, config: dict[str, Any], kind: str = "train", step: int = 0) -> None:
+        self.told.append(("start", kind, step))
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.told.append(("log", step))
+
+    def scored(self, summary: dict[str, Any], folder: Path) -> None:
+        assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
+        self.told.append(("scored", folder.name))
+
+    def checkpoint(self, path: Path, step: int) -> None:
+        assert (path / "model.safetensors").exists()
+        self.told.append(("checkpoint", step))
+
+    def drafter(self, path: Path) -> None:
+        assert (path / "model.safetensors").exists()
+        self.told.append("drafter")
+
+    def finish(self, failed: bool = False) -> None:
+        self.told.append(("finish", failed))
+
+
+def test_a_run_tells_its_tracker_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training, checkpoints, drafter and score reach one tracker; an evaluation opens its own; a failure is told."""
+    monkeypatch.setattr(tracking, "TensorBoard", Recorder)
+    monkeypatch.setattr(Recorder, "told", told := [])
+    scoring = ["++eval.limit=1", "++eval.max_new_tokens=4", "++eval.baselines=[]"]
+    asked = [
+        "recipe=medusa1", "target=tiny", "tracker=tensorboard", f"run={tmp_path / 'run'}", "++data.limit=4",
+        "++trainer.max_steps=2", "++trainer.save_every=1", "++trainer.log_every=1", "tree=chain", *scoring,
+    ]  # fmt: skip
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = check_config(compose("train", overrides=asked), TRAIN_KEYS)
+        run = train(config, [])
+        trained = [("start", "train", 0), ("log", 1), ("checkpoint", 1), ("log", 2), "drafter"]
+        assert told == [*trained, ("scored", "heldout"), ("finish", False)]
+        told.clear()
+        again, _ = complete(compose("eval", overrides=[f"run={run}", "tracker=tensorboard", "++eval.name=again"]))
+        evaluate(check_config(again, TRAIN_KEYS), run)
+        assert told == [("start", "eval", 0), ("scored", "again"), ("finish", False)]
+    told.clear()
+    shutil.rmtree(run / "drafter")
+    monkeypatch.setattr(Trainer, "fit", lambda *given: 1 / 0)
+    config.trainer.resume = "auto"
+    with pytest.raises(ZeroDivisionError):
+        train(config, [])
+    assert told == [("start", "train", 1), ("finish", True)]
+
+
+class Stuck(BaseHTTPRequestHandler):
+    """A W&B server that opens runs and then answers nothing."""
+
+    def do_GET(self) -> None:
+        self.answer({})
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        operation = json.loads(asked).get("operationName") if asked[:1] == b"{" else None
+        project = {"id": "p", "name": "spectrain", "entity": {"id": "e", "name": "me"}}
+        bucket = {"id": "b", "name": "run", "displayName": "run", "config": "{}", "project": project, "historyLineCount": 0}
+        answers: dict[str | None, Any] = {
+            "Viewer": {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}},
+            "ServerFeaturesQuery": {"serverInfo": {"features": []}},
+            "UpsertBucket": {"upsertBucket": {"bucket": bucket, "inserted": True}},
+        }
+        if operation in answers:
+            self.answer({"data": answers[operation]})
+        else:
+            threading.Event().wait()
+
+    def answer(self, content: dict[str, Any]) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *given: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_wandb_never_hangs_at_exit(tmp_path: Path) -> None:
+    """With a server that stops answering, a run is tracked, `patience` goes by, and the process ends as it should."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stuck)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = (
+        "import sys; from pathlib import Path; from spectrain.training.tracking import Wandb, tracked\n"
+        "with tracked(Wandb(patience=20), Path(sys.argv[1]), {}) as tracker: tracker.log({'loss': 1.0}, 1)"
+    )
+    account = {"WANDB_MODE": "online", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env={**os.environ, **account},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    finally:
+        server.shutdown()
+    assert ended.returncode == 0 and "Timed out finishing run" in ended.stderr, ended.stderr
+    (file,) = tmp_path.glob("wandb/run-*/*.wandb")
+    assert [items(record.history.item)["loss"] for record in records(file) if record.HasField("history")] == [1.0]
