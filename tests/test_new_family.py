@@ -82,7 +82,7 @@ def test_the_documented_commands_train_and_score(run: Path) -> None:
         assert summary["acceptance_length"]["pooled"] > untrained["acceptance_length"]["pooled"] >= 1
 
 
-@pytest.mark.parametrize(("setting", "message"), [("num_stepz=3", "nearest are num_steps"), ("num_steps=0", "1 or more")])
+@pytest.mark.parametrize(("setting", "message"), [("num_stepz=3", "nearest is num_steps"), ("num_steps=0", "1 or more")])
 def test_a_wrong_setting_is_refused(setting: str, message: str) -> None:
     """An unknown key is answered with the nearest one, a senseless value with what to write."""
     with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:

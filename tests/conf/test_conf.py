@@ -16,9 +16,10 @@ from spectrain.config import build, check_config
 from spectrain.data.readers import Data
 from spectrain.data.writers import Sampling, Writer
 from spectrain.drafters.base import Drafter
+from spectrain.eval.compare import Comparison
 from spectrain.eval.run import Evaluation
 from spectrain.evaluation import complete
-from spectrain.keys import REGENERATE_KEYS, TRAIN_KEYS
+from spectrain.keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
 from spectrain.plan import Plan
 from spectrain.shapes import TreeBuilder
 from spectrain.sources import Source
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 TINY = Path(spectrain.__file__).parent / "data" / "tiny"
 KINDS: dict[str, type] = {
     "target": Target, "drafter": Drafter, "source": Source, "data": Data, "trainer": Trainer, "tree": TreeBuilder,
-    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan, "writer": Writer,
+    "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan, "writer": Writer, "compare": Comparison,
 }  # fmt: skip
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
@@ -84,6 +85,8 @@ def test_choice_composes_and_builds(
     overrides = [f"{group}={choice}", *needed.get((group, choice), [])]
     if group == "writer":
         checked = check_config(composed("regenerate", *overrides), REGENERATE_KEYS)
+    elif group == "compare":
+        checked = check_config(composed("compare", *overrides), COMPARE_KEYS)
     else:
         drafter = [] if group == "drafter" else ["drafter=ngram"]
         checked = check_config(composed("plan", *drafter, *overrides), [*TRAIN_KEYS, "plan"])
@@ -115,7 +118,7 @@ def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     """A recipe passes the check on the tiny target, and every group of it can be built."""
     checked = check_config(composed("plan", f"recipe={recipe}", "target=tiny"), [*TRAIN_KEYS, "plan"])
     for group, kind in KINDS.items():
-        if group not in ("target", "drafter", "tracker", "writer"):
+        if group not in ("target", "drafter", "tracker", "writer", "compare"):
             assert isinstance(build(checked[group]), kind)
     drafter = build(checked.drafter, target=tiny)
     assert isinstance(drafter, Drafter)
