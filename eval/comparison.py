@@ -114,7 +114,7 @@ def ratio_interval(one: Way, other: Way) -> Interval:
 
 def join(found: Sequence[Scored], place: Path, budget: str | None = None) -> dict[str, Any]:
     """One comparison of evaluations whose numbers may stand side by side; folders are told as seen from `place`."""
-    caveats = check_same(found)
+    caveats = [*check_same(found), *map(drift_of, (one for one in found if one.summary.get("target_drift")))]
     first = found[0].setting
     rows = [row_of(scored, place) for scored in found]
     ways = [
@@ -177,6 +177,16 @@ def data_of(found: Sequence[Scored]) -> str | None:
     """The training data in words."""
     known = {(one.facts["data"]["tokens"], one.facts["data"]["fingerprint"]) for one in found if one.facts.get("data")}
     return "; ".join(f"{tokens:,} tokens, fingerprint {name}" for tokens, name in sorted(known)) or None
+
+
+def drift_of(scored: Scored) -> str:
+    """What training did to a target, in a sentence."""
+    drift = scored.summary["target_drift"]
+    before, after = (drift[model]["perplexity"] for model in ("original", "trained"))
+    return (
+        f"{scored.name} changed the target: perplexity {before:.2f} to {after:.2f} on the original's greedy answers, the same "
+        f"most likely token in {drift['agreement']:.0%} of the places."
+    )
 
 
 def alike(values: Sequence[float]) -> bool:
