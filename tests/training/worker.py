@@ -81,10 +81,10 @@ def train(job: dict[str, Any]) -> None:
 
     source = Slow() if job.get("slow") else Live()
     try:
-        shared = trainer.fit(drafter, target, dataset(job.get("count", 8)), source, out, on_step=on_step)
+        trainer.fit(drafter, target, dataset(job.get("count", 8)), source, out, on_step=on_step)
     except Left:
         return
-    if shared.is_main:
+    if os.environ.get("RANK", "0") == "0":
         weights = {f"drafter.{name}": value.clone() for name, value in drafter.state_dict().items()}
         after = dict(target.named_parameters())
         weights |= {f"target.{name}": after[name].detach().clone() for name in names if name in after}
