@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from spectrain.config import build, check_config
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
-from spectrain.errors import UserError, nearest
+from spectrain.errors import Stopped, UserError, nearest
 from spectrain.eval.comparison import Scored, join
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_comparison
@@ -73,6 +73,11 @@ def compare(config: DictConfig, asked: Sequence[str]) -> dict[str, Any]:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("compare: it runs in one process; train with several by spectrain train, then compare the runs")
     comparison: Comparison = build(config.compare)
+    for key in ("max_steps", "epochs"):
+        if any(key_of(override, 2) == f"trainer.{key}" for override in asked):
+            raise UserError(f"trainer.{key}: a comparison trains by compare.seconds or compare.tokens; use one of these")
+    if not (config.get("eval") and "_target_" in config.eval):
+        raise UserError("eval=none: a comparison is made of scores; leave it out")
     folder = choose_folder(config)
     if config.runs:
         found = read_runs([Path(run) for run in config.runs], evaluation_name(config), comparison)
@@ -80,6 +85,8 @@ def compare(config: DictConfig, asked: Sequence[str]) -> dict[str, Any]:
     else:
         found = Contest(config, comparison, folder, asked).run()
         budget = comparison.budget
+    if not found:
+        raise UserError("recipes: there is nothing to compare; name a recipe, a run or a drafter in compare.training_free")
     folder.mkdir(parents=True, exist_ok=True)
     result = join(found, folder, budget)
     write_whole(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
@@ -136,15 +143,34 @@ class Contest:
         free = [self.settings("drafter", name) for name in self.comparison.training_free]
         for setting in free if settings else ():
             setting.eval = settings[0].eval  # scored as the recipes are
+        self.begin()
         self.target: Target = build(self.config.target)
         self.datasets: dict[str, Dataset] = {}
         began = time.perf_counter()
         beside = f"; beside them {', '.join(self.comparison.training_free)}" if free else ""
         print(f"{self.folder}: {', '.join(names)}; {self.comparison.budget} each{beside}", flush=True)
-        found = [self.trained(name, setting) for name, setting in zip(names, settings)]
+        try:
+            found = [self.trained(name, setting) for name, setting in zip(names, settings)]
+        except Stopped as stopped:
+            message = f"stopped; go on with the same command, trainer.resume=auto run={self.folder}"
+            raise Stopped(message, stopped.status) from stopped
         found += [self.scored(name, setting) for name, setting in zip(self.comparison.training_free, free)]
         print(f"all done in {(time.perf_counter() - began) / 60:.1f} minutes", flush=True)
         return found
+
+    def begin(self) -> None:
+        """Keep what all have in common; a comparison that goes on must not change it half-way."""
+        ours = ("trainer.resume", "tracker")
+        passed = sorted(one.lstrip("+") for one in self.passed if not key_of(one, 2).startswith(ours))
+        compared = {key: value for key, value in self.config.compare.items() if key not in ("training_free", "batch")}
+        now = json.dumps({"compare": compared, "settings": passed}, default=str, indent=2) + "\n"
+        file = self.folder / "compare.json"
+        if file.exists() and file.read_text() != now:
+            raise UserError(
+                f"run={self.folder}: this comparison began with other settings, those in {file}; use them, or another folder"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_whole(file, now)
 
     def settings(self, group: str, name: str) -> DictConfig:
         """The whole configuration of one, its tree and data those of all."""
@@ -157,7 +183,7 @@ class Contest:
         takes = inspect.signature(get_object(config.tree["_target_"])).parameters
         config.tree = {key: value for key, value in config.tree.items() if key == "_target_" or key in takes}
         for key, value in self.config.tree.items():  # the command's own, over the recipe's
-            if any(key_of(override, 2) == f"tree.{key}" for override in self.asked):
+            if key in takes and any(key_of(override, 2) == f"tree.{key}" for override in self.asked):
                 config.tree[key] = value
         if "limit" in config.data and not any(key_of(override, 2) == "data.limit" for override in self.asked):
             config.data.limit = self.comparison.data_limit
@@ -238,6 +264,8 @@ class Contest:
     def steps(self, config: DictConfig, target: Target, drafter: Drafter, dataset: Dataset) -> int:
         """How many steps the budget is worth."""
         trainer: Trainer = build(config.trainer)
+        if self.comparison.tokens is not None and dataset.is_sample:
+            return max(1, round(self.comparison.tokens / (trainer.batch_tokens * trainer.accumulate)))
         if self.comparison.tokens is not None:
             batches = dataset.num_batches(trainer.batch_tokens, trainer.seed, trainer.packing)
             return max(1, round(self.comparison.tokens * batches / dataset.num_tokens / trainer.accumulate))
@@ -261,7 +289,7 @@ def step_seconds(trainer: Trainer, config: DictConfig, target: Target, drafter: 
     total = 0.0
     for stage in stages:
         mine = [step for step in range(count) if drafter.stage_at(step, count) == stage]
-        lasted = [ends[step] - ends[step - 1] for step in mine[WARM:]]
+        lasted = [ends[step] - ends[step - 1] for step in mine[WARM:]] or [(ends[-1] - ends[0]) / (count - 1)]
         share = sum(drafter.stage_at(step, 1000) == stage for step in range(1000)) / 1000
         total += share * sum(lasted) / len(lasted)
     return total

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from spectrain.config import settings_of
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Interval, interval
 
@@ -41,6 +42,10 @@ class Scored:
             summary = json.loads((folder / "summary.json").read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"{folder}: there is no score in it ({error}); make one with spectrain eval run=RUN") from error
+        if not (folder / "prompts.parquet").exists():
+            raise UserError(
+                f"{folder}: it was scored by an earlier version; score it again with spectrain eval run={folder.parents[1]}"
+            )
         facts = folder.parents[1] / "provenance.json"
         more = None if batched is None else batched / "summary.json"
         return cls(
@@ -57,13 +62,23 @@ class Scored:
         """The target's name, as it was before it was trained where it was."""
         return str(self.setting["target"]).removesuffix(TRAINED)
 
+    def told(self, key: str) -> Any:
+        """A setting that must agree."""
+        if key == "acceptance":
+            return settings_of(self.setting["acceptance"]) if self.setting.get("acceptance") else None
+        return self.target if key == "target" else self.setting.get(key)
+
+    @property
+    def engine(self) -> str:
+        return str(self.summary.get("engine", "eager"))
+
     @property
     def changes_target(self) -> bool:
         return str(self.setting["target"]).endswith(TRAINED)
 
     @property
     def is_trained(self) -> bool:
-        return bool(self.setting.get("training"))
+        return bool(self.setting.get("trained", True))
 
     def prompts(self) -> dict[str, list[int]]:
         """The first turn's tokens of every prompt; later turns hold the target's own answers."""
@@ -143,8 +158,8 @@ def check_same(found: Sequence[Scored]) -> list[str]:
     first = found[0]
     prompts = first.prompts()
     for other in found[1:]:
-        for key in ("target", *SAME):
-            mine, theirs = (one.target if key == "target" else one.setting.get(key) for one in (first, other))
+        for key in ("target", *SAME, "acceptance"):
+            mine, theirs = (one.told(key) for one in (first, other))
             if mine != theirs:
                 raise UserError(
                     f"{other.folder}: it was scored with {key} {theirs}, and {first.folder} with {mine}; score both alike with "
@@ -167,10 +182,27 @@ def check_same(found: Sequence[Scored]) -> list[str]:
     hashes = {one.facts["data"]["fingerprint"] for one in found if one.facts.get("data")}
     if len(hashes) > 1:
         caveats.append("Trained on different data.")
-    trained = [one.setting["training"] for one in found if one.is_trained]
+    apart = [one.name for one in found if one.engine != engine_of(found)]
+    if apart:
+        caveats.append(
+            f"Decoded by the loop and not by captured rounds, beside a baseline of its own that is slower: {', '.join(apart)}; "
+            "not ranked with the others."
+        )
+    for one in found:
+        lossless = one.summary["lossless"]
+        if lossless and lossless["differences"] and one.setting["dtype"] != "float32":
+            caveats.append(
+                f"{one.name}: {len(lossless['differences'])} answers differ by the rounding of {one.setting['dtype']}."
+            )
+    trained = [one.setting["training"] for one in found if one.setting.get("training")]
     if len(trained) > 1 and not any(alike([one[key] for one in trained]) for key in ("seconds", "tokens")):
         caveats.append("Trained with unequal budgets: neither their seconds nor their tokens are alike.")
     return caveats
+
+
+def engine_of(found: Sequence[Scored]) -> str:
+    """What drafters are ranked by: captured rounds where any was decoded so."""
+    return "captured" if any(one.engine == "captured" for one in found) else "eager"
 
 
 def data_of(found: Sequence[Scored]) -> str | None:
@@ -211,7 +243,8 @@ def row_of(scored: Scored, place: Path) -> dict[str, Any]:
     of_system = ("label", "acceptance_length", "acceptance_by_depth", "speedup", "tokens_per_second", "lossless", "time_share")
     systems = [{key: entry.get(key) for key in of_system} for entry in systems_of(summary).values()]
     lossless = summary["lossless"]
-    exact = lossless is None or (lossless["lossless"] and not lossless["differences"])
+    same = not lossless or not lossless["differences"] or setting["dtype"] != "float32"  # elsewhere rounding may decide
+    exact = same and (lossless is None or lossless["lossless"])
     row = {
         "name": scored.name,
         "label": scored.name,
@@ -240,14 +273,18 @@ def row_of(scored: Scored, place: Path) -> dict[str, Any]:
 
 def recommend(ways: Sequence[Way]) -> list[dict[str, str]]:
     """For each thing that a user may care about: what to take, and why."""
-    exact = [way for way in ways if way.row["lossless_to"] == "target"] or list(ways)
+    engine = engine_of([way.scored for way in ways])
+    free = [way for way in ways if way.row["lossless_to"] == "target" and not way.row["trained"]]
+    ways = [way for way in ways if way.scored.engine == engine]
+    exact = [way for way in ways if way.row["lossless_to"] == "target"]
+    if not exact:
+        return [advice("any", ("none", "None of them leaves the target's output as it is under this rule."))]
     found = [advice("latency at batch 1", latency(exact, ways))]
     if any(way.row["batched"] for way in exact):
         found.append(advice("throughput", throughput(exact)))
     if any(way.row["extra_memory"] is not None for way in exact):
         found.append(advice("memory", memory(exact)))
-    free = [way for way in exact if not way.row["trained"]]
-    if free and len(free) < len(exact):
+    if free and any(way.row["trained"] for way in exact):
         found.append(advice("no training", latency(free, free)))
     return found
 
@@ -274,7 +311,7 @@ def latency(exact: Sequence[Way], ways: Sequence[Way]) -> tuple[str, str]:
             f"checking several tokens costs little more than one, {longest.name} has most to gain: {longest.length:.2f} tokens "
             "a forward."
         )
-    sure = "" if low > 1 else " The interval includes 1, so score more prompts before relying on it."
+    sure = "" if low > 1 else " Whether that is a gain is not sure: score more prompts before relying on it."
     return best.name, (
         f"{best.speedup:.2f}x measured{_interval(best.entry['speedup']['ci95'])}, {best.entry['speedup']['predicted']:.2f}x "
         f"predicted, {best.length:.2f} tokens a forward.{sure}{others}"

@@ -192,7 +192,7 @@ def compared_chart(rows: list[dict[str, Any]]) -> Markup | None:
             axes.errorbar(length["pooled"], -number, xerr=error, fmt="os^Dv"[place % 5], capsize=3, color=COLORS[place % 6])
             words = f"{length['pooled']:.2f}  {system.get('label', '')}"
             axes.annotate(words, (high, -number), (6, 0), textcoords="offset points", va="center", fontsize=8)
-            ticks.setdefault(label, -number)
+            ticks.setdefault(label.replace("$", r"\$"), -number)  # no mathematics
         axes.set_yticks(list(ticks.values()), list(ticks))
         axes.set(xlabel="tokens per forward, with 95 % interval", ylim=(0.4 - len(bars), 0.6))
         axes.axvline(1, color="0.6", linewidth=0.8)

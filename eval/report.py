@@ -160,72 +160,36 @@ def _rates(values: list[float]) -> str:
     return " ".join(f"{value:.2f}" for value in values)
 
 
+MARKS = {"target": "", "trained target": "*", "nothing": "!"}
+
+
 def print_comparison(comparison: dict[str, Any]) -> None:
-    """One line a drafter: what it reaches and what it costs; below, which to take for what."""
+    """One line a drafter and tree: what it reaches and what it costs; below, which to take for what."""
     setting = comparison["setting"]
-    console = Console(width=None if Console().is_terminal else 150)
+    console = Console(width=None if Console().is_terminal else 170)
+    apart = " " if console.width >= 170 else "\n"
     budget = f", {setting['budget']} each" if setting.get("budget") else ""
     table = Table(
         title=f"{setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens{budget}; "
         f"{setting['device']}, {setting['dtype']}"
     )
-    table.add_column("", no_wrap=True)
-    table.add_column("tree", no_wrap=True)
-    titles = (
-        "tokens per\nforward",
-        "95 %",
-        "speedup",
-        "95 %",
-        "predicted",
-        "identical",
-        "at once",
-        "learns",
-        "memory",
-        "trained",
-    )
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
+    for number, title in enumerate(comparison_titles(comparison)):
+        table.add_column(title.replace(" ", "\n", 1) if len(title) > 9 else title, justify="right" if number > 1 else "left")
     for row in comparison["rows"]:
-        for number, entry in enumerate(row["systems"]):
-            costs = costs_of(row) if number == 0 else ("", "", "", "")
-            length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry["lossless"]
-            identical = f"{lossless['identical']} of {lossless['checked']}" if lossless and lossless["checked"] else ""
-            table.add_row(
-                row["label"] + ("*" if row["lossless_to"] == "trained target" else "") if number == 0 else "", entry["label"],
-                f"{length['pooled']:.2f}", _range(length["ci95"]), f"{speed['ratio']:.2f}", _range(speed["ci95"]),
-                f"{speed['predicted']:.2f}", identical, *costs,
-            )  # fmt: skip
+        for cells in comparison_cells(row, f"{apart}[", "]"):
+            table.add_row(*map(escape, cells))
         table.add_section()
     console.print(table)
-    batched = next((row["batched"] for row in comparison["rows"] if row["batched"]), None)
-    if batched is not None:
-        console.print(f"at once: the better tree's speedup with {batched['batch_size']} prompts decoded together")
-    console.print(
-        "learns: parameters that were trained; memory: what decoding holds beside the target; trained: tokens, seconds"
-    )
-    if any(row["lossless_to"] == "trained target" for row in comparison["rows"]):
-        console.print("* changes the target: identical to the trained one")
-    for sentence in comparison["caveats"]:
-        console.print(sentence)
+    for sentence in [*legend(comparison), *comparison["caveats"]]:
+        console.print(sentence, markup=False)
     for advice in comparison["recommendations"]:
         console.print(f"[bold]{advice['goal']}[/]: {escape(advice['choice'])}. {escape(advice['because'])}")
 
 
-def costs_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
-    """Speedup of a batch, parameters, memory, training."""
-    batched = f"{row['batched']['speedup']['ratio']:.2f}" if row["batched"] else ""
-    learns = f"{row['trained_parameters'] / 1e6:.2f} M" if row["trained_parameters"] else ""
-    memory = "" if row["extra_memory"] is None else f"{row['extra_memory'] / 1e6:.1f} MB"
-    if row["training_seconds"] is None:
-        return batched, learns, memory, ""
-    return batched, learns, memory, f"{row['training_tokens'] / 1e3:.0f} k, {row['training_seconds']:.0f} s"
-
-
-def comparison_markdown(comparison: dict[str, Any]) -> str:
-    """The same table for a README."""
+def comparison_titles(comparison: dict[str, Any]) -> list[str]:
     sizes = {row["batched"]["batch_size"] for row in comparison["rows"] if row["batched"]}
     at_once = f"{min(sizes)} at once" if sizes else "at once"
-    titles = (
+    return [
         "drafter",
         "tree",
         "tokens per forward",
@@ -236,18 +200,53 @@ def comparison_markdown(comparison: dict[str, Any]) -> str:
         "learns",
         "memory",
         "trained",
-    )
+    ]
+
+
+def comparison_cells(row: dict[str, Any], begin: str, end: str) -> Iterator[list[str]]:
+    """A drafter's lines, one a tree; intervals stand between `begin` and `end`."""
+
+    def ranged(value: float, interval: list[float] | None) -> str:
+        return f"{value:.2f}{begin}{_range(interval)}{end}" if interval else f"{value:.2f}"
+
+    for number, entry in enumerate(row["systems"]):
+        length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry["lossless"]
+        identical = f"{lossless['identical']} of {lossless['checked']}" if lossless and lossless["checked"] else ""
+        yield [
+            row["label"] + MARKS[row["lossless_to"]] if number == 0 else "", entry["label"],
+            ranged(length["pooled"], length["ci95"]), ranged(speed["ratio"], speed["ci95"]), f"{speed['predicted']:.2f}",
+            identical,
+            *(costs_of(row) if number == 0 else ("",) * 4),
+        ]  # fmt: skip
+
+
+def legend(comparison: dict[str, Any]) -> Iterator[str]:
+    """What columns and marks mean."""
+    if any(row["batched"] for row in comparison["rows"]):
+        yield "at once: the better tree's speedup with so many prompts decoded together"
+    yield "learns: parameters that were trained; memory: what decoding holds beside the target; trained: tokens, seconds"
+    found = {row["lossless_to"] for row in comparison["rows"]}
+    if "trained target" in found:
+        yield "* changes the target: identical to the trained one"
+    if "nothing" in found:
+        yield "! lossy: its output is not the target's"
+
+
+def comparison_markdown(comparison: dict[str, Any]) -> str:
+    """The same table for a README."""
+    titles = comparison_titles(comparison)
     lines = ["| " + " | ".join(titles) + " |", "|---|---|" + "---:|" * (len(titles) - 2)]
     for row in comparison["rows"]:
-        for number, entry in enumerate(row["systems"]):
-            length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry["lossless"]
-            identical = f"{lossless['identical']} of {lossless['checked']}" if lossless and lossless["checked"] else ""
-            star = "*" if row["lossless_to"] == "trained target" else ""
-            cells = [
-                f"`{row['label']}`{star}" if number == 0 else "", entry["label"],
-                f"{length['pooled']:.2f} [{_range(length['ci95'])}]", f"{speed['ratio']:.2f} [{_range(speed['ci95'])}]",
-                f"{speed['predicted']:.2f}", identical, *(costs_of(row) if number == 0 else ("",) * 4),
-            ]  # fmt: skip
-            lines.append("| " + " | ".join(cells) + " |")
+        lines += ["| " + " | ".join(cells) + " |" for cells in comparison_cells(row, " [", "]")]
     advice = [f"- {one['goal']}: **{one['choice']}**. {one['because']}" for one in comparison["recommendations"]]
     return "\n".join([*lines, "", *advice, *(f"- {sentence}" for sentence in comparison["caveats"])])
+
+
+def costs_of(row: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Speedup of a batch, parameters, memory, training."""
+    batched = f"{row['batched']['speedup']['ratio']:.2f}" if row["batched"] else ""
+    learns = f"{row['trained_parameters'] / 1e6:.2f} M" if row["trained_parameters"] else ""
+    memory = "" if row["extra_memory"] is None else f"{row['extra_memory'] / 1e6:.1f} MB"
+    if row["training_seconds"] is None:
+        return batched, learns, memory, ""
+    return batched, learns, memory, f"{row['training_tokens'] / 1e3:.0f} k, {row['training_seconds']:.0f} s"

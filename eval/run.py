@@ -231,7 +231,6 @@ class Evaluation:
         self._judge_target(target, drafter, turns["drafter"], None if original is None else original(), folder, summary)
         summary["setting"] = {**setting, **self._setting(rule, summary["tree"]), "engine": summary["engine"]}
         summary["setting"]["drafter"] = {**setting.get("drafter", {}), **drafter.settings()}
-        write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         write_whole(folder / "samples.jsonl", "".join(json.dumps(sample(turn)) + "\n" for turn in turns["drafter"]))
         write_rounds(folder / "rounds.parquet", turns)
         write_prompts(folder / "prompts.parquet", turns)
@@ -240,6 +239,7 @@ class Evaluation:
         texts = {prompt.id: prompt.turns[0] for prompt in self.chosen}
         drafts = record_drafts(target, systems[0], turns["drafter"], texts, self.max_new_tokens)
         write_whole(folder / "drafts.jsonl", "".join(json.dumps(line) + "\n" for line in drafts))
+        write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")  # after the rest: it says that all is there
         write_report(folder / "report.html", [folder])
         print_table(summary)
         return summary

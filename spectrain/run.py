@@ -122,7 +122,7 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracke
         )
     evaluation.check_prompts(target)
     dataset = None
-    if config.get("data") and "_target_" in config.data:
+    if "untrained" in evaluation.baselines and config.get("data") and "_target_" in config.data:
         dataset = build(config.data).dataset(target.tokenizer)
     drafter = load_drafter(config, run, target)
     rule, builder = build(config.acceptance), build(config.tree)
@@ -180,6 +180,7 @@ def score(
         "recipe": recipe_name(config),
         "drafter": OmegaConf.to_container(config.drafter),
         "acceptance": OmegaConf.to_container(config.acceptance),
+        "trained": drafter_directory(run) is not None,
         "training": training_of(run),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
