@@ -85,8 +85,6 @@ def compare(config: DictConfig, asked: Sequence[str]) -> dict[str, Any]:
     else:
         found = Contest(config, comparison, folder, asked).run()
         budget = comparison.budget
-    if not found:
-        raise UserError("recipes: there is nothing to compare; name a recipe, a run or a drafter in compare.training_free")
     folder.mkdir(parents=True, exist_ok=True)
     result = join(found, folder, budget)
     write_whole(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
@@ -138,6 +136,8 @@ class Contest:
     def run(self) -> list[Scored]:
         """Train and score every one that is not done yet."""
         names = recipes(self.config.recipes)
+        if not names and not self.comparison.training_free:
+            raise UserError("recipes: there is nothing to compare; name a recipe, a run or a drafter in compare.training_free")
         self.passed = [override for override in self.asked if key_of(override) not in OWN]
         settings = [self.settings("recipe", name) for name in names]
         free = [self.settings("drafter", name) for name in self.comparison.training_free]

@@ -245,7 +245,7 @@ def test_stopped_in_flight(tmp_path: Path, server: StandIn, chats: Jsonl) -> Non
 
 
 WRONG: dict[str, tuple[dict[str, Any], Reply | None, str]] = {
-    "model": ({"model": "litle"}, None, r"writer\.model=litle: the server has no such model; the nearest are little"),
+    "model": ({"model": "litle"}, None, r"writer\.model=litle: the server has no such model; the nearest is little"),
     "address without an interface": ({"base_url": "/v2"}, None, r"writer\.base_url=.*status 404.*/v1"),
     "nobody there": ({"base_url": "http://127.0.0.1:9/v1"}, None, r"writer\.base_url=.*no server answers there"),
     "key": ({}, (401, "who are you?", {}), r"writer\.api_key_variable: .*refuses the key.*who are you"),

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from spectrain import cli
 from spectrain.acceptance import Greedy
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
@@ -23,7 +24,7 @@ from spectrain.eval.memory import Held, extra_memory, own_bytes
 from spectrain.shapes import Chain
 from spectrain.target import Target
 
-TOKENS = 4000
+TOKENS = 2000
 COMMON = ("target=tiny", "eval.limit=3", "eval.max_new_tokens=12", "compare.batch=3", "compare.training_free=[ngram]")
 
 
@@ -123,15 +124,20 @@ MISTAKES = {
     "drafter.rank=4": "drafter",
     "runs/not-there": "no score in it",
     "tree.dept=3": "depth",
+    "trainer.max_steps=3": "compare.tokens",
+    "eval=none": "leave it out",
+    "recipes=[] compare.training_free=[]": "nothing to compare",
 }
 
 
 @pytest.mark.parametrize("word", MISTAKES)
-def test_mistakes_are_told(word: str, tmp_path: Path) -> None:
+def test_mistakes_are_told(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Status 2, one sentence with what is valid, and no folder."""
-    done = command(word, "target=tiny", f"run={tmp_path / 'out'}")
-    assert done.returncode == 2, done.stderr
-    assert MISTAKES[word] in done.stderr and done.stderr.count("\n") == 1
+    monkeypatch.setattr(sys, "argv", ["spectrain", "compare", *word.split(), "target=tiny", f"run={tmp_path / 'out'}"])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and MISTAKES[word] in told and told.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
