@@ -40,6 +40,7 @@ from spectrain.training.loop import Trainer
 from spectrain.training.tracking import tracked
 
 OWN = ("recipes", "run", "compare", "tree", "runs")  # settings of the command that are not a training's
+BATCHES = 2  # full ones, for the speed of several prompts at once
 WARM, TIMED = 2, 10  # steps of a stage before, and while, a recipe's speed is measured
 
 
@@ -232,9 +233,9 @@ class Contest:
         if self.comparison.batch is None or (run / "eval" / name / "summary.json").exists():
             return
         first = json.loads((run / "eval" / evaluation_name(config) / "summary.json").read_text())
-        more = OmegaConf.merge(
-            config, {"eval": {"name": name, "batch_size": self.comparison.batch, "check": False, "oracle": False}}
-        )
+        speed = {"name": name, "batch_size": self.comparison.batch, "limit": BATCHES * self.comparison.batch,
+                 "calibration_limit": 4, "check": False, "oracle": False, "report": False}  # fmt: skip
+        more = OmegaConf.merge(config, {"eval": speed})
         assert isinstance(more, DictConfig)
         if "skipped" in first["setting"]["drafter"]:
             more.drafter.skipped = first["setting"]["drafter"]["skipped"]  # what a search has found

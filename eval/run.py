@@ -79,6 +79,9 @@ class Evaluation:
     baselines: tuple[str, ...] = ("chain", "untrained", "ngram")  # of OURS, in this engine, and TRANSFORMERS, in its own
     check: bool = True  # compare every output with its reference
     oracle: bool = True  # decode once more with every draft right
+    report: bool = (
+        True  # report.html, the drafts that it shows, what drafting adds to memory, and what training did to the target
+    )
     engine: Choice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
     guard: bool = False  # decode autoregressively while drafting does not pay
     online: bool = False  # the drafter goes on learning from what the target corrects, beside a copy that does not
@@ -227,8 +230,9 @@ class Evaluation:
             curves = {name: curve(turns[name], self.online_every) for name in ("drafter", "static_drafter")}
             summary["online"] = {**online.summary(), "curves": curves}
             plot(folder / "online.svg", curves, self.online_every)
-        summary["memory"] = extra_memory(target, drafter, builder, rule, turns["drafter"][0].drafted.prompt)
-        self._judge_target(target, drafter, turns["drafter"], None if original is None else original(), folder, summary)
+        if self.report:
+            summary["memory"] = extra_memory(target, drafter, builder, rule, turns["drafter"][0].drafted.prompt)
+            self._judge_target(target, drafter, turns["drafter"], None if original is None else original(), folder, summary)
         summary["setting"] = {**setting, **self._setting(rule, summary["tree"]), "engine": summary["engine"]}
         summary["setting"]["drafter"] = {**setting.get("drafter", {}), **drafter.settings()}
         write_whole(folder / "samples.jsonl", "".join(json.dumps(sample(turn)) + "\n" for turn in turns["drafter"]))
@@ -236,11 +240,13 @@ class Evaluation:
         write_prompts(folder / "prompts.parquet", turns)
         if calibration is not None:
             calibration.save(folder / "calibration.json")
-        texts = {prompt.id: prompt.turns[0] for prompt in self.chosen}
-        drafts = record_drafts(target, systems[0], turns["drafter"], texts, self.max_new_tokens)
-        write_whole(folder / "drafts.jsonl", "".join(json.dumps(line) + "\n" for line in drafts))
+        if self.report:
+            texts = {prompt.id: prompt.turns[0] for prompt in self.chosen}
+            drafts = record_drafts(target, systems[0], turns["drafter"], texts, self.max_new_tokens)
+            write_whole(folder / "drafts.jsonl", "".join(json.dumps(line) + "\n" for line in drafts))
         write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")  # after the rest: it says that all is there
-        write_report(folder / "report.html", [folder])
+        if self.report:
+            write_report(folder / "report.html", [folder])
         print_table(summary)
         return summary
 
