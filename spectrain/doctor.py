@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from .account import logged_in
 from .errors import UserError, nearest
 
 Status = Literal["ok", "missing", "slow"]
@@ -250,7 +251,7 @@ def purposes() -> Iterator[Finding]:
 def wandb() -> Finding:
     if importlib.util.find_spec("wandb") is None:
         return Finding("tracker=wandb", "missing", "not installed", 'pip install "spectrain[wandb]"')
-    account = os.environ.get("WANDB_API_KEY") or (Path.home() / ".netrc").exists()
+    account = os.environ.get("WANDB_API_KEY") or logged_in(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     mode = os.environ.get("WANDB_MODE")
     text = (
         f"installed, WANDB_MODE={mode}" if mode else "logged in" if account else "offline, as there is no account (wandb login)"

@@ -8,14 +8,13 @@ import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 import httpx
 from omegaconf import OmegaConf
 
+from ..account import logged_in
 from ..errors import UserError
 from .checkpoints import written_file
 from .wandb_file import last_logged_step
@@ -266,15 +265,6 @@ def require(package: str) -> None:
     """Stop where a tracker's package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise UserError(f"tracker={package}: the package is not installed; pip install 'spectrain[{package}]'")
-
-
-def logged_in(url: str) -> bool:
-    """Whether `wandb login` left a key for this server, or for W&B's own."""
-    file = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    try:
-        return bool({urlsplit(url).netloc, "api.wandb.ai"} & set(netrc(file).hosts))
-    except (OSError, NetrcParseError):
-        return False
 
 
 def names(config: dict[str, Any]) -> dict[str, str]:

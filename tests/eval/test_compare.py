@@ -21,6 +21,7 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.comparison import Scored, Way, check_same, join, ratio_interval, recommend
 from spectrain.eval.memory import Held, extra_memory, own_bytes
+from spectrain.eval.report import print_comparison
 from spectrain.shapes import Chain
 from spectrain.target import Target
 
@@ -199,6 +200,37 @@ def test_advice_follows_the_numbers(tmp_path: Path) -> None:
     assert "throughput" not in found
     alone = way(tmp_path, "alone", [1.2 + one for one in noise], 1.4)
     assert recommend([alone])[0]["choice"] == "no drafter"
+
+
+def test_lossy_drafters_are_not_advised(tmp_path: Path) -> None:
+    """Where the rule changes the output there is nothing to recommend."""
+    lossy = way(tmp_path, "lossy", [0.5] * 10, 2.0, lossless_to="nothing")
+    (advice,) = recommend([lossy])
+    assert advice["choice"] == "none" and "under this rule" in advice["because"]
+
+
+def test_engines_are_ranked_apart(tmp_path: Path) -> None:
+    """A drafter that the loop decodes beside a slower baseline does not win over captured rounds."""
+    captured = way(tmp_path, "captured", [0.6] * 10, 2.0)
+    captured.scored.summary["engine"] = "captured"
+    eager = way(tmp_path, "eager", [0.3] * 10, 1.5, trained=False)
+    found = {advice["goal"]: advice["choice"] for advice in recommend([eager, captured])}
+    assert found["latency at batch 1"].startswith("captured") and found["no training"].startswith("eager")
+
+
+def test_the_printed_table_is_whole(compared: Path, capsys: Any) -> None:
+    """Nothing is cut off, and odd names are shown as they are."""
+    found = comparison(compared)
+    found["rows"][0]["label"] = "medusa1[lr=0.1]"
+    for entry in found["rows"][0]["systems"]:
+        entry["acceptance_length"]["ci95"] = [10.11, 12.22]
+        entry["speedup"]["ci95"] = [10.33, 13.44]
+    found["rows"][0] |= {"trained_parameters": 1_234_567_890, "extra_memory": 12_345_678_900, "training_tokens": 123_456_000}
+    print_comparison(found)
+    printed = capsys.readouterr().out
+    assert "\u2026" not in printed
+    for text in ("medusa1[lr=0.1]", "10.11 to 12.22", "10.33 to 13.44", "1234.57 M", "12345.7 MB", "123456 k"):
+        assert text in printed
 
 
 def test_two_speeds_are_compared_prompt_by_prompt(tmp_path: Path) -> None:
