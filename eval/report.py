@@ -233,9 +233,14 @@ def legend(comparison: dict[str, Any]) -> Iterator[str]:
 
 
 def comparison_markdown(comparison: dict[str, Any]) -> str:
-    """The same table for a README."""
-    titles = comparison_titles(comparison)
-    lines = ["| " + " | ".join(titles) + " |", "|---|---|" + "---:|" * (len(titles) - 2)]
+    """The same table for a README, with its setting."""
+    titles, setting = comparison_titles(comparison), comparison["setting"]
+    versions = ", ".join(f"{name} {setting['versions'][name]}" for name in ("torch", "transformers"))
+    trained = f"{setting['budget'] or 'finished runs'}, from {setting['data']}"
+    scored = f"{setting['prompts']} prompts of at most {setting['max_new_tokens']} tokens, rule {setting['rule']}"
+    machine = f"{setting['dtype']}, {setting['device']}, {setting['threads']} threads, {versions}, commit {(setting['commit'] or 'unknown')[:12]}"
+    lines = [f"`{setting['target']}`; {trained}; {scored}; {machine}:", ""]
+    lines += ["| " + " | ".join(titles) + " |", "|---|---|" + "---:|" * (len(titles) - 2)]
     for row in comparison["rows"]:
         lines += ["| " + " | ".join(cells) + " |" for cells in comparison_cells(row, " [", "]")]
     advice = [f"- {one['goal']}: **{one['choice']}**. {one['because']}" for one in comparison["recommendations"]]

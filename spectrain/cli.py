@@ -117,13 +117,18 @@ def compose_and_call(config_name: str, task: Callable[[Any], None], arguments: l
     from .config import register_resolvers
 
     register_resolvers()
-    if not sys.stderr.isatty():
-        import transformers
-
-        transformers.utils.logging.disable_progress_bar()  # so that a mistake is one line in a log
+    quiet_bars()
     groups = config_groups(arguments)
     sys.argv = ["spectrain", *(allow_new_keys(argument, groups) for argument in arguments)]
     hydra.main(version_base="1.3", config_path="pkg://spectrain.conf", config_name=config_name)(quietly(task))()
+
+
+def quiet_bars() -> None:
+    """No progress bars where nobody watches, so that a mistake is one line in a log."""
+    if not sys.stderr.isatty():
+        import transformers
+
+        transformers.utils.logging.disable_progress_bar()
 
 
 def quietly(task: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -280,12 +285,14 @@ def export(config: Any) -> None:
 def convert(arguments: list[str]) -> None:
     from .export.command import convert_command
 
+    quiet_bars()
     convert_command(arguments)
 
 
 def lint(arguments: list[str]) -> None:
     from .export.command import lint_command
 
+    quiet_bars()
     lint_command(arguments)
 
 

@@ -9,8 +9,9 @@ from ..errors import RunError, UserError
 
 
 def push(directory: Path, repo: str, private: bool) -> str:
-    """Upload every file of a folder to a model repository, made where there is none; its address."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    """Upload every file of a folder but scores made in it to a model repository, made where there is none; its address."""
+    scores = directory / "eval"
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and scores not in path.parents)
     size = sum(path.stat().st_size for path in files)
     print(f"uploading {len(files)} files, {size / 1e6:.1f} MB, to {repo}, {'private' if private else 'public'} if it is new:")
     for path in files:
@@ -18,7 +19,8 @@ def push(directory: Path, repo: str, private: bool) -> str:
     api = HfApi()
     try:
         address = str(api.create_repo(repo, private=private, exist_ok=True))
-        api.upload_folder(repo_id=repo, folder_path=directory, commit_message="Drafter exported by spectrain")
+        api.upload_folder(repo_id=repo, folder_path=directory, ignore_patterns=["eval/*"],
+                          commit_message="Drafter exported by spectrain")  # fmt: skip
     except HFValidationError as error:
         raise UserError(f"push={repo}: this is no repository's name; write ORG/NAME") from error
     except (HfHubHTTPError, OSError) as error:

@@ -1,4 +1,4 @@
-"""The README's comparison is the committed one."""
+"""The README's comparisons are the committed ones."""
 
 import json
 from pathlib import Path
@@ -9,26 +9,31 @@ import pytest
 from spectrain.eval.report import comparison_markdown
 
 ROOT = Path(__file__).parents[2]
-MEASURED = ROOT / "eval" / "results" / "compare-smollm2.json"
+TABLES = {"compare": "compare-smollm2.json", "compare-tiny": "compare-tiny.json"}  # by their marks in the README
 
 
-@pytest.fixture(scope="module")
-def comparison() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(MEASURED.read_text())
+@pytest.fixture(params=TABLES)
+def mark(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def comparison(mark: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "eval" / "results" / TABLES[mark]).read_text())
     return found
 
 
-def test_the_table_is_the_committed_comparison(comparison: dict[str, Any]) -> None:
+def test_the_table_is_the_committed_comparison(mark: str, comparison: dict[str, Any]) -> None:
     """Every number between the marks is made from the JSON."""
-    shown = (ROOT / "README.md").read_text().split("<!-- compare -->\n")[1].split("\n<!-- /compare -->")[0]
+    shown = (ROOT / "README.md").read_text().split(f"<!-- {mark} -->\n")[1].split(f"\n<!-- /{mark} -->")[0]
     assert shown == comparison_markdown(comparison)
 
 
-def test_the_committed_comparison_is_whole(comparison: dict[str, Any]) -> None:
-    """It has every recipe, the setting of its numbers, and its losslessness checked."""
+def test_a_committed_comparison_is_whole(comparison: dict[str, Any]) -> None:
+    """It has every recipe, the setting of its numbers, and every answer the target's."""
     names = {row["name"] for row in comparison["rows"]}
     assert names >= {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
-    assert {"commit", "versions", "hardware", "device", "dtype", "threads", "prompts", "data"} <= comparison["setting"].keys()
+    assert all(comparison["setting"][key] for key in ("commit", "versions", "hardware", "device", "dtype", "threads", "data"))
     for row in comparison["rows"]:
         for entry in row["systems"]:
             assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == comparison["setting"]["prompts"]
