@@ -238,7 +238,8 @@ def comparison_markdown(comparison: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {setting['versions'][name]}" for name in ("torch", "transformers"))
     trained = f"{setting['budget'] or 'finished runs'}, from {setting['data']}"
     scored = f"{setting['prompts']} prompts of at most {setting['max_new_tokens']} tokens, rule {setting['rule']}"
-    machine = f"{setting['dtype']}, {setting['device']}, {setting['threads']} threads, {versions}, commit {(setting['commit'] or 'unknown')[:12]}"
+    commit = (setting["commit"] or "unknown")[:12]
+    machine = f"{setting['dtype']}, {setting['device']}, {setting['threads']} threads, {versions}, commit {commit}"
     lines = [f"`{setting['target']}`; {trained}; {scored}; {machine}:", ""]
     lines += ["| " + " | ".join(titles) + " |", "|---|---|" + "---:|" * (len(titles) - 2)]
     for row in comparison["rows"]:
