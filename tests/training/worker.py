@@ -97,6 +97,5 @@ class Left(Exception):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    gc.disable()
     for one in json.loads(sys.argv[1]):
         train(one)
