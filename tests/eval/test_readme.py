@@ -9,7 +9,7 @@ import pytest
 from spectrain.eval.report import comparison_markdown
 
 ROOT = Path(__file__).parents[2]
-TABLES = {"compare": "compare-smollm2.json", "compare-tiny": "compare-tiny.json"}  # by their marks in the README
+TABLES = {"compare": "compare-smollm2.json"}  # by their marks in the README
 
 
 @pytest.fixture(params=TABLES)
