@@ -200,15 +200,9 @@ class Contest:
             with said(run):
                 dataset = self.dataset(config)
                 before = OmegaConf.load(run / "config.yaml") if (run / "config.yaml").exists() else None
-                target, drafter = self.starting(config, dataset)
-                config.trainer.max_steps = (
-                    before.trainer.max_steps if before is not None else self.steps(config, target, drafter, dataset)
-                )
+                config.trainer.max_steps = self.steps(config, dataset) if before is None else before.trainer.max_steps
                 config.trainer.resume = "auto"
-                if drafter.trains_target:
-                    target = build(config.target)  # the timed steps changed the other
-                del drafter
-                train(config, list(self.passed), target, dataset)
+                train(config, list(self.passed), self.target_for(config), dataset)
             clean_up()
         self.batched(config)
         found = self.read(config)
@@ -254,15 +248,12 @@ class Contest:
             self.datasets[key] = build(config.data).dataset(self.target.tokenizer)
         return self.datasets[key]
 
-    def starting(self, config: DictConfig, dataset: Dataset) -> tuple[Target, Drafter]:
-        """A drafter as training begins, with the target of all or, where it would change that, one of its own."""
+    def target_for(self, config: DictConfig) -> Target:
+        """The target of all or, for a drafter whose training changes it, one of its own."""
         drafter: Drafter = build(config.drafter, target=self.target)
-        if not drafter.trains_target:
-            return self.target, fresh_drafter(config, self.target, dataset)
-        own: Target = build(config.target)
-        return own, fresh_drafter(config, own, dataset)
+        return build(config.target) if drafter.trains_target else self.target
 
-    def steps(self, config: DictConfig, target: Target, drafter: Drafter, dataset: Dataset) -> int:
+    def steps(self, config: DictConfig, dataset: Dataset) -> int:
         """How many steps the budget is worth."""
         trainer: Trainer = build(config.trainer)
         if self.comparison.tokens is not None and dataset.is_sample:
@@ -270,11 +261,12 @@ class Contest:
         if self.comparison.tokens is not None:
             batches = dataset.num_batches(trainer.batch_tokens, trainer.seed, trainer.packing)
             return max(1, round(self.comparison.tokens * batches / dataset.num_tokens / trainer.accumulate))
-        return max(1, int(self.comparison.seconds / step_seconds(trainer, config, target, drafter, dataset)))
+        return max(1, int(self.comparison.seconds / step_seconds(trainer, config, self.target_for(config), dataset)))
 
 
-def step_seconds(trainer: Trainer, config: DictConfig, target: Target, drafter: Drafter, dataset: Dataset) -> float:
+def step_seconds(trainer: Trainer, config: DictConfig, target: Target, dataset: Dataset) -> float:
     """Seconds that a step takes on average over a whole training, from a few that really run, in every stage."""
+    drafter = fresh_drafter(config, target, dataset)
     stages = sorted({drafter.stage_at(step, 1000) for step in range(1000)})
     count = len(stages) * (WARM + TIMED)
     short = replace(trainer, max_steps=count, save_every=None, resume=None)

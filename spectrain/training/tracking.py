@@ -88,7 +88,7 @@ class Wandb(Tracker):
             "tags": sorted({name[:64] for name in ours.values()}),
             "config": config,
             "dir": str(run),
-            "reinit": "create_new",  # a comparison's run is open while its families train
+            "reinit": "create_new",  # another run may be open
             "settings": wandb.Settings(finish_timeout=self.patience, init_timeout=min(self.patience, 60.0)),
         }
         try:
