@@ -9,8 +9,8 @@ import torch
 
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
-from spectrain.packing import is_packed, pack_linears, unpack_linears
-from spectrain.target import ATTENTION, Target
+from spectrain.models.prepacked import is_packed, pack_linears, unpack_linears
+from spectrain.models.target import ATTENTION, Target
 
 TRANSFORMERS = ("generate", "prompt_lookup", "assistant", "early_exit")
 

@@ -24,7 +24,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from spectrain.config import build, check_config
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.errors import Stopped, UserError, nearest
@@ -32,12 +31,13 @@ from spectrain.eval.comparison import Scored, join
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_comparison
 from spectrain.eval.summary import write_whole
-from spectrain.keys import TRAIN_KEYS
-from spectrain.machine import wait
-from spectrain.run import evaluate, evaluation_name, fresh_drafter, target_name, train
-from spectrain.target import Target
-from spectrain.training.loop import Trainer
-from spectrain.training.tracking import tracked
+from spectrain.models.device import wait
+from spectrain.models.target import Target
+from spectrain.runs.run import evaluate, evaluation_name, fresh_drafter, target_name, train
+from spectrain.runs.tracking import tracked
+from spectrain.settings.build import build, check_config
+from spectrain.settings.keys import TRAIN_KEYS
+from spectrain.training.trainer import Trainer
 
 OWN = ("recipes", "run", "compare", "tree", "runs")  # settings of the command that are not a training's
 BATCHES = 2  # full ones, for the speed of several prompts at once

@@ -15,9 +15,9 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from spectrain.config import settings_of
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Interval, interval
+from spectrain.settings.build import settings_of
 
 SAME = ("max_new_tokens", "batch_size", "dtype", "rule")  # of the setting, without which numbers say nothing of each other
 TRAINED = ", trained"  # behind the name of a target that was trained with its drafter

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from spectrain.decode import decode
+from spectrain.decoding.loop import decode
+from spectrain.decoding.replay import Recorder
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import System
-from spectrain.replay import Recorder
-from spectrain.shapes import TreeBuilder
-from spectrain.shapes.base import Round
-from spectrain.target import Target
+from spectrain.models.target import Target
+from spectrain.trees import TreeBuilder
+from spectrain.trees.base import Round
 
 PROMPTS, LENGTH = 4, 128  # at most so many prompts, and tokens of each: little beside what is timed
 Place = tuple[int, ...]  # where a node stands in its tree: the rank of each node on its path among its siblings

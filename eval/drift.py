@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.acceptance import Greedy
-from spectrain.decode import decode
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
 from spectrain.eval.metrics import Turn
-from spectrain.target import Target
+from spectrain.models.target import Target
 
 Text = tuple[list[int], list[int]]  # a prompt and its answer
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spectrain.eval.drift import Text
-from spectrain.target import Target
+from spectrain.models.target import Target
 
 
 @torch.no_grad()

@@ -9,11 +9,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spectrain.acceptance import AcceptanceRule
-from spectrain.decode import decode
+from spectrain.decoding.acceptance import AcceptanceRule
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
-from spectrain.shapes import TreeBuilder
-from spectrain.target import Target
+from spectrain.models.target import Target
+from spectrain.trees import TreeBuilder
 
 TOKENS = 24  # decoded while memory is watched
 

@@ -12,13 +12,13 @@ import torch
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import collate
-from spectrain.decode import Generation
+from spectrain.decoding.loop import Generation
+from spectrain.decoding.replay import Recorder, Replay, collate_replays, replays
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError
 from spectrain.eval.metrics import Turn
-from spectrain.features import Batch
-from spectrain.replay import Recorder, Replay, collate_replays, replays
-from spectrain.target import Target
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
 
 
 class Online:

@@ -15,10 +15,13 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from spectrain.acceptance import AcceptanceRule
-from spectrain.calibration import Calibration, Forced, Known, calibrate
 from spectrain.data.chat import render
-from spectrain.decode import Generation
+from spectrain.decoding.acceptance import AcceptanceRule
+from spectrain.decoding.calibration import Calibration, Forced, Known, calibrate
+from spectrain.decoding.guard import Guard
+from spectrain.decoding.loop import Generation
+from spectrain.decoding.pruning import Pruning
+from spectrain.decoding.replay import Recorder
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.lookahead import Lookahead
 from spectrain.drafters.ngram import Ngram
@@ -46,12 +49,9 @@ from spectrain.eval.summary import (
 )
 from spectrain.eval.sweep import SWEPT, Grid, exit_systems, prune_systems, tree_systems
 from spectrain.eval.systems import Choice, Decoder, System, describe
-from spectrain.guard import Guard
-from spectrain.packing import pack_linears
-from spectrain.pruning import Pruning
-from spectrain.replay import Recorder
-from spectrain.shapes import Auto, Chain, Eagle2, TreeBuilder
-from spectrain.target import Target
+from spectrain.models.prepacked import pack_linears
+from spectrain.models.target import Target
+from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
 
 OURS = ("chain", "untrained", "ngram", "lookahead")
 

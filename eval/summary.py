@@ -8,14 +8,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spectrain.calibration import Forced
-from spectrain.decode import PARTS
+from spectrain.decoding.calibration import Forced
+from spectrain.decoding.loop import PARTS
+from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
 from spectrain.eval.metrics import Turn
-from spectrain.machine import forward_floor
-from spectrain.pruning import Pruning
-from spectrain.target import Target
+from spectrain.models.device import forward_floor
+from spectrain.models.target import Target
 
 
 def summarise(turns: Sequence[Turn], is_chain: bool) -> dict[str, Any]:

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spectrain.acceptance import AcceptanceRule
+from spectrain.decoding.acceptance import AcceptanceRule
+from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.eval.systems import System, describe
-from spectrain.pruning import Pruning
-from spectrain.shapes import Auto, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Sequoia, Static, TreeBuilder
-from spectrain.target import Target
+from spectrain.models.target import Target
+from spectrain.trees import Auto, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Sequoia, Static, TreeBuilder
 
 SWEPT: dict[str, Callable[[int, int], TreeBuilder]] = {
     "chain": lambda depth, budget: Chain(depth),

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from spectrain.acceptance import AcceptanceRule
-from spectrain.decode import Generation, Watch, decode, unwatched
+from spectrain.decoding.acceptance import AcceptanceRule
+from spectrain.decoding.captured import Engine, why_not
+from spectrain.decoding.guard import Guard
+from spectrain.decoding.loop import Generation, Watch, decode, unwatched
+from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.base import Drafter
-from spectrain.engine import Engine, why_not
-from spectrain.guard import Guard
-from spectrain.pruning import Pruning
-from spectrain.shapes import TreeBuilder
-from spectrain.target import Target
+from spectrain.models.target import Target
+from spectrain.trees import TreeBuilder
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Embedded
-from spectrain.data.store import FeatureStore
-from spectrain.loading import load_tiny
+from spectrain.features.store import FeatureStore
+from spectrain.models.loading import load_tiny
 from spectrain.provenance import provenance
 
 SETTINGS = [

@@ -1,6 +1,6 @@
 """python -m spectrain."""
 
-from spectrain.cli import main
+from .cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -12,9 +12,9 @@ os.environ["HYDRA_FULL_ERROR"] = "1"
 
 import pytest
 
-from spectrain.config import register_resolvers
-from spectrain.loading import load_tiny
-from spectrain.target import Target
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
+from spectrain.settings.build import register_resolvers
 
 register_resolvers()
 torch.set_num_threads(1)  # two test processes share two cores

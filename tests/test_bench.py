@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from spectrain.cli import main
+from spectrain.cli.main import main
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.cli import dispatch
+from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decode import Context
-from spectrain.features import Batch
-from spectrain.shapes import Rollout, TreeBuilder
-from spectrain.sources import Live
-from spectrain.target import Target
-from spectrain.training.loop import Trainer
-from spectrain.tree import TokenTree
+from spectrain.decoding.loop import Context
+from spectrain.features.batch import Batch
+from spectrain.features.sources import Live
+from spectrain.models.target import Target
+from spectrain.training.trainer import Trainer
+from spectrain.trees import Rollout, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "new_family"
@@ -87,7 +87,7 @@ def test_a_wrong_setting_is_refused(setting: str, message: str) -> None:
     """An unknown key is answered with the nearest one, a senseless value with what to write."""
     with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:
         told: list[str] = []
-        patch.setattr("spectrain.cli.fail", lambda text, status: (told.append(text), status)[1])
+        patch.setattr("spectrain.cli.main.fail", lambda text, status: (told.append(text), status)[1])
         say(*commands("CONTRIBUTING.md")[0], "data.limit=4", "eval=none", f"drafter.{setting}")
     assert end.value.code == 2 and message in told[0]
 

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from spectrain.acceptance import Greedy, Match
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Embedded
-from spectrain.decode import decode
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.run import prompt_tokens
-from spectrain.shapes import Chain, Eagle2
-from spectrain.target import Target
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2
 
 LENGTH = 48
 

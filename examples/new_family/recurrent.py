@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.drafters.base import Losses
-from spectrain.drafters.vocabulary import Supervision, VocabularyDrafter
+from spectrain.drafters.shared.losses import Loss
+from spectrain.drafters.shared.vocabulary import Supervision, VocabularyDrafter
 from spectrain.errors import UserError
-from spectrain.features import Batch, Layer
-from spectrain.losses import Loss
-from spectrain.shapes.base import Rollout, TreeBuilder
-from spectrain.tree import TokenTree
+from spectrain.features.batch import Batch, Layer
+from spectrain.trees.base import Rollout, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
 if TYPE_CHECKING:
-    from spectrain.decode import Context
-    from spectrain.target import Target
+    from spectrain.decoding.loop import Context
+    from spectrain.models.target import Target
 
 
 class Recurrent(VocabularyDrafter):

@@ -18,9 +18,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from spectrain.kernels.tree_attention import Visibility, tree_attention
+from spectrain.models.device import wait
+from spectrain.trees.token_tree import TokenTree
 
-from ..machine import wait
-from ..tree import TokenTree
 from .measure import Replay, Results, Work, check_alive, interleaved, paired_ratio, reason, relative_error, spread
 
 BEYOND_CACHE = 120_000_000  # bytes of keys and values in rotation, twice the L2 of an H200

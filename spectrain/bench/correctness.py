@@ -17,8 +17,8 @@ from torch import Tensor
 from spectrain.kernels import kv_append, kv_commit, linear_divergence, tree_attention, tree_verify
 from spectrain.kernels.counter import host_key
 from spectrain.kernels.dispatch import runs_on
+from spectrain.trees.token_tree import TokenTree
 
-from ..tree import TokenTree
 from .attention import random_tree
 from .measure import relative_error
 

@@ -15,17 +15,20 @@ from typing import Any, Literal
 
 import torch
 
+from spectrain.decoding import captured as engine
+from spectrain.decoding import loop as decode
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.captured import Engine
+from spectrain.drafters import eagle3
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.eagle3 import Eagle3
 from spectrain.kernels import kv_append, kv_commit, tree_attention, tree_verify
+from spectrain.models import replaced_forward as compiled
+from spectrain.models.target import Target
+from spectrain.planning import counting
+from spectrain.planning.counting import count_round
+from spectrain.trees import Chain, Eagle2, TreeBuilder
 
-from .. import compiled, counting, decode, engine
-from ..acceptance import Greedy
-from ..counting import count_round
-from ..drafters import eagle3
-from ..drafters.base import Drafter
-from ..drafters.eagle3 import Eagle3
-from ..engine import Engine
-from ..shapes import Chain, Eagle2, TreeBuilder
-from ..target import Target
 from . import identity, rounds, training
 from .identity import FAMILIES, identity_row, targets
 from .measure import shuffled, spread

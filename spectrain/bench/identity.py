@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
-from ..acceptance import Greedy
-from ..decode import decode
-from ..drafters.base import Drafter
-from ..drafters.causal import Causal
-from ..drafters.eagle3 import Eagle3
-from ..drafters.hydra import Hydra
-from ..drafters.medusa import Medusa
-from ..drafters.pard import Pard
-from ..engine import Engine
-from ..loading import load_hf, load_tiny
-from ..shapes import Chain, Eagle2, Static, TreeBuilder
-from ..target import Target
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.captured import Engine
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.causal import Causal
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.hydra import Hydra
+from spectrain.drafters.medusa import Medusa
+from spectrain.drafters.pard import Pard
+from spectrain.models.loading import load_hf, load_tiny
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 
 PROMPTS = (7, 2, 40)  # tokens
 Family = Callable[[Target], tuple[Drafter | None, TreeBuilder | None]]

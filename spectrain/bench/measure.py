@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import UserError
-from ..machine import wait
-from ..provenance import provenance
+from spectrain.errors import UserError
+from spectrain.models.device import wait
+from spectrain.provenance import provenance
 
 Work = Callable[[int], Any]
 """One call of what is timed; the number says which of several equal inputs to take, so that no cache holds them."""

@@ -16,15 +16,17 @@ from omegaconf import OmegaConf
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 
-from .. import outline, rehearsal
-from ..config import build
-from ..data.chat import Example
-from ..data.dataset import Dataset
-from ..loading import load_tokenizer
-from ..rehearsal import rehearse, size_of
-from ..sources import Live
-from ..target import Target
-from ..training.loop import Trainer
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.features.sources import Live
+from spectrain.models.loading import load_tokenizer
+from spectrain.models.target import Target
+from spectrain.planning import dry_run as rehearsal
+from spectrain.planning import outline
+from spectrain.planning.dry_run import rehearse, size_of
+from spectrain.settings.build import build
+from spectrain.training.trainer import Trainer
+
 from .engine import TOY as TOY_ENGINE
 from .models import Model, random_network, randomise
 from .steps import Bench, Step, digest
@@ -89,8 +91,8 @@ def settings(sizes: Sizes, batch_tokens: int, folder: str) -> Any:
         "ttt_steps": sizes.ttt_steps,
         "vocab_size": sizes.model.draft_vocab,
     }
-    trainer = {"_target_": "spectrain.training.loop.Trainer", "batch_tokens": batch_tokens, "max_steps": sizes.steps}
-    target = {"_target_": "spectrain.loading.load_hf", "model": folder}
+    trainer = {"_target_": "spectrain.training.trainer.Trainer", "batch_tokens": batch_tokens, "max_steps": sizes.steps}
+    target = {"_target_": "spectrain.models.loading.load_hf", "model": folder}
     return OmegaConf.create({"target": target, "drafter": drafter, "trainer": trainer})
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spectrain.errors import UserError
 from spectrain.kernels import linear_divergence, tree_attention
 
-from ..errors import UserError
 from .correctness import CHECKS, named
 from .kernels import Sizes
 from .steps import digest

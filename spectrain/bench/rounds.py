@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..acceptance import AcceptanceRule, Accepted, Greedy
-from ..decode import PARTS, Context, Generation
-from ..drafters.base import Drafter
-from ..engine import Engine, Marks, State, bucket
-from ..machine import wait
-from ..shapes import Static, TreeBuilder
-from ..target import Target
-from ..tree import TokenTree
+from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy
+from spectrain.decoding.captured import Engine, Marks, State, bucket
+from spectrain.decoding.loop import PARTS, Context, Generation
+from spectrain.drafters.base import Drafter
+from spectrain.models.device import wait
+from spectrain.models.target import Target
+from spectrain.trees import Static, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+
 from .measure import check_alive, reason
 
 SHORT = 8  # tokens of the prompt that is read before the prefix is made up

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..provenance import provenance
+from spectrain.provenance import provenance
 
 CONF = Path(__file__).resolve().parents[1] / "conf" / "accelerate"
 WAYS = ("ddp", "fsdp2", "zero2", "zero3")

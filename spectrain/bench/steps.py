@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 
-from ..errors import UserError
+from spectrain.errors import UserError
+
 from .attention import CONSTANTS
 from .measure import Replay, Results, check_alive, reason, setting
 

@@ -13,15 +13,15 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
-from ..acceptance import Greedy
-from ..config import build
-from ..decode import decode
-from ..errors import UserError
-from ..packing import unpack_linears
-from ..provenance import processor
-from ..run import fresh_drafter
-from ..target import Target
-from ..tree import TokenTree
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
+from spectrain.errors import UserError
+from spectrain.models.prepacked import unpack_linears
+from spectrain.models.target import Target
+from spectrain.provenance import processor
+from spectrain.runs.run import fresh_drafter
+from spectrain.settings.build import build
+from spectrain.trees.token_tree import TokenTree
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 

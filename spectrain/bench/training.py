@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..drafters.eagle3 import Eagle3
-from ..features import Batch, Features
-from ..target import Target
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.features.batch import Batch, Features
+from spectrain.models.target import Target
+
 from .divergence import peak_memory
 from .measure import Replay, check_alive, interleaved, paired_ratio, reason, spread
 from .models import Model, random_drafter, random_target

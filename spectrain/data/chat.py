@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import UserError
+from spectrain.errors import UserError
 
 Message = dict[str, str]
 

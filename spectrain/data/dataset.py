@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import UserError
-from ..features import Batch, laid_out
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch, laid_out
+
 from .chat import Example, Message, tokenize
 
 if TYPE_CHECKING:

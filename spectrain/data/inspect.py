@@ -6,8 +6,9 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.text import Text
 
-from ..config import build
-from ..errors import UserError
+from spectrain.errors import UserError
+from spectrain.settings.build import build
+
 from .chat import tokenize
 
 

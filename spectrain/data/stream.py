@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import RunError, UserError
+from spectrain.errors import RunError, UserError
+
 from .chat import Example, Message
 from .dataset import Batches, Dataset, State, batched, examples_of
 from .readers import Data, conversation

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import UserError
-from ..features import Batch, Features, Layer
-from ..shapes.base import TreeBuilder
-from ..tree import TokenTree
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch, Features, Layer
+from spectrain.trees.base import TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
 if TYPE_CHECKING:
-    from ..acceptance import Accepted
-    from ..decode import Context
-    from ..target import Target
+    from spectrain.decoding.acceptance import Accepted
+    from spectrain.decoding.loop import Context
+    from spectrain.models.target import Target
 
 
 @dataclass

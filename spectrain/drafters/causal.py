@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch, Layer
 from spectrain.kernels.linear_divergence import HeadTarget
+from spectrain.models.kv_cache import TreeCache
+from spectrain.trees.base import Branches, Rollout, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
-from ..cache import TreeCache
-from ..errors import UserError
-from ..features import Batch, Layer
-from ..losses import Loss, head_loss
-from ..shapes.base import Branches, Rollout, TreeBuilder
-from ..tree import TokenTree
 from .base import Drafter, Losses
-from .models import small_model
+from .shared.losses import Loss, head_loss
+from .shared.small_models import small_model
 
 if TYPE_CHECKING:
-    from ..decode import Context
-    from ..target import Target
+    from spectrain.decoding.loop import Context
+    from spectrain.models.target import Target
 
 
 class Causal(Drafter):

@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..attention import unrolled_attention
-from ..cache import TreeCache
-from ..errors import UserError
-from ..features import Batch, Features, Layer
-from ..losses import Loss
-from ..shapes.base import Branches, Rollout, TreeBuilder
-from ..tree import TokenTree
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch, Features, Layer
+from spectrain.models.attention import unrolled_attention
+from spectrain.models.kv_cache import TreeCache
+from spectrain.trees.base import Branches, Rollout, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+
 from .base import Losses
-from .layers import Attention, Mlp, llama_config, norm_scale, rotary
-from .vocabulary import Supervision, VocabularyDrafter
+from .shared.layers import Attention, Mlp, llama_config, norm_scale, rotary
+from .shared.losses import Loss
+from .shared.vocabulary import Supervision, VocabularyDrafter
 
 if TYPE_CHECKING:
-    from ..decode import Context
-    from ..target import Target
+    from spectrain.decoding.loop import Context
+    from spectrain.models.target import Target
 
 
 LAYER = (

@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch, Layer
 from spectrain.kernels.linear_divergence import HeadTarget, Judged, most_likely, total_entropy
+from spectrain.models.lora import adapt_target, adapters_off, settle_target
+from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
-from ..errors import UserError
-from ..features import Batch, Layer
-from ..losses import Teacher, head_loss
-from ..randomness import LAYER_DROPOUT, sequence_generator
-from .adapters import adapt_target, adapters_off, settle_target
 from .base import Losses
-from .selfdraft import SelfDrafter, exit_of
+from .shared.losses import Teacher, head_loss
+from .shared.self_speculation import SelfDrafter, exit_of
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from spectrain.models.target import Target
 
 Curriculum = Literal["rotational", "gradual", "all"]
 

@@ -17,21 +17,21 @@ import torch.nn.functional as F
 from peft import LoraConfig
 from torch import Tensor, nn
 
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch, Features, Layer
 from spectrain.kernels.linear_divergence import HeadTarget, most_likely
+from spectrain.randomness import MASKED_PREFIXES, sequence_generator
+from spectrain.trees.base import DepthRollout, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
-from ..errors import UserError
-from ..features import Batch, Features, Layer
-from ..losses import Loss, Teacher, head_loss
-from ..randomness import MASKED_PREFIXES, sequence_generator
-from ..shapes.base import DepthRollout, TreeBuilder
-from ..tree import TokenTree
 from .base import Drafter, Losses
-from .masks import add_blocks, mask_embeddings, start_masks
+from .shared.losses import Loss, Teacher, head_loss
+from .shared.masks import add_blocks, mask_embeddings, start_masks
 
 if TYPE_CHECKING:
-    from ..acceptance import Accepted
-    from ..decode import Context
-    from ..target import Target
+    from spectrain.decoding.acceptance import Accepted
+    from spectrain.decoding.loop import Context
+    from spectrain.models.target import Target
 
 
 class LoraFactors(nn.Module):

@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..cache import TreeCache
-from ..errors import UserError
-from ..features import Batch, Layer
-from ..losses import Loss
-from ..shapes.base import Rollout, TreeBuilder
-from ..tree import TokenTree
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch, Layer
+from spectrain.models.kv_cache import TreeCache
+from spectrain.trees.base import Rollout, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+
 from .base import Losses
-from .layers import Attention, Mlp, ResBlock, llama_config, rotary
-from .vocabulary import HeadsDrafter, Supervision
+from .shared.layers import Attention, Mlp, ResBlock, llama_config, rotary
+from .shared.losses import Loss
+from .shared.vocabulary import HeadsDrafter, Supervision
 
 if TYPE_CHECKING:
-    from ..decode import Context
-    from ..target import Target
+    from spectrain.decoding.loop import Context
+    from spectrain.models.target import Target
 
 
 class HydraHead(nn.Module):

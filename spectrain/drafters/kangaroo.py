@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from spectrain.features.batch import Batch, Layer
 from spectrain.kernels.linear_divergence import HeadTarget
+from spectrain.models.kv_cache import TreeCache
+from spectrain.models.partial_forward import Level
+from spectrain.trees.base import TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
-from ..cache import TreeCache
-from ..features import Batch, Layer
-from ..losses import Loss, head_loss
-from ..shallow import Level
-from ..shapes.base import TreeBuilder
-from ..tree import TokenTree
 from .base import Losses
-from .layers import Attention, llama_config, norm_scale, rotary
-from .selfdraft import SelfDrafter, exit_of
+from .shared.layers import Attention, llama_config, norm_scale, rotary
+from .shared.losses import Loss, head_loss
+from .shared.self_speculation import SelfDrafter, exit_of
 
 if TYPE_CHECKING:
-    from ..decode import Context
-    from ..target import Target
+    from spectrain.decoding.loop import Context
+    from spectrain.models.target import Target
 
 
 class Kangaroo(SelfDrafter):

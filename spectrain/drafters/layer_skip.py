@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from ..acceptance import Greedy
-from ..decode import decode
-from ..errors import UserError
-from .selfdraft import SelfDrafter
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
+from spectrain.errors import UserError
+
+from .shared.self_speculation import SelfDrafter
 
 if TYPE_CHECKING:
-    from ..target import Target
+    from spectrain.models.target import Target
 
 
 class LayerSkipping(SelfDrafter):

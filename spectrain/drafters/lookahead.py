@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import UserError
-from ..features import Features
-from ..randomness import DRAFT, generator
-from ..shapes.base import TreeBuilder
-from ..tree import TokenTree
+from spectrain.errors import UserError
+from spectrain.features.batch import Features
+from spectrain.randomness import DRAFT, generator
+from spectrain.trees.base import TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+
 from .base import Drafter
 
 if TYPE_CHECKING:
-    from ..acceptance import Accepted
-    from ..decode import Context
-    from ..target import Target
+    from spectrain.decoding.acceptance import Accepted
+    from spectrain.decoding.loop import Context
+    from spectrain.models.target import Target
 
 
 class Lookahead(Drafter):

@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch, Layer
 from spectrain.kernels.linear_divergence import HeadTarget
+from spectrain.models.lora import adapt_target, adapters_off, settle_target
+from spectrain.trees.base import DepthRollout, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
-from ..errors import UserError
-from ..features import Batch, Layer
-from ..losses import Loss, head_loss
-from ..shapes.base import DepthRollout, TreeBuilder
-from ..tree import TokenTree
-from .adapters import adapt_target, adapters_off, settle_target
 from .base import Losses
-from .layers import ResBlock
-from .vocabulary import HeadsDrafter, Supervision
+from .shared.layers import ResBlock
+from .shared.losses import Loss, head_loss
+from .shared.vocabulary import HeadsDrafter, Supervision
 
 if TYPE_CHECKING:
-    from ..decode import Context
-    from ..target import Target
+    from spectrain.decoding.loop import Context
+    from spectrain.models.target import Target
 
 
 class MedusaHead(nn.Module):

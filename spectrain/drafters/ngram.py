@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..shapes.base import TreeBuilder
-from ..tree import TokenTree
+from spectrain.trees.base import TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+
 from .base import Drafter
 
 if TYPE_CHECKING:
-    from ..decode import Context
-    from ..target import Target
+    from spectrain.decoding.loop import Context
+    from spectrain.models.target import Target
 
 
 @dataclass

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch, Layer
 from spectrain.kernels.linear_divergence import HeadTarget, most_likely
+from spectrain.models.kv_cache import TreeCache
+from spectrain.randomness import MASKED_PREFIXES, sequence_generator
+from spectrain.trees.base import DepthRollout, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
-from ..cache import TreeCache
-from ..errors import UserError
-from ..features import Batch, Layer
-from ..losses import Loss, head_loss
-from ..randomness import MASKED_PREFIXES, sequence_generator
-from ..shapes.base import DepthRollout, TreeBuilder
-from ..tree import TokenTree
 from .base import Drafter, Losses
-from .masks import add_blocks, mask_embeddings, start_masks
-from .models import small_model
+from .shared.losses import Loss, head_loss
+from .shared.masks import add_blocks, mask_embeddings, start_masks
+from .shared.small_models import small_model
 
 if TYPE_CHECKING:
-    from ..decode import Context
-    from ..target import Target
+    from spectrain.decoding.loop import Context
+    from spectrain.models.target import Target
 
 
 class Pard(Drafter):

@@ -7,9 +7,10 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from ..errors import UserError
-from ..provenance import versions
-from ..training.checkpoints import written_whole
+from spectrain.errors import UserError
+from spectrain.provenance import versions
+from spectrain.training.checkpoints import written_whole
+
 from .layout import Files, Layout, Portable, write_json
 from .layouts import detect, layout_for
 from .linter import check

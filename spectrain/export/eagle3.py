@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..drafters.eagle3 import LAYER, VARIANTS, default_layers
-from ..drafters.layers import llama_layer
-from ..errors import UserError
+from spectrain.drafters.eagle3 import LAYER, VARIANTS, default_layers
+from spectrain.drafters.shared.layers import llama_layer
+from spectrain.errors import UserError
+
 from .layout import Expected, Files, Finding, Layout, Portable
 from .targets import TargetFiles
 

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..drafters.eagle3 import default_layers
-from ..errors import UserError
+from spectrain.drafters.eagle3 import default_layers
+from spectrain.errors import UserError
+
 from .eagle3 import Eagle3Layout, Settings, prefixed, same, settings_of, variants_of
 from .layout import Files, Finding, Portable, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm

@@ -5,7 +5,7 @@ from pathlib import Path
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from ..errors import RunError, UserError
+from spectrain.errors import RunError, UserError
 
 
 def push(directory: Path, repo: str, private: bool) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..errors import UserError
+from spectrain.errors import UserError
+
 from .layout import Expected, Files, Finding, Layout, Portable, need, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles

@@ -17,7 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..errors import UserError
+from spectrain.errors import UserError
+
 from .targets import TargetFiles
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")

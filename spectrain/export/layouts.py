@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..errors import UserError, nearest
+from spectrain.errors import UserError, nearest
+
 from .flat import Flat
 from .huggingface import HuggingFace
 from .layout import Files, Layout

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..drafters.eagle3 import default_layers
-from ..errors import UserError
+from spectrain.drafters.eagle3 import default_layers
+from spectrain.errors import UserError
+
 from .eagle3 import Eagle3Layout, Settings, rope_of
 from .flat import Flat
 from .layout import PICKLED, Expected, Files, Finding, Layout

@@ -16,16 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..acceptance import Greedy
-from ..config import build
-from ..data.chat import render
-from ..data.readers import Embedded
-from ..decode import Generation, decode
-from ..drafters.vocabulary import VocabularyDrafter
-from ..features import Batch
-from ..shapes import Chain
-from ..target import Target
-from ..training.checkpoints import load_tensors
+from spectrain.data.chat import render
+from spectrain.data.readers import Embedded
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import Generation, decode
+from spectrain.drafters.shared.vocabulary import VocabularyDrafter
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
+from spectrain.settings.build import build
+from spectrain.training.checkpoints import load_tensors
+from spectrain.trees import Chain
+
 from .eagle3 import rope_of
 from .layout import Finding, Portable
 from .targets import TargetFiles

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UserError
+from spectrain.errors import UserError
+
 from .layout import Expected, Files, Finding, Layout, Portable, write_json, write_tensors
 from .serving import serve_vllm
 from .targets import TargetFiles

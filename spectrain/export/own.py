@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..drafters.eagle3 import VARIANTS
-from ..errors import UserError
-from ..provenance import versions
+from spectrain.drafters.eagle3 import VARIANTS
+from spectrain.errors import UserError
+from spectrain.provenance import versions
+
 from .eagle3 import Settings, completed, shapes_of
 from .layout import Expected, Files, Finding, Layout, Portable, write_json, write_tensors
 from .peft import shape_of

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import UserError
+from spectrain.errors import UserError
+
 from .layout import Expected, Files, Layout, Portable, write_json, write_tensors
 from .targets import TargetFiles
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..errors import UserError
+from spectrain.errors import UserError
+
 from .eagle3 import Eagle3Layout, Settings, prefixed, settings_of, variants_of
 from .layout import Files, Finding, Portable, need, write_json, write_tensors
 from .serving import serve_vllm

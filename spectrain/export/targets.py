@@ -12,10 +12,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from ..errors import UserError
-from ..loading import convert_smollm2
+from spectrain.errors import UserError
+from spectrain.models.loading import convert_smollm2
 
-LOADERS = {"tiny": "spectrain.loading.load_tiny", "smollm2": "spectrain.loading.load_smollm2"}
+LOADERS = {"tiny": "spectrain.models.loading.load_tiny", "smollm2": "spectrain.models.loading.load_smollm2"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
@@ -24,7 +24,7 @@ class TargetFiles:
 
     def __init__(self, said: str) -> None:
         self.said = said
-        self.settings: dict[str, Any] = {"_target_": "spectrain.loading.load_hf", "model": said}
+        self.settings: dict[str, Any] = {"_target_": "spectrain.models.loading.load_hf", "model": said}
         if said in LOADERS:
             self.settings = {"_target_": LOADERS[said]}
         elif Path(said).expanduser().is_dir():

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import UserError
+from spectrain.errors import UserError
 
 
 @contextmanager

@@ -17,10 +17,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..drafters.base import Drafter, Losses
-from ..errors import RunError, UserError
-from ..features import Batch
-from ..target import Target
+from spectrain.drafters.base import Drafter, Losses
+from spectrain.errors import RunError, UserError
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
+
 from .checkpoints import flatten_optimizer, gathered, tensors_of, unflatten_optimizer
 
 Sharding = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.acceptance import Greedy
 from spectrain.bench import rounds
 from spectrain.bench.engine import TOY, EngineBench, Sizes
 from spectrain.bench.identity import FAMILIES
@@ -21,13 +20,14 @@ from spectrain.bench.report import GOALS, gather, markdown, values
 from spectrain.bench.rounds import Course, Forced, Given, Place, Sample, engine_maker, evenly, given_paths, given_tree, set_out
 from spectrain.bench.speedup import AR, Parts, Roofline, gains, lines
 from spectrain.bench.training import gradients, losses, random_batch
-from spectrain.cli import main
-from spectrain.decode import prefill, propose
+from spectrain.cli.main import main
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.captured import Engine
+from spectrain.decoding.loop import prefill, propose
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.engine import Engine
-from spectrain.shapes import Chain, Eagle2, TreeBuilder
-from spectrain.target import Target
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 CPU = torch.device("cpu")
 SETTING = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "570", "toy": False, "date": "2026-01-01"}

@@ -14,7 +14,7 @@ from spectrain.bench import attention, correctness, kernels, measure
 from spectrain.bench.attention import Cell, Geometry, Problem, floor
 from spectrain.bench.kernels import TOY, KernelBench, Sizes
 from spectrain.bench.measure import Results, interleaved, paired_ratio, spread
-from spectrain.cli import main
+from spectrain.cli.main import main
 from spectrain.errors import UserError
 from spectrain.kernels.tree_attention import tree_attention_reference
 

@@ -10,7 +10,7 @@ import pytest
 from spectrain.bench.correctness import CHECKS, named
 from spectrain.bench.kernels import Sizes
 from spectrain.bench.report import GOALS, Evidence, against_goals, gather, markdown, meets, values
-from spectrain.cli import main
+from spectrain.cli.main import main
 
 SETTING = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "570", "toy": False, "date": "2026-01-01"}
 SHARES = {64: 0.5, 32: 0.4, 16: 0.3, 8: 0.2, 1: 0.1}

@@ -11,21 +11,21 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import spectrain
-from spectrain.acceptance import AcceptanceRule
-from spectrain.config import build, check_config
+from spectrain.cli.defaults import complete
 from spectrain.data.readers import Data
-from spectrain.data.writers import Sampling, Writer
+from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter
 from spectrain.eval.compare import Comparison
 from spectrain.eval.run import Evaluation
-from spectrain.evaluation import complete
-from spectrain.keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
-from spectrain.plan import Plan
-from spectrain.shapes import TreeBuilder
-from spectrain.sources import Source
-from spectrain.target import Target
-from spectrain.training.loop import Trainer
-from spectrain.training.tracking import Tracker
+from spectrain.features.sources import Source
+from spectrain.models.target import Target
+from spectrain.planning.plan import Plan
+from spectrain.regeneration.writers import Sampling, Writer
+from spectrain.runs.tracking import Tracker
+from spectrain.settings.build import build, check_config
+from spectrain.settings.keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
+from spectrain.training.trainer import Trainer
+from spectrain.trees import TreeBuilder
 
 ROOT = Path(__file__).parents[2]
 TINY = Path(spectrain.__file__).parent / "data" / "tiny"

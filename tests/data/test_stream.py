@@ -13,15 +13,15 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
-from spectrain.config import build
 from spectrain.data.chat import Example, tokenize
 from spectrain.data.dataset import Batches
 from spectrain.data.stream import Stream, StreamedDataset
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
-from spectrain.sources import Live
-from spectrain.target import Target
-from spectrain.training.loop import Trainer
+from spectrain.features.sources import Live
+from spectrain.models.target import Target
+from spectrain.settings.build import build
+from spectrain.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")

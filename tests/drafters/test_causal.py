@@ -11,22 +11,22 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-from spectrain.acceptance import Greedy
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decode import Context, decode
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import Context, decode
 from spectrain.drafters.causal import Causal
-from spectrain.drafters.models import check_tokenizer, cut_model
+from spectrain.drafters.shared.losses import DIVERGENCES, jensen_shannon
+from spectrain.drafters.shared.small_models import check_tokenizer, cut_model
 from spectrain.errors import UserError
 from spectrain.eval.baselines import generate, plain_model
-from spectrain.features import Batch
-from spectrain.loading import load_tiny
-from spectrain.losses import DIVERGENCES, jensen_shannon
-from spectrain.shapes import Chain, DySpec, Eagle2, Rollout, TreeBuilder
-from spectrain.sources import Live
-from spectrain.target import Target
+from spectrain.features.batch import Batch
+from spectrain.features.sources import Live
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
 from spectrain.training.checkpoints import load_tensors, tensors_of
-from spectrain.tree import TokenTree
+from spectrain.trees import Chain, DySpec, Eagle2, Rollout, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -10,18 +10,18 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from spectrain.acceptance import Greedy
-from spectrain.config import build
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decode import decode
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
-from spectrain.loading import load_tiny
-from spectrain.run import load_weights, save_drafter
-from spectrain.shapes import Chain, Eagle2, TreeBuilder
-from spectrain.sources import Live
-from spectrain.target import Target
-from spectrain.training.loop import Trainer, trained_groups
+from spectrain.features.sources import Live
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
+from spectrain.runs.run import load_weights, save_drafter
+from spectrain.settings.build import build
+from spectrain.training.trainer import Trainer, trained_groups
+from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 from .toys import FrozenHeads, Independent
 
@@ -163,7 +163,7 @@ def test_reloaded_equals_saved(name: str, target: Target, tmp_path: Path) -> Non
     save_drafter(tmp_path / "drafter", drafter, config)
     if drafter.trains_target:
         target.save(tmp_path / "target")
-        again = build({"_target_": "spectrain.loading.load_hf", "model": str(tmp_path / "target")})
+        again = build({"_target_": "spectrain.models.loading.load_hf", "model": str(tmp_path / "target")})
     else:
         again = target
     other = make(name, again)

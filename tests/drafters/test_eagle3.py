@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.cache import TreeCache
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3, _Eagle3Rollout
-from spectrain.drafters.vocabulary import Supervision
-from spectrain.features import Batch
-from spectrain.sources import Live
-from spectrain.target import Target
+from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.features.batch import Batch
+from spectrain.features.sources import Live
+from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
 
 
 def examples() -> Dataset:

@@ -12,22 +12,22 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from spectrain.acceptance import Greedy
-from spectrain.cli import main
-from spectrain.config import build
+from spectrain.cli.main import main
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset, collate
-from spectrain.decode import decode
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.errors import UserError
 from spectrain.eval.baselines import generate
-from spectrain.features import Batch
-from spectrain.loading import load_hf, load_tiny
-from spectrain.run import fresh_drafter, load_weights, save_drafter
-from spectrain.shapes import Chain
-from spectrain.sources import Live
-from spectrain.target import Target
-from spectrain.training.loop import Trainer
+from spectrain.features.batch import Batch
+from spectrain.features.sources import Live
+from spectrain.models.loading import load_hf, load_tiny
+from spectrain.models.target import Target
+from spectrain.runs.run import fresh_drafter, load_weights, save_drafter
+from spectrain.settings.build import build
+from spectrain.training.trainer import Trainer
+from spectrain.trees import Chain
 
 VOCAB, LAYERS = 97, 5
 SIZE: dict[str, Any] = {

@@ -13,10 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spectrain.config import build
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.adapters import adapters_off
 from spectrain.drafters.base import Drafter, Losses
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
@@ -24,16 +22,18 @@ from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.hydra import Hydra
 from spectrain.drafters.kangaroo import Kangaroo
-from spectrain.drafters.masks import add_blocks, mask_embeddings
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.pard import Pard
-from spectrain.features import Batch
+from spectrain.drafters.shared.losses import DIVERGENCES, UNNORMALISED, split_loss
+from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
+from spectrain.features.batch import Batch
+from spectrain.features.sources import Live
 from spectrain.kernels import linear_divergence as fused
-from spectrain.losses import DIVERGENCES, UNNORMALISED, split_loss
-from spectrain.packing import pack_linears
-from spectrain.sources import Live
-from spectrain.target import ATTENTION, Target
-from spectrain.training.loop import trained_groups
+from spectrain.models.lora import adapters_off
+from spectrain.models.prepacked import pack_linears
+from spectrain.models.target import ATTENTION, Target
+from spectrain.settings.build import build
+from spectrain.training.trainer import trained_groups
 
 LOSSES = ["cross_entropy", *DIVERGENCES]
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))

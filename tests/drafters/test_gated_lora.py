@@ -16,26 +16,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from spectrain.acceptance import AcceptanceRule, Accepted, Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.calibration import Calibration, Latency, Probe, calibrate, run_forced
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decode import Context, decode
+from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.calibration import Calibration, Latency, Probe, calibrate, run_forced
+from spectrain.decoding.guard import Guard
+from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.replay import Recorder
 from spectrain.drafters import gated_lora
 from spectrain.drafters.gated_lora import GatedLora
-from spectrain.drafters.masks import add_blocks, mask_embeddings
+from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
 from spectrain.errors import UserError
 from spectrain.eval.baselines import plain_model
-from spectrain.features import Batch, Features
-from spectrain.guard import Guard
-from spectrain.loading import load_tiny
-from spectrain.replay import Recorder
-from spectrain.run import load_weights, save_drafter
-from spectrain.shapes import Auto, Cast, Chain, Eagle2, Rollout, Sequoia, Static, TreeBuilder
-from spectrain.sources import Live
-from spectrain.target import Target
-from spectrain.tree import TokenTree
-from tests.test_guard import Switch
+from spectrain.features.batch import Batch, Features
+from spectrain.features.sources import Live
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
+from spectrain.runs.run import load_weights, save_drafter
+from spectrain.trees import Auto, Cast, Chain, Eagle2, Rollout, Sequoia, Static, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+from tests.decoding.test_guard import Switch
 
 MASKS, LIMIT = 3, 24
 STRATEGIES = ("quadratic", "linear")

@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.acceptance import Greedy
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decode import Context, decode, prefill
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import Context, decode, prefill
 from spectrain.drafters.hydra import Hydra, _Path
-from spectrain.drafters.vocabulary import Supervision
+from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.errors import UserError
-from spectrain.features import Batch, Features
-from spectrain.shapes import Chain, DySpec, Eagle2, OptTree, Rollout, Static, TreeBuilder
-from spectrain.sources import Live
-from spectrain.target import Target
-from spectrain.training.loop import Trainer
-from spectrain.tree import TokenTree
+from spectrain.features.batch import Batch, Features
+from spectrain.features.sources import Live
+from spectrain.models.target import Target
+from spectrain.training.trainer import Trainer
+from spectrain.trees import Chain, DySpec, Eagle2, OptTree, Rollout, Static, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
 HEADS = 3
 PREFIX = pytest.mark.parametrize("prefix", [False, True], ids=["hydra", "hydra++"])

@@ -13,19 +13,19 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from spectrain.acceptance import Greedy
-from spectrain.cli import dispatch
+from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decode import decode
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
 from spectrain.drafters.kangaroo import Kangaroo
+from spectrain.drafters.shared.losses import DIVERGENCES
 from spectrain.errors import UserError
-from spectrain.features import Batch
-from spectrain.losses import DIVERGENCES
-from spectrain.shapes import Chain, Eagle2
-from spectrain.sources import Live
-from spectrain.target import Target
-from spectrain.training.loop import Trainer, trained_groups
+from spectrain.features.batch import Batch
+from spectrain.features.sources import Live
+from spectrain.models.target import Target
+from spectrain.training.trainer import Trainer, trained_groups
+from spectrain.trees import Chain, Eagle2
 
 VOCAB, LAYERS = 83, 4
 SIZE: dict[str, Any] = {

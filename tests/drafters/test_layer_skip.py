@@ -13,15 +13,15 @@ from omegaconf import OmegaConf
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from spectrain.acceptance import Greedy
-from spectrain.config import build
-from spectrain.decode import decode
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
 from spectrain.drafters.layer_skip import LayerSkipping, own_answers, search
 from spectrain.errors import UserError
 from spectrain.eval.baselines import generate
-from spectrain.run import load_weights, save_drafter
-from spectrain.shapes import Chain
-from spectrain.target import Target
+from spectrain.models.target import Target
+from spectrain.runs.run import load_weights, save_drafter
+from spectrain.settings.build import build
+from spectrain.trees import Chain
 
 VOCAB = 600  # an output layer as large as two layers, so that leaving out more is not always worth it
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9, 3, 22, 17, 30, 4]]

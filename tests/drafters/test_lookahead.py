@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.acceptance import AcceptanceRule, Accepted, Greedy, Match
-from spectrain.decode import Context, decode
+from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy, Match
+from spectrain.decoding.guard import Guard
+from spectrain.decoding.loop import Context, decode
 from spectrain.drafters.lookahead import Lookahead
 from spectrain.errors import UserError
-from spectrain.features import Features
-from spectrain.guard import Guard
-from spectrain.shapes import Chain, Eagle2, TreeBuilder
-from spectrain.target import Target
-from spectrain.tree import TokenTree
+from spectrain.features.batch import Features
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
 LIMIT = 40
 TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")

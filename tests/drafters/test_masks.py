@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.drafters.masks import Blocks, add_blocks, mask_embeddings, start_masks
+from spectrain.drafters.shared.masks import Blocks, add_blocks, mask_embeddings, start_masks
 from spectrain.eval.baselines import plain_model
-from spectrain.features import Batch
-from spectrain.target import Target
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
 
 LENGTHS = (17, 11, 14)
 MASKS = 4

@@ -13,21 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.acceptance import Greedy
-from spectrain.calibration import Calibration, Latency
-from spectrain.cli import dispatch
+from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decode import Context, decode, prefill
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.calibration import Calibration, Latency
+from spectrain.decoding.loop import Context, decode, prefill
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
-from spectrain.features import Batch, Features
-from spectrain.loading import load_hf, load_tiny
-from spectrain.shapes import Auto, Cartesian, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Static, TreeBuilder
-from spectrain.sources import Live
-from spectrain.target import Target
-from spectrain.training.loop import Trainer, trained_groups
-from spectrain.tree import TokenTree
+from spectrain.features.batch import Batch, Features
+from spectrain.features.sources import Live
+from spectrain.models.loading import load_hf, load_tiny
+from spectrain.models.target import Target
+from spectrain.training.trainer import Trainer, trained_groups
+from spectrain.trees import Auto, Cartesian, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Static, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
 HEADS = 3
 ADAPTATIONS: dict[str, dict[str, Any]] = {

@@ -5,11 +5,11 @@ import time
 import pytest
 import torch
 
-from spectrain.decode import Context
+from spectrain.decoding.loop import Context
 from spectrain.drafters.ngram import Index, Ngram
-from spectrain.features import Features
-from spectrain.shapes import Chain
-from spectrain.target import Target
+from spectrain.features.batch import Features
+from spectrain.models.target import Target
+from spectrain.trees import Chain
 
 
 def searched(tokens: list[int], depth: int, longest: int, shortest: int) -> list[int]:

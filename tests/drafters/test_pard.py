@@ -11,24 +11,24 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_module
 from torch import Tensor, nn
 
-from spectrain.acceptance import Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.calibration import calibrate
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decode import Context, decode
-from spectrain.drafters.masks import add_blocks
+from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.calibration import calibrate
+from spectrain.decoding.guard import Guard
+from spectrain.decoding.loop import Context, decode
 from spectrain.drafters.pard import Pard
+from spectrain.drafters.shared.masks import add_blocks
 from spectrain.errors import UserError
 from spectrain.eval.baselines import plain_model
-from spectrain.features import Batch
-from spectrain.guard import Guard
-from spectrain.loading import load_tiny
-from spectrain.run import load_weights, save_drafter
-from spectrain.shapes import Auto, Cast, Chain, DySpec, Eagle2, Rollout, Sequoia, Static, TreeBuilder
-from spectrain.sources import Live
-from spectrain.target import Target
-from spectrain.tree import TokenTree
-from tests.test_guard import Switch
+from spectrain.features.batch import Batch
+from spectrain.features.sources import Live
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
+from spectrain.runs.run import load_weights, save_drafter
+from spectrain.trees import Auto, Cast, Chain, DySpec, Eagle2, Rollout, Sequoia, Static, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+from tests.decoding.test_guard import Switch
 
 DRAFTS, LIMIT = 4, 20
 ARCHITECTURE: dict[str, Any] = {

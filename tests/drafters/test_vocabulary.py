@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.medusa import Medusa
-from spectrain.drafters.vocabulary import Supervision
-from spectrain.features import Batch
-from spectrain.losses import DIVERGENCES, UNNORMALISED
-from spectrain.sources import Live
-from spectrain.target import Target
+from spectrain.drafters.shared.losses import DIVERGENCES, UNNORMALISED
+from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.features.batch import Batch
+from spectrain.features.sources import Live
+from spectrain.models.target import Target
 
 LOSSES = ["cross_entropy", *DIVERGENCES]
 STEPS = [0, 1, 3]

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spectrain.cache import TreeCache
-from spectrain.decode import Context
+from spectrain.decoding.loop import Context
 from spectrain.drafters.base import Drafter, Losses
-from spectrain.features import Batch
-from spectrain.shapes import Rollout, TreeBuilder
-from spectrain.target import ATTENTION, Target
-from spectrain.tree import TokenTree
+from spectrain.features.batch import Batch
+from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import ATTENTION, Target
+from spectrain.trees import Rollout, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
 
 def cross_entropy(logits: Tensor, batch: Batch, shift: int) -> tuple[Tensor, Tensor, Tensor]:

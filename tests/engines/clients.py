@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from spectrain.decode import Generation
+from spectrain.decoding.loop import Generation
 
 ROWS = 4  # prompts decoded together
 MAX_LENGTH = 512

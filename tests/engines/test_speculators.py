@@ -21,9 +21,9 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.export.converter import convert, read_drafter
 from spectrain.export.measure import instantiate
 from spectrain.export.targets import TargetFiles
-from spectrain.features import Batch
-from spectrain.run import save_drafter
-from spectrain.target import Target
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
+from spectrain.runs.run import save_drafter
 
 STEPS = 3
 TINY = TargetFiles("tiny")

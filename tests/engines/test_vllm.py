@@ -26,19 +26,19 @@ pytest.importorskip("vllm")
 
 from omegaconf import OmegaConf
 
-from spectrain.acceptance import Greedy
-from spectrain.decode import Generation, decode
+from spectrain.cli.export import export
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import Generation, decode
 from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.run import prompt_tokens
 from spectrain.eval.summary import write_whole
-from spectrain.export.command import export
 from spectrain.export.converter import read_drafter
 from spectrain.export.measure import instantiate
-from spectrain.loading import load_smollm2
+from spectrain.models.loading import load_smollm2
+from spectrain.models.target import Target
 from spectrain.provenance import provenance
-from spectrain.shapes import Chain
-from spectrain.target import Target
+from spectrain.trees import Chain
 
 from .clients import ROWS, Answers, Counts, counted, offline, served
 

@@ -14,16 +14,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spectrain import cli
-from spectrain.acceptance import Greedy
+from spectrain.cli import main as cli
+from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.comparison import Scored, Way, check_same, join, ratio_interval, recommend
 from spectrain.eval.memory import Held, extra_memory, own_bytes
 from spectrain.eval.report import print_comparison
-from spectrain.shapes import Chain
-from spectrain.target import Target
+from spectrain.models.target import Target
+from spectrain.trees import Chain
 
 TOKENS = 2000
 COMMON = ("target=tiny", "eval.limit=3", "eval.max_new_tokens=12", "compare.batch=3", "compare.training_free=[ngram]")

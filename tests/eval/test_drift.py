@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.acceptance import Greedy, Typical
-from spectrain.decode import Generation, decode
+from spectrain.decoding.acceptance import Greedy, Typical
+from spectrain.decoding.loop import Generation, decode
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.drift import Text, own_answers, quality, rule_drift, target_drift
 from spectrain.eval.metrics import Turn
-from spectrain.loading import load_tiny
-from spectrain.shapes import Chain
-from spectrain.target import Target
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
+from spectrain.trees import Chain
 
 
 def texts() -> list[Text]:

@@ -10,14 +10,14 @@ import pytest
 import torch
 import transformers as hf
 
-from spectrain.acceptance import Greedy
+from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.drift import Text, own_answers, quality
 from spectrain.eval.exits import exit_quality, plot_exits
 from spectrain.eval.run import Evaluation
-from spectrain.shapes import Chain
-from spectrain.target import Target
+from spectrain.models.target import Target
+from spectrain.trees import Chain
 
 VOCAB = 64
 SIZE: dict[str, Any] = {

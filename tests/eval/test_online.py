@@ -13,21 +13,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spectrain.acceptance import Greedy
-from spectrain.cli import dispatch
+from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import collate
-from spectrain.decode import Generation, decode
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.replay import Recorder, collate_replays, replays
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.eval.metrics import Turn
 from spectrain.eval.online import Online, curve, supervised
 from spectrain.eval.run import Evaluation
-from spectrain.features import Batch
-from spectrain.replay import Recorder, collate_replays, replays
-from spectrain.shapes import Chain, Eagle2, TreeBuilder
-from spectrain.target import Target
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 LIMIT = 14
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}

@@ -14,15 +14,15 @@ import pytest
 import torch
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from spectrain.acceptance import Greedy
+from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.drafts import Drafted, choose, output_texts, positions
 from spectrain.eval.page import write_report
 from spectrain.eval.run import Evaluation
-from spectrain.shapes import Chain, Eagle2, TreeBuilder
-from spectrain.target import Target
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
              "--disable-sync", "--no-first-run"]  # fmt: skip

@@ -9,17 +9,26 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spectrain.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling, Traversal, Typical
-from spectrain.decode import Context, decode
+from spectrain.decoding.acceptance import (
+    AcceptanceRule,
+    Block,
+    Greedy,
+    Match,
+    Recursive,
+    SpeculativeSampling,
+    Traversal,
+    Typical,
+)
+from spectrain.decoding.loop import Context, decode
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import identity
 from spectrain.eval.run import Evaluation, prompt_tokens
-from spectrain.features import Features
-from spectrain.shapes import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
-from spectrain.target import ATTENTION, Target
-from spectrain.tree import TokenTree
+from spectrain.features.batch import Features
+from spectrain.models.target import ATTENTION, Target
+from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
 LIMIT = 12
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}

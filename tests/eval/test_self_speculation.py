@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from spectrain.acceptance import Block, Greedy, SpeculativeSampling
-from spectrain.cli import dispatch, main
-from spectrain.decode import decode
+from spectrain.cli.main import dispatch, main
+from spectrain.decoding.acceptance import Block, Greedy, SpeculativeSampling
+from spectrain.decoding.loop import decode
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.layer_skip import LayerSkipping, search
 from spectrain.drafters.ngram import Ngram
-from spectrain.drafters.selfdraft import SelfDrafter
+from spectrain.drafters.shared.self_speculation import SelfDrafter
 from spectrain.errors import UserError
 from spectrain.eval import baselines
 from spectrain.eval import summary as summaries
@@ -27,9 +27,9 @@ from spectrain.eval.drift import own_answers, target_drift
 from spectrain.eval.exits import exit_quality
 from spectrain.eval.metrics import Turn
 from spectrain.eval.run import Evaluation, prompt_tokens
-from spectrain.loading import load_hf, load_tiny
-from spectrain.shapes import Chain
-from spectrain.target import Target
+from spectrain.models.loading import load_hf, load_tiny
+from spectrain.models.target import Target
+from spectrain.trees import Chain
 
 LIMIT = 10
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}

@@ -9,8 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from spectrain.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.decode import Generation, decode
+from spectrain.decoding.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
@@ -20,9 +21,8 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.run import Evaluation
 from spectrain.eval.sweep import Grid, exit_systems, prune_systems
-from spectrain.pruning import Pruning
-from spectrain.shapes import Chain, Eagle2, Static, TreeBuilder
-from spectrain.target import Target
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 
 LIMIT = 10
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spectrain.target import Target
+from spectrain.models.target import Target
 
 
 def eagle3_tensors(target: Target, prefix: str, draft_vocab: int, generator: torch.Generator) -> dict[str, Tensor]:

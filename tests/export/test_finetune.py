@@ -8,14 +8,14 @@ import pytest
 from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
-from spectrain import run
-from spectrain.config import check_config
+from spectrain.cli.defaults import complete
 from spectrain.data.readers import FOLDER
-from spectrain.evaluation import complete
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
-from spectrain.keys import TRAIN_KEYS
-from spectrain.target import Target
+from spectrain.models.target import Target
+from spectrain.runs import run
+from spectrain.settings.build import check_config
+from spectrain.settings.keys import TRAIN_KEYS
 
 from .foreign import specforge, write
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spectrain import cli
+from spectrain.cli import main as cli
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Embedded
 from spectrain.drafters.base import Drafter
@@ -22,10 +22,10 @@ from spectrain.export.layouts import detect
 from spectrain.export.linter import check, lint
 from spectrain.export.measure import misread
 from spectrain.export.targets import TargetFiles
-from spectrain.run import save_drafter
-from spectrain.sources import Live
-from spectrain.target import Target
-from spectrain.training.loop import Trainer
+from spectrain.features.sources import Live
+from spectrain.models.target import Target
+from spectrain.runs.run import save_drafter
+from spectrain.training.trainer import Trainer
 
 from . import foreign
 from .test_converter import CASES, ours, settings_for

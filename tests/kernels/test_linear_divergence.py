@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spectrain.bench.divergence import systems
+from spectrain.drafters.shared.losses import DIVERGENCES, UNNORMALISED, divergence, forward_kl, jensen_shannon, split_loss
 from spectrain.kernels.linear_divergence import (
     HeadTarget,
     Judged,
@@ -25,7 +26,6 @@ from spectrain.kernels.linear_divergence import (
     target_over,
     total_entropy,
 )
-from spectrain.losses import DIVERGENCES, UNNORMALISED, divergence, forward_kl, jensen_shannon, split_loss
 
 ROWS, WIDTH, VOCAB, WHOLE = 7, 5, 11, 17
 NAMES = ["cross_entropy", *DIVERGENCES]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spectrain.kernels.tree_attention import Visibility, tree_attention_reference
-from spectrain.tree import TokenTree
+from spectrain.trees.token_tree import TokenTree
 
 WIDTH = 4
 Inputs = tuple[Tensor, Tensor, Tensor, Visibility]

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.acceptance import Accepted, Greedy
-from spectrain.decode import Context, Generation, decode
+from spectrain.decoding.acceptance import Accepted, Greedy
+from spectrain.decoding.captured import Engine
+from spectrain.decoding.loop import Context, Generation, decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.engine import Engine
-from spectrain.features import Batch
+from spectrain.features.batch import Batch
 from spectrain.kernels import kv_append, kv_commit, tree_verify
 from spectrain.kernels import tree_attention as module
 from spectrain.kernels.tree_attention import (
@@ -31,9 +31,9 @@ from spectrain.kernels.tree_attention import (
     tree_attention,
     tree_attention_reference,
 )
-from spectrain.shapes import Chain, Eagle2, TreeBuilder
-from spectrain.target import Target
-from spectrain.tree import TokenTree
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
 
 triton = pytest.importorskip("triton", reason="triton is not installed, so there are no kernels to interpret")
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])

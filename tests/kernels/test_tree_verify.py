@@ -25,8 +25,8 @@ from spectrain.kernels.tree_verify import (
     tree_recursive,
     tree_recursive_reference,
 )
-from spectrain.tree import TokenTree
-from tests.walking import walk
+from spectrain.trees.token_tree import TokenTree
+from tests.decoding.walking import walk
 
 triton = pytest.importorskip("triton", reason="triton is not installed, so there are no kernels to interpret")
 tl = triton.language

@@ -15,11 +15,11 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.errors import RunError, UserError
-from spectrain.features import Batch
-from spectrain.sources import Live
-from spectrain.target import Target
+from spectrain.features.batch import Batch
+from spectrain.features.sources import Live
+from spectrain.models.target import Target
 from spectrain.training import checkpoints
-from spectrain.training.loop import Trainer
+from spectrain.training.trainer import Trainer
 
 
 def dataset(count: int = 12) -> Dataset:

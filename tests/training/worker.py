@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
-from spectrain.features import Batch
-from spectrain.loading import load_tiny
-from spectrain.sources import Live
-from spectrain.target import Target
-from spectrain.training.loop import Trainer
+from spectrain.features.batch import Batch
+from spectrain.features.sources import Live
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
+from spectrain.training.trainer import Trainer
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3": ("eagle3.Eagle3", {"ttt_steps": 2, "vocab_size": 256}),

@@ -1,0 +1,381 @@
+"""`spectrain chat`: talk to the target through a drafter; what each round accepted is coloured as it comes."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from spectrain.data.readers import Embedded
+from spectrain.decoding.calibration import calibrate
+from spectrain.decoding.loop import Generation
+from spectrain.errors import UserError, nearest
+from spectrain.eval.run import prompt_tokens
+from spectrain.eval.systems import Choice, Decoder, System, describe
+from spectrain.models.prepacked import pack_linears
+from spectrain.models.target import Target
+from spectrain.runs.run import load_drafter, load_target
+from spectrain.settings.build import build
+
+COLOURS = ("green", "cyan", "magenta", "yellow", "blue")  # of one round after the other
+REFRESH = 0.05  # seconds between two pictures of a terminal: more often is not seen, and takes time
+LEAST = 16  # tokens that an answer must have room for
+TORN = "\ufffd"  # what decoding gives for the first bytes of a character
+COMMANDS = {
+    "/help": "this list",
+    "/drafter": "switch drafting off, and on again (/drafter on, /drafter off)",
+    "/again": "the last answer anew: after /drafter, the same words at another speed",
+    "/stats": "tokens per second and per forward so far, with the drafter and without",
+    "/reset": "forget the conversation",
+    "/exit": "leave; so does Ctrl-D, while Ctrl-C stops an answer",
+}
+
+
+class Piece(NamedTuple):
+    """Text that one token completed."""
+
+    text: str
+    round: int  # 0: the token that the prefill gives
+    drafted: bool  # by the drafter, as opposed to the target's own token at the end of each round
+
+
+class Stream:
+    """An answer as text while its rounds come in. A character is held back until all of its bytes are there."""
+
+    def __init__(self, target: Target) -> None:
+        self.tokenizer, self.stop_ids = target.tokenizer, target.stop_ids
+        self.tokens: list[int] = []  # of the answer, without those that end it
+        self.seen = 0  # tokens of the generation
+        self.start = self.shown = 0  # tokens that are decoded again, as what precedes a token can change its text; tokens shown
+
+    def read(self, generation: Generation) -> list[Piece]:
+        """What is new since the last call."""
+        places = [(0, False)]
+        places += [(turn, step < count) for turn, count in enumerate(generation.accepted, 1) for step in range(1, count + 1)]
+        new = list(zip(generation.output, places))[self.seen :]
+        self.seen += len(new)
+        return [Piece(self._add(token), *place) for token, place in new if token not in self.stop_ids]
+
+    def rest(self) -> str:
+        """What is still held back at the end: a character that was cut."""
+        before, self.shown = self._text(self.start, self.shown), len(self.tokens)
+        return self._text(self.start, self.shown)[len(before) :]
+
+    def _add(self, token: int) -> str:
+        self.tokens.append(token)
+        before, text = self._text(self.start, self.shown), self._text(self.start, len(self.tokens))
+        if text.endswith(TORN):
+            return ""
+        self.start, self.shown = self.shown, len(self.tokens)
+        return text[len(before) :]
+
+    def _text(self, first: int, last: int) -> str:
+        return str(self.tokenizer.decode(self.tokens[first:last], clean_up_tokenization_spaces=False))
+
+
+@dataclass
+class Speed:
+    """What was decoded in one way."""
+
+    answers: int = 0
+    tokens: int = 0  # emitted by rounds
+    rounds: int = 0  # forwards of the target
+    seconds: float = 0.0
+
+    def add(self, generation: Generation) -> Speed:
+        self.answers += 1
+        self.tokens += max(0, len(generation.output) - 1)  # none where the prefill was interrupted
+        self.rounds += len(generation.accepted)
+        self.seconds += generation.finish_seconds
+        return self
+
+    @property
+    def per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def per_forward(self) -> float:
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.per_second:.1f} tokens/s, {self.per_forward:.2f} tokens per forward"
+
+
+class Plain:
+    """The answer alone, as it comes, on a stdout that is no terminal; everything else goes to stderr."""
+
+    def __init__(self) -> None:
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    @contextmanager
+    def answering(self) -> Iterator[Plain]:
+        yield self
+        print(flush=True)
+
+    def show(self, pieces: list[Piece], status: str) -> None:
+        print("".join(piece.text for piece in pieces), end="", flush=True)
+
+    def note(self, text: str) -> None:
+        self.console.print(text, markup=False)
+
+
+class Screen(Plain):
+    """A terminal: finished lines stay, the one that is being written and the status line under it are drawn anew."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+    @contextmanager
+    def answering(self) -> Iterator[Screen]:
+        self.line, self.status, self.drawn = Text(), "reading", 0.0
+        self.live = Live(console=self.console, auto_refresh=False, vertical_overflow="visible")
+        with self.live:
+            self._draw()
+            try:
+                yield self
+            finally:
+                self.status = ""
+                self._draw()
+
+    def show(self, pieces: list[Piece], status: str) -> None:
+        for piece in pieces:
+            self.line.append(piece.text.replace("\x1b", ""), style=style_of(piece))
+        self.status = status
+        if time.monotonic() - self.drawn > REFRESH:
+            self._draw()
+
+    def note(self, text: str) -> None:
+        self.console.print(text, style="dim", markup=False)
+
+    def _draw(self) -> None:
+        """Print the lines that will not change any more above the others."""
+        *whole, last = self.line.split("\n", allow_blank=True)
+        *full, self.line = last.wrap(self.console, self.console.width) or [Text()]
+        below = [Text(self.status, style="dim", no_wrap=True, overflow="ellipsis")] if self.status else []
+        with self.console:  # one write, so that nothing flickers
+            if finished := [*whole, *full]:
+                self.console.print(Group(*finished))
+            self.live.update(Group(self.line, *below), refresh=True)
+        self.drawn = time.monotonic()
+
+
+def style_of(piece: Piece) -> str:
+    """Drafted tokens have the colour of their round; the target's own token, which ends it, is dim and underlined."""
+    return COLOURS[piece.round % len(COLOURS)] if piece.drafted else "dim underline"
+
+
+@dataclass
+class Chat:
+    """A conversation in the terminal: answers of at most `max_new_tokens`, after a `system` message where one is given."""
+
+    max_new_tokens: int = 512
+    system: str | None = None  # a message that comes before all others
+    engine: Choice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 2:
+            raise UserError(f"chat.max_new_tokens={self.max_new_tokens}: use 2 or more")
+
+    def run(self, config: DictConfig, folder: Path, once: str | None = None) -> None:
+        """Load what `config` names, then answer line by line, or `once` and no more."""
+        target = load_target(config, folder)
+        if not target.tokenizer.chat_template:
+            raise UserError(
+                "target: its tokenizer has no chat template; use an instruction-tuned model or add one to the tokenizer"
+            )
+        if self.max_new_tokens + LEAST > target.max_length:
+            raise UserError(
+                f"chat.max_new_tokens={self.max_new_tokens}: the context of {target.name} has {target.max_length}; use less"
+            )
+        system = self.prepared(config, folder, target)
+        console = Console(highlight=False)
+        screen = Screen(console) if console.is_terminal and not console.is_dumb_terminal else Plain()
+        talk = Talk(self, target, system, screen)
+        if once is not None:
+            if talk.ask(once) is None:
+                raise UserError(
+                    f"--once: the text leaves no room for an answer in the {target.max_length} tokens of the context"
+                )
+            return
+        talk.go_on()
+
+    def prepared(self, config: DictConfig, folder: Path, target: Target) -> System:
+        """The drafter with its tree and rule, calibrated where it needs that."""
+        rule, builder = build(config.acceptance), build(config.tree)
+        target.pack()
+        drafter = load_drafter(config, folder, target).to(target.device, target.dtype).eval()
+        pack_linears(drafter)
+        if not drafter.copies_text:
+            rule.check(builder.children, builder.is_chain)
+        openings = [messages[:1] for messages in Embedded(limit=8).conversations()]
+        drafter.calibrate(target, lambda: [prompt_tokens(target, opening) for opening in openings], builder.depth)
+        if builder.needs:
+            calibrate(target, drafter, [builder], rule, [prompt_tokens(target, opening) for opening in openings])
+        return System("drafter", describe(builder), drafter, builder, rule)
+
+
+@dataclass
+class Talk:
+    """One conversation: what was said, and how fast."""
+
+    settings: Chat
+    target: Target
+    system: System
+    screen: Plain
+    drafting: bool = True
+    turn: int = 0  # keys the random draws of an answer
+    speeds: dict[bool, Speed] = field(default_factory=lambda: {True: Speed(), False: Speed()})  # drafting or not
+
+    def __post_init__(self) -> None:
+        self.opening = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
+        self.messages: list[dict[str, str]] = []
+        self.decoder = Decoder(self.target, self.system.rule.matched(), self.settings.engine)
+        why = self.decoder.why_eager(self.system)
+        if self.settings.engine == "captured" and why is not None:
+            raise UserError(f"chat.engine=captured: {why}; use chat.engine=eager")
+
+    def go_on(self) -> None:
+        """Answer line by line to the end of the input, or /exit."""
+        asks = sys.stdin.isatty()
+        if asks:
+            with suppress(ImportError):  # not everywhere; it gives input() its line editing and its history
+                import readline  # noqa: F401
+            self.screen.note(self.greeting)
+        while True:
+            try:
+                if asks:
+                    print()
+                line = input("> " if asks else "").strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                if not asks:
+                    raise
+                self.screen.note("\n/exit or Ctrl-D leaves")
+                continue
+            if re.fullmatch(r"/[a-z]+( \w+)?", line):
+                if line == "/exit":
+                    return
+                self.command(line)
+            elif line:
+                self.ask(line)
+
+    @property
+    def greeting(self) -> str:
+        drafter = type(self.system.drafter).__name__
+        slow = "; the first answers take a while, as rounds are compiled" if self.decoder.why_eager(self.system) is None else ""
+        return (
+            f"{self.target.name} through {drafter}, {self.system.label}, acceptance {self.system.rule.name}{slow}.\n"
+            "Tokens in one colour were drafted and accepted together; dim and underlined ones are the target's own. "
+            "/help lists what else there is."
+        )
+
+    def ask(self, text: str) -> Generation | None:
+        """Answer, and remember both; None where the text leaves no room for an answer."""
+        self.messages.append({"role": "user", "content": text})
+        prompt = self.fitting()
+        limit = min(self.settings.max_new_tokens, self.target.max_length - len(prompt))
+        if limit < LEAST:
+            self.messages.pop()
+            self.screen.note(
+                f"{len(prompt)} tokens leave no room for an answer in {self.target.max_length}; say it in fewer words"
+            )
+            return None
+        self.turn += 1
+        return self.answer(prompt, limit)
+
+    def fitting(self) -> list[int]:
+        """The conversation's tokens. Where it has outgrown the target's context, its oldest turns are left out, with a word."""
+        forgotten = 0
+        while True:
+            prompt = prompt_tokens(self.target, [*self.opening, *self.messages])
+            if len(self.messages) < 3 or len(prompt) + self.settings.max_new_tokens <= self.target.max_length:
+                break
+            self.messages, forgotten = self.messages[2:], forgotten + 1
+        if forgotten:
+            turns = f"{forgotten} oldest turns were" if forgotten > 1 else "oldest turn was"
+            self.screen.note(f"(the {turns} left out: the conversation has outgrown {self.target.max_length} tokens)")
+        return prompt
+
+    def answer(self, prompt: list[int], limit: int) -> Generation:
+        """Decode an answer, showing it as it comes; what an interrupt leaves of it counts as the answer."""
+        system = self.system if self.drafting else None
+        stream, latest = Stream(self.target), Generation(prompt)
+        stopped = False
+
+        def watch(generations: list[Generation]) -> None:
+            nonlocal latest
+            latest = generations[0]
+            self.screen.show(stream.read(latest), self.status(latest))
+
+        with self.screen.answering():
+            try:
+                (latest,) = self.decoder(system, [prompt], limit, [self.turn], watch)
+            except KeyboardInterrupt:
+                stopped = True
+            self.screen.show([Piece(stream.rest(), 0, False)], self.status(latest))
+        said = [token for token in latest.output if token not in self.target.stop_ids]
+        if said:
+            self.messages.append({"role": "assistant", "content": str(self.target.tokenizer.decode(said))})
+        else:
+            self.messages.pop()
+        ending = "stopped; " if stopped else "" if latest.output[-1:] != said[-1:] else f"cut at {limit} tokens; "
+        self.screen.note(ending + self.status(latest))
+        self.speeds[self.drafting].add(latest)
+        return latest
+
+    def status(self, generation: Generation) -> str:
+        how = "" if self.drafting else ", drafter off"
+        return f"{len(generation.output)} tokens, {Speed().add(generation)}{how}"
+
+    def command(self, line: str) -> None:
+        """Do what a line that begins with a slash says."""
+        name, _, word = line.partition(" ")
+        if name not in COMMANDS:
+            self.screen.note(f"{name}: there is no such command; {nearest(name, COMMANDS)}")
+        elif word and (name != "/drafter" or word not in ("on", "off")):
+            self.screen.note(f"{line}: say {name}" + (", /drafter on or /drafter off" if name == "/drafter" else ""))
+        elif name == "/drafter":
+            self.drafting = word == "on" if word else not self.drafting
+            self.screen.note("drafting" if self.drafting else "the target alone, a forward for every token")
+        elif name == "/again":
+            self.again()
+        elif name == "/reset":
+            self.messages = []
+            self.screen.note("forgotten")
+        elif name == "/stats":
+            self.screen.console.print(self.table())
+        else:
+            for known, meaning in COMMANDS.items():
+                self.screen.note(f"{known:10}{meaning}")
+
+    def again(self) -> None:
+        """Answer the last question once more, with the same random draws."""
+        if not self.messages:
+            return self.screen.note("/again: nothing was asked yet")
+        self.messages.pop()
+        question = self.messages.pop()["content"]
+        self.turn -= 1
+        self.ask(question)
+
+    def table(self) -> Table:
+        table = Table(box=None, header_style="dim")
+        for title in ("", "answers", "tokens", "tokens/s", "tokens/forward"):
+            table.add_column(title, justify="right" if title else "left")
+        rows: dict[str, Any] = {"drafter": self.speeds[True], "target alone": self.speeds[False]}
+        for name, speed in rows.items():
+            table.add_row(name, f"{speed.answers}", f"{speed.tokens}", f"{speed.per_second:.1f}", f"{speed.per_forward:.2f}")
+        if all(speed.per_second for speed in rows.values()):
+            table.add_row("ratio", "", "", f"{self.speeds[True].per_second / self.speeds[False].per_second:.2f}", "")
+        return table

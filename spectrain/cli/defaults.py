@@ -1,0 +1,74 @@
+"""What `spectrain eval` and `chat` leave unsaid: settings of the run that is named, then the defaults of training."""
+
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from spectrain.errors import UserError
+from spectrain.runs.run import drafter_directory, saved_description
+
+
+def complete(config: DictConfig) -> tuple[DictConfig, Path]:
+    """The whole configuration of an evaluation or a chat, and the folder that it belongs to.
+
+    A group that the command chose (tree=chain) replaces the run's; single keys (tree.depth=4) change it.
+    """
+    named = "_target_" in (config.get("drafter") or {})
+    if config.run is None and not named:
+        raise UserError(
+            "run: say whose drafter, as in run=runs/NAME, or run=DIR of a drafter directory, or take one that needs no "
+            "training, as in drafter=ngram"
+        )
+    defaults = compose("train", overrides=["drafter=ngram"])
+    whole: dict[str, Any] = {key: defaults[key] for key in ("target", "drafter", "tree", "acceptance", "eval", "trainer")}
+    folder = Path(config.run) if config.run is not None else Path("runs") / "eval"
+    if config.run is not None:
+        whole |= saved_settings(folder, named, config.get("target"))
+    for group in ("target", "drafter", "tree", "acceptance", "eval"):
+        asked = config.get(group)
+        if asked is not None:
+            keeps = "_target_" not in asked and whole.get(group)
+            whole[group] = OmegaConf.merge(_plain(whole[group]), _plain(asked)) if keeps else asked
+    completed = OmegaConf.create({**{k: _plain(v) for k, v in whole.items()}, "run": str(folder)})
+    prompts = completed.eval.get("prompts")
+    asked = config.get("eval") or {}
+    if asked.get("prompts") is not None and "limit" in completed.eval and "limit" not in asked:
+        completed.eval.pop("limit")  # the run's limit was for the run's own prompts
+    if prompts is not None and "name" not in completed.eval:
+        with open_dict(completed):
+            completed.eval.name = Path(prompts).stem
+    for key in config:
+        if key not in completed:
+            with open_dict(completed):
+                completed[key] = config[key]  # unknown: the schema check will say so
+    return completed, folder
+
+
+def saved_settings(folder: Path, named: bool, target: Any) -> dict[str, Any]:
+    """The settings that a run folder or a drafter directory keeps; `target` is what the command says of it, if anything."""
+    directory = drafter_directory(folder)
+    if directory is None:
+        if named:
+            return {}
+        raise UserError(f"run={folder}: there is no drafter in it; give a run folder or a drafter directory")
+    try:
+        description = saved_description(directory, target)
+        saved = {key: description[key] for key in ("drafter", "target")}
+        saved |= {key: description[key] for key in ("tree", "acceptance") if description.get(key)}
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{directory / 'config.json'}: this is not a drafter's description ({error!r})") from error
+    saved["recipe_name"] = description.get("recipe")
+    if (folder / "config.yaml").exists():
+        config: Any = OmegaConf.load(folder / "config.yaml")
+        saved |= {key: config[key] for key in ("data", "trainer", "eval") if config.get(key)}
+    if not (saved.get("eval") or {}).get("_target_"):
+        saved.pop("eval", None)
+    return saved
+
+
+def _plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node

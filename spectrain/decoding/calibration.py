@@ -1,0 +1,311 @@
+"""What tree builders are prepared with, measured on this machine with this target and drafter: what is kept, what it costs.
+
+Shapes: B batch, D depth, K children of a node, V vocabulary. Both are measured by builders that decode like any other one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
+from spectrain.models.device import wait
+from spectrain.models.target import Target
+from spectrain.randomness import DRAFT, generator, gumbel
+from spectrain.trees.base import Rollout, Round, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+
+from .acceptance import AcceptanceRule, Greedy, Recursive, Sampling, Traversal, normalised, ratio, without
+from .loop import Context, decode
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds by number of nodes, at contexts of a few lengths; between measured sizes linear, beyond them too."""
+
+    verify_seconds: dict[int, dict[int, float]]  # context -> nodes -> a target forward with its acceptance
+    step_seconds: dict[int, dict[int, float]]  # context -> nodes -> one more draft step over so many nodes
+    start_seconds: float  # the first draft step, which also reads what was accepted
+
+    def verify(self, nodes: float, context: int = 0) -> float:
+        return _between(self.verify_seconds[_bucket(self.verify_seconds, context)], nodes)
+
+    def step(self, nodes: float, context: int = 0) -> float:
+        return _between(self.step_seconds[_bucket(self.step_seconds, context)], nodes)
+
+    def draft(self, levels: int, width: float, context: int = 0) -> float:
+        """A draft of so many levels, every one after the first over `width` nodes."""
+        return self.start_seconds + (levels - 1) * self.step(width, context)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """`hits[d][k]`: how often the k-th child at depth d + 1 is the one kept, where the path above it is right."""
+
+    hits: list[list[float]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)  # places measured at each depth
+    latency: Latency | None = None
+
+    @property
+    def chances(self) -> list[float]:
+        """The same whatever the depth, over all places."""
+        weights = np.asarray(self.counts, dtype=float)[:, None]
+        return list((np.asarray(self.hits) * weights).sum(0) / weights.sum())
+
+    def save(self, path: Path) -> None:
+        latency = None if self.latency is None else vars(self.latency)
+        path.write_text(json.dumps({"hits": self.hits, "counts": self.counts, "latency": latency}, indent=1) + "\n")
+
+
+def calibrate(
+    target: Target,
+    drafter: Drafter,
+    builders: list[TreeBuilder],
+    rule: AcceptanceRule,
+    prompts: list[list[int]],
+    max_new_tokens: int = 64,
+) -> Calibration | None:
+    """Measure what builders need, on prompts that are not those of the evaluation, and prepare them. None: they need nothing.
+
+    They share the measurement, so they must choose children in the same way.
+    """
+    needs = {need for builder in builders for need in builder.needs}
+    if not needs:
+        return None
+    hits, counts, latency = [], [], None
+    if "hits" in needs:
+        deepest = max((builder for builder in builders if "hits" in builder.needs), key=lambda builder: builder.depth)
+        forced = run_forced(target, drafter, deepest, rule, prompts, max_new_tokens)
+        hits, counts = forced.hits, [count for count in forced.counts if count]
+        _check_rolled_out(deepest, any(counts))
+    if "latency" in needs:
+        largest = max((builder for builder in builders if "latency" in builder.needs), key=lambda builder: builder.budget)
+        latency = measure_latency(target, drafter, prompts, largest)
+    calibration = Calibration(hits, counts, latency)
+    for builder in builders:
+        builder.prepare(calibration)
+    return calibration
+
+
+def run_forced(
+    target: Target,
+    drafter: Drafter,
+    builder: TreeBuilder,
+    rule: AcceptanceRule,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+) -> Forced:
+    """Decode prompts autoregressively, then once more with every draft right."""
+    forced = Forced({}, builder, rule)
+    for row, prompt in enumerate(prompts):
+        (answer,) = decode(target, [prompt], rule.matched(), max_new_tokens, rows=[row])
+        forced.sequences = {row: answer.prompt + answer.output}
+        decode(target, [prompt], rule.matched(), max_new_tokens, drafter, forced, rows=[row])
+    return forced
+
+
+class Forced(TreeBuilder):
+    """Proposes a chain of what is known to follow, running the drafter over it, and notes what it would have proposed.
+
+    All of it is kept, so its speed is the ceiling that a better drafter could reach with this depth.
+    """
+
+    name = "forced"
+    is_chain = True
+
+    def __init__(self, sequences: dict[int, list[int]], builder: TreeBuilder, rule: AcceptanceRule, width: int = 10) -> None:
+        self.sequences, self.builder, self.rule, self.width = sequences, builder, rule, width
+        self.depth, self.budget, self.drafted = builder.depth, builder.depth + 1, builder.depth - 1
+        self.sums = torch.zeros(self.depth, width, dtype=torch.float64)
+        self.counts = [0] * self.depth
+        self.levels: list[Tensor] = []  # log q [B, V] after each node of this round's chain
+        self.rollout: Rollout | None = None
+
+    @property
+    def hits(self) -> list[list[float]]:
+        return [(self.sums[d] / count).tolist() for d, count in enumerate(self.counts) if count]
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        self.levels, self.rollout = [], rollout
+        known = [
+            self.sequences[row][length + 1 : length + 1 + self.depth]
+            for row, length in zip(context.rows.tolist(), context.cache.lengths.tolist())
+        ]
+        width = min(self.reach(rollout), max(1, max(map(len, known))))
+        known = [tokens[:width] for tokens in known]
+        device = context.root.device
+        tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in known], device=device)
+        valid = torch.tensor([[True] + [n < len(tokens) for n in range(width)] for tokens in known], device=device)
+        log_q = rollout.start()
+        for level in range(width):
+            self.levels.append(log_q[:, 0])
+            if level + 1 < width:
+                log_q = rollout.extend(tokens[:, level : level + 1], torch.full_like(tokens[:, :1], level))
+        return TokenTree.chain(torch.cat([context.root[:, None], tokens], dim=1), valid)
+
+    def observe(self, round: Round) -> None:
+        """Add each child's chance of being kept at every place that was really reached."""
+        for b in range(len(round.counts) if self.rollout is not None else 0):  # None: the drafter drafts by itself
+            drafted = int((round.tree.valid & round.tree.emitted)[b].sum()) > 1  # else nothing was ready to draft
+            for level in range(min(int(round.counts[b]), len(self.levels)) if drafted else 0):
+                logits = round.logits[b, level]
+                chances = self._chances(logits, self.levels[level][b], level)
+                self.sums[level, : len(chances)] += torch.tensor(chances, dtype=torch.float64)
+                self.counts[level] += 1
+
+    def _chances(self, logits: Tensor, log_q: Tensor, level: int) -> list[float]:
+        """The chance of each child, in the order the builder would choose or draw them, to be the kept one."""
+        assert self.rollout is not None
+        if isinstance(self.rule, Sampling):
+            p = self.rule.shape(logits).double().softmax(-1)
+        else:
+            p = torch.zeros_like(logits, dtype=torch.float64)
+            p[logits.argmax()] = 1
+        width = min(self.width, len(log_q))
+        if self.builder.children == "deterministic":
+            return p[self.rollout.to_target(log_q.topk(width).indices)].tolist()
+        log_q = (log_q.double() / self.builder.temperature).log_softmax(-1)
+        source = generator(DRAFT, self.builder.seed, level, self.counts[level])
+        drop = self.builder.children == "without_replacement"
+        if drop:
+            drawn = (log_q + gumbel((len(log_q),), source).to(log_q.device)).topk(width).indices
+        else:
+            drawn = torch.multinomial(log_q.exp().cpu(), width, replacement=True, generator=source).to(log_q.device)
+        tokens = self.rollout.to_target(drawn)
+        if not isinstance(self.rule, (Recursive, Traversal)):
+            return p[tokens].tolist()
+        q = torch.zeros_like(p)
+        q[self.rollout.to_target(torch.arange(len(log_q), device=log_q.device))] = log_q.exp()
+        chances, left = [], 1.0
+        for token in tokens.tolist():
+            keep = float(ratio(p[token], q[token]))
+            chances.append(left * keep)
+            left *= 1 - keep
+            p = normalised((p - q).clip(0), p)
+            q = without(q, token) if drop else q
+        return chances
+
+
+class Known(TreeBuilder):
+    """The same chain for rounds that ask the device nothing: what is known is there beforehand, and nothing is noted."""
+
+    name = "known"
+    is_chain = True
+    is_fixed = True
+    keeps_drafted = True
+
+    def __init__(self, forced: Forced) -> None:
+        self.forced, self.depth, self.budget, self.drafted = forced, forced.depth, forced.budget, forced.drafted
+        self.texts: dict[tuple[int, int], Tensor] = {}  # by size, always in one place; beyond a text's end there are zeros
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        batch, length = context.tokens.shape
+        if not context.round:
+            texts = [self.forced.sequences[row][:length] for row in context.rows.tolist()]
+            text = torch.tensor([text + [0] * (length - len(text)) for text in texts], device=context.tokens.device)
+            self.texts.setdefault((batch, length), torch.empty_like(text)).copy_(text)
+        depth = self.reach(rollout)
+        places = context.cache.lengths[:, None] + 1 + torch.arange(depth, device=context.tokens.device)
+        tokens = self.texts[batch, length].gather(1, places.clamp(max=length - 1))
+        rollout.start()
+        for level in range(depth - 1):
+            rollout.extend(tokens[:, level : level + 1], torch.full_like(tokens[:, :1], level))
+        return TokenTree.chain(torch.cat([context.root[:, None], tokens], dim=1))
+
+
+def measure_latency(
+    target: Target, drafter: Drafter, prompts: list[list[int]], builder: TreeBuilder, repeats: int = 5
+) -> Latency:
+    """Time verification and draft steps over up to the builder's budget of nodes, behind the shortest and longest prompt."""
+    sizes = [size for size in SIZES if size < builder.budget] + [builder.budget]
+    verify: dict[int, dict[int, float]] = {}
+    step: dict[int, dict[int, float]] = {}
+    starts: list[float] = []
+    limit = 2 * len(sizes) * (repeats + 1)  # rounds that emit one token, and as many again for lucky ones or empty drafts
+    for prompt in {len(prompt): prompt for prompt in (min(prompts, key=len), max(prompts, key=len))}.values():
+        probe = Probe(sizes)
+        prompt = prompt[: max(1, target.max_length - limit)]
+        decode(target, [prompt], Greedy(), limit, drafter, probe, ignore_eos=True)
+        _check_rolled_out(builder, probe.number > 0)
+        length = len(prompt) + limit // 2
+        verify[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.verify.items() if times}
+        step[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.step.items() if times}
+        starts += probe.start[1:]
+    return Latency(verify, step, float(np.median(starts)))
+
+
+class Probe(TreeBuilder):
+    """Proposes random tokens after the root, one number of them after another, to time them."""
+
+    name = "probe"
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.number, self.asked = sizes, 0, False
+        self.depth = self.budget = max(sizes)
+        self.drafted = max(sizes)
+        self.verify: dict[int, list[float]] = {size: [] for size in sizes}
+        self.step: dict[int, list[float]] = {size: [] for size in sizes}
+        self.start: list[float] = []
+        self.in_steps, self.size = 0.0, 1
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        self.size = size = self.sizes[self.number % len(self.sizes)]
+        vocab_size = rollout.start().shape[-1]
+        source = torch.Generator().manual_seed(self.number)
+        ids = torch.stack([torch.randperm(vocab_size, generator=source)[:size] for _ in context.root])
+        tokens = rollout.to_target(ids.to(context.root.device))
+        wait(tokens.device)
+        began = time.perf_counter()
+        rollout.extend(tokens, torch.zeros_like(tokens))
+        wait(tokens.device)
+        self.in_steps = time.perf_counter() - began
+        self.step[size].append(self.in_steps)
+        self.asked = True
+        nodes = torch.cat([context.root[:, None], tokens[:, : size - 1]], dim=1)
+        parents = torch.zeros_like(nodes)
+        parents[:, 0] = -1
+        return TokenTree.of(nodes, parents)
+
+    def observe(self, round: Round) -> None:
+        if not self.asked:
+            return  # the drafter drafts by itself
+        self.asked = False
+        if int((round.tree.valid & round.tree.emitted)[0].sum()) < self.size:
+            return  # it had nothing ready: the size comes again
+        self.number += 1
+        self.start.append(round.seconds["draft"] - self.in_steps)
+        self.verify[self.size].append(round.seconds["verify"] + round.seconds["accept"])
+
+
+def _check_rolled_out(builder: TreeBuilder, rolled_out: bool) -> None:
+    if not rolled_out:
+        raise UserError(
+            f"tree={builder.name}: it is prepared by watching the drafter draft step by step, and this drafter copies text; "
+            "use tree=chain"
+        )
+
+
+def _between(table: dict[int, float], nodes: float) -> float:
+    """Linear interpolation; beyond the ends the nearest segment goes on."""
+    sizes = sorted(table)
+    if len(sizes) == 1:
+        return table[sizes[0]]
+    right = min(max(bisect_left(sizes, nodes), 1), len(sizes) - 1)
+    low, high = sizes[right - 1], sizes[right]
+    return table[low] + (table[high] - table[low]) * (nodes - low) / (high - low)
+
+
+def _bucket(table: dict[int, Any], context: int) -> int:
+    """The nearest measured context that is not shorter, else the longest."""
+    return min((length for length in table if length >= context), default=max(table))

@@ -1,0 +1,72 @@
+"""Never much slower: drafting stops while it does not pay, and is tried again later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from spectrain.errors import UserError
+
+
+class Guard:
+    """Decides before every round whether to draft, from what drafted rounds gained and cost so far, over all prompts.
+
+    Everything is in autoregressive steps, the time of a round without a draft. A drafted round gains the tokens it emits and
+    costs its time. While the running mean of the last `window` rounds is not positive, decoding is autoregressive and
+    saves up for a try: each of its tokens may be followed by `allowance` / 2 steps of loss, so that what is lost to tries
+    stays below half the allowance; the other half covers the start of a stream that never pays: `window` rounds, or fewer
+    that lose `window` steps.
+    """
+
+    def __init__(self, allowance: float = 0.05, window: int = 8, cost: Callable[[int], float] | None = None) -> None:
+        if not 0 < allowance < 1:
+            raise UserError(f"guard allowance={allowance}: use more than 0 and less than 1")
+        self.allowance, self.window = allowance, window
+        self.cost = cost  # of a round that runs so many nodes; without it, the seconds measured
+        self.step: float | None = None  # mean cost of a round without a draft
+        self.gain = 0.0  # running mean of tokens - cost over drafted rounds
+        self.loss = 0.0  # the largest loss that a try is expected to make
+        self.savings = 0.0
+        self.num_plain = self.num_drafted = 0
+        self.fallen = False  # drafting has stopped
+        self.held: tuple[float, float] | None = None  # tokens and cost of a round that asked the drafter and got nothing yet
+
+    def drafts(self) -> bool:
+        """Whether the next round drafts. The first two do not: they measure a step."""
+        if self.num_plain < 2:
+            return False
+        if self.held is not None:
+            return True
+        return not self.fallen or self.savings >= self.loss
+
+    def record(self, drafted: bool, tokens: float, cost: float, proposed: bool = True) -> None:
+        """A round emitted `tokens` a row and cost so much, in any unit that is the same for all rounds.
+
+        A drafter that had nothing to propose may have been getting ready, so its round is judged together with the next one.
+        """
+        if drafted and not proposed and self.held is None:
+            self.held = (tokens, cost)
+            return
+        if not drafted:
+            self.num_plain += 1
+            self.step = cost if self.step is None else self.step + (cost - self.step) / min(self.num_plain, 64)
+            if self.fallen:
+                self.savings += self.allowance / 2 * tokens
+            return
+        assert self.step is not None
+        rounds = 1
+        if self.held is not None:
+            tokens, cost, rounds, self.held = tokens + self.held[0], cost + self.held[1], 2, None
+        gain = tokens - cost / self.step
+        self.num_drafted += rounds
+        self.gain += (gain - self.gain) / min(self.num_drafted, self.window)
+        if self.fallen:
+            self.savings = min(0.0, self.savings + gain) if gain < 0 else self.savings + gain
+        self.loss = max(0.0, cost / self.step - rounds)
+        if self.gain > 0:
+            self.fallen = False
+        elif not self.fallen and (self.num_drafted >= self.window or -self.gain * self.num_drafted >= self.window):
+            self.fallen, self.savings = True, 0.0
+
+    def summary(self) -> dict[str, int | bool]:
+        """What it did, for a report."""
+        return {"drafted_rounds": self.num_drafted, "plain_rounds": self.num_plain, "fallen_back": self.fallen}

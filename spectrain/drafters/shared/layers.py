@@ -1,0 +1,134 @@
+"""Blocks that families share. Shapes: B batch, T tokens, H query heads, K key-value heads, D head size, W width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from spectrain.models.attention import causal_attention
+from spectrain.models.replaced_forward import attend_behind
+
+if TYPE_CHECKING:
+    from spectrain.models.kv_cache import TreeCache
+    from spectrain.models.target import Target
+
+
+def llama_layer(config: Any) -> dict[str, Any]:
+    """Settings of one Llama layer with the width, heads and rotary embedding of a model's (text) configuration."""
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in rope and "rope_type" not in rope:  # one entry per kind of layer: take full attention's
+        rope = rope.get("full_attention", {})
+    return {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "max_position_embeddings": config.max_position_embeddings,
+        **({"rope_parameters": dict(rope)} if rope else {}),
+    }
+
+
+def llama_config(target: Target, changes: dict[str, Any] | None = None) -> LlamaConfig:
+    """One Llama layer of the target's width, heads and rotary embedding: the shape that engines expect of a drafter."""
+    layer = {**llama_layer(target.config), **(changes or {})}
+    return LlamaConfig(num_hidden_layers=1, vocab_size=target.head.vocab_size, **layer)
+
+
+class Attention(nn.Module):
+    """Rotary attention over `in_width` inputs, with grouped key-value heads."""
+
+    def __init__(self, config: LlamaConfig, in_width: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(in_width, config.num_attention_heads * config.head_dim, bias=False)
+        self.k_proj = nn.Linear(in_width, config.num_key_value_heads * config.head_dim, bias=False)
+        self.v_proj = nn.Linear(in_width, config.num_key_value_heads * config.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=False)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, T, D], keys and values [B, K, T, D], positions already rotated in."""
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = apply_rotary_pos_emb(q, k, *rope)
+        return q.to(v.dtype), k.to(v.dtype), v  # under autocast the rotary product comes out wider
+
+    def output(self, attended: Tensor) -> Tensor:
+        """[B, H, T, D] -> [B, T, W]"""
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+    def causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] | None = None) -> Tensor:
+        """Attention in training: causal, in each of packed documents of these lengths by itself."""
+        return self.output(causal_attention(q, k, v, lengths))
+
+    def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor | None, layer: int = 0) -> Tensor:
+        """Attention in decoding: append to the cache, see its committed tokens and the nodes in `visible` [B, T, M], or
+        without it the new tokens up to the own one."""
+        batch, _, length, _ = q.shape
+        if visible is None and cache.is_empty:
+            cache.append(layer, k, v)
+            return self.causal(q, k, v)
+        if visible is None:
+            visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(batch, -1, -1)
+        if torch.compiler.is_compiling():
+            return self.o_proj(attend_behind(q, k, v, visible, cache, layer, self.head_dim**-0.5).flatten(2))
+        return self.output(cache.attend(layer, q, k, v, cache.sees(visible), self.head_dim**-0.5))
+
+
+class Mlp(nn.Module):
+    """Llama's gated feed-forward block."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(W x + b), with W and b zero at first: it starts as the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+def rotary(config: LlamaConfig) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The rotary embedding of a configuration: cosines and sines from a tensor (for its dtype) and position ids.
+
+    Not a submodule of the drafter, for casting one to bfloat16 would round its frequencies; so it follows by itself to where
+    the drafter is, once: a copy from the host in every forward would make a GPU wait, and a CUDA graph refuses it.
+    """
+    module = LlamaRotaryEmbedding(config)
+
+    def rotate(x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if module.inv_freq.device != x.device:
+            module.to(x.device)
+        return module(x, position_ids)
+
+    return rotate
+
+
+@torch.no_grad()
+def norm_scale(target: Target) -> Tensor | None:
+    """What the target's final norm multiplies by, [W], however it is stored; None where it is no RMS norm."""
+    ones = torch.ones(1, 1, target.width, device=target.device, dtype=target.dtype)
+    above, below = (target.normed(sign * ones)[0, 0].float() for sign in (1, -1))
+    if not torch.allclose(above, -below) or not above.any():
+        return None
+    return above * (1 + getattr(target.config, "rms_norm_eps", 1e-6)) ** 0.5

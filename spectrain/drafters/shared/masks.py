@@ -1,0 +1,133 @@
+"""Mask tokens: places behind a prefix that ask a model what comes further on.
+
+Shapes: B batch, T tokens, M masks in a row, N = T + M, K different masks, D width.
+
+Behind the prefix that ends at position i, the j-th mask, from 0, stands at position i + 1 + j and predicts token i + 2 + j;
+token i + 1 is what the model says at i itself. It sees the prefix and the masks before it, and nothing sees it from outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.features.batch import Batch
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A batch with blocks of masks behind some of its prefixes: one forward trains all of them."""
+
+    tokens: Tensor  # [B, N] the sequence, then the masks as token 0
+    positions: Tensor  # [B, N]
+    numbers: Tensor  # [B, N] which mask, from 0; -1 at ordinary tokens
+    visible: Tensor | tuple[Tensor, ...]  # [B, N, N], or of each packed document [1, N, N]
+    supervised: Tensor  # [B, N] masks whose answer is a token of the assistant
+    answers: Tensor  # [B, N] the token after the one at the same position: what a mask there should say
+    places: Tensor  # [B, N] where in the batch the token at the same position stands
+    anchors: Tensor  # [B, N] where among these N it stands: at an ordinary token, its own place
+    lengths: tuple[int, ...] | None = None  # of packed documents, each with its masks behind its tokens
+
+    @property
+    def ordinary(self) -> Tensor:
+        """[B, N] bool, the batch's own tokens."""
+        return self.anchors == torch.arange(self.anchors.shape[1], device=self.anchors.device)
+
+    def weights(self, asked: Tensor, batch: Batch) -> Tensor:
+        """[R] what each place in `asked` [B, N] counts: so much that a document counts as many terms as it has tokens that
+        carry loss, whatever it is batched with."""
+        count, device = (len(asked) if self.lengths is None else len(self.lengths)), asked.device
+        document, owner = torch.arange(count, device=device)[:, None], torch.arange(count, device=device)[:, None]
+        if self.lengths is not None and batch.lengths is not None:
+            document, owner = (
+                torch.arange(count).repeat_interleave(torch.tensor(lengths)).to(device)[None]
+                for lengths in (self.lengths, batch.lengths)
+            )
+        tokens = torch.bincount(owner.expand_as(batch.tokens)[batch.loss_mask], minlength=count)
+        mine = document.expand_as(asked)[asked]
+        return (tokens / torch.bincount(mine, minlength=count).clamp(min=1))[mine]
+
+
+def add_blocks(batch: Batch, prefixes: list[list[tuple[int, int]]]) -> Blocks:
+    """Put blocks behind prefixes, given for every document as (position i of its last token, number of masks)."""
+    if batch.lengths is None:
+        return _blocks(batch.tokens, batch.predicts, prefixes)
+    pairs = zip(batch.tokens.split(batch.lengths, dim=1), batch.predicts.split(batch.lengths, dim=1))
+    return _joined([_blocks(tokens, predicts, [given]) for (tokens, predicts), given in zip(pairs, prefixes)], batch.lengths)
+
+
+def _joined(parts: list[Blocks], lengths: tuple[int, ...]) -> Blocks:
+    """The blocks of packed documents, in one row."""
+
+    def beside(tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors, dim=1)
+
+    sizes = tuple(part.tokens.shape[1] for part in parts)
+    tokens_before, places_before = accumulate(lengths, initial=0), accumulate(sizes, initial=0)
+    return Blocks(
+        beside([part.tokens for part in parts]),
+        beside([part.positions for part in parts]),
+        beside([part.numbers for part in parts]),
+        tuple(part.visible for part in parts if isinstance(part.visible, Tensor)),
+        beside([part.supervised for part in parts]),
+        beside([part.answers for part in parts]),
+        beside([part.places + before for part, before in zip(parts, tokens_before)]),
+        beside([part.anchors + before for part, before in zip(parts, places_before)]),
+        sizes,
+    )
+
+
+def _blocks(tokens: Tensor, predicts: Tensor, prefixes: list[list[tuple[int, int]]]) -> Blocks:
+    """The same for documents of a row each, [B, T]."""
+    count, length = tokens.shape
+    places = [[(b, i, j) for b, (i, size) in enumerate(row) for j in range(size)] for row in prefixes]
+    width = max(map(len, places), default=0)
+    filled = [row + [(-1 - n, 0, -1) for n in range(width - len(row))] for row in places]  # padding: blocks of their own
+    device = tokens.device
+    block, prefix, number = torch.tensor(filled, dtype=torch.int64, device=device).view(count, width, 3).unbind(-1)
+    order = torch.arange(length, device=device)
+    ordinary = (order <= order[:, None]).expand(count, -1, -1)
+    together = (block[:, :, None] == block[:, None]) & (number[:, None] <= number[:, :, None])
+    above = torch.cat([ordinary, ordinary.new_zeros(count, length, width)], dim=2)
+    below = torch.cat([order <= prefix[..., None], together], dim=2)
+    positions = torch.cat([order.expand(count, -1), (prefix + 1 + number).clamp(max=length - 1)], dim=1)
+    numbers = torch.cat([torch.full_like(tokens, -1), number], dim=1)
+    inside = torch.cat([torch.zeros_like(predicts), (number >= 0) & (prefix + 2 + number < length)], dim=1)
+    return Blocks(
+        torch.cat([tokens, torch.zeros_like(number)], dim=1),
+        positions,
+        numbers,
+        torch.cat([above, below], dim=1),
+        inside & predicts.gather(1, positions),
+        tokens.roll(-1, dims=1).gather(1, positions),
+        positions,
+        positions,
+    )
+
+
+@contextmanager
+def mask_embeddings(embedding: nn.Module, vectors: Tensor, numbers: Tensor) -> Iterator[None]:
+    """Let the tokens that `numbers` [B, N] marks be embedded as mask vectors [K, D]; with one vector, all of them as that."""
+    masks, rows = (numbers >= 0)[..., None], numbers.clamp(0, len(vectors) - 1)
+
+    def replace(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return torch.where(masks, nn.functional.embedding(rows, vectors).to(output.dtype), output)
+
+    handle = embedding.register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def start_masks(embedding: nn.Module, count: int) -> Tensor:
+    """Mask vectors [K, D] to begin with: the mean embedding, told apart by noise of the embeddings' own spread."""
+    weight: Tensor = embedding.weight  # type: ignore[assignment]
+    every = embedding(torch.arange(len(weight), device=weight.device)).float()  # some scale what they look up
+    return every.mean(0) + 0.1 * every.std() * torch.randn(count, every.shape[1], device=every.device)

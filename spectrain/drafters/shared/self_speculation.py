@@ -1,0 +1,75 @@
+"""Families that draft with a part of the target itself. Shapes: B batch, F frontier nodes, V vocabulary, D target width."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from spectrain.errors import UserError
+from spectrain.models.partial_forward import Level, Shallow
+from spectrain.trees.base import Rollout, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+
+from ..base import Drafter
+
+if TYPE_CHECKING:
+    from spectrain.decoding.loop import Context
+    from spectrain.models.target import Head, Target
+
+
+class SelfDrafter(Drafter):
+    """Runs the target without some of its layers to draft, in the target's own cache, and verifies from the first of them.
+
+    A round with a chain of d drafts calls every layer below that one d + 1 times, over one node each, and every other layer
+    that drafts d times for drafting; verifying is one call over d + 1 nodes of the layers from there on.
+    """
+
+    exit_layer: int  # layers that a draft step runs lie before it
+    skipped: Collection[int] = ()  # but not these
+    head: Head
+    is_captured = True
+    settles_drafts = True
+
+    @property
+    def verified_from(self) -> int:  # type: ignore[override]
+        return min((self.exit_layer, *self.skipped))
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        context.shallow = Shallow(context, self.exit_layer, self.skipped, self.layers)
+        return budget.grow(context, SelfRollout(self, context.shallow, context.root))
+
+    def log_q(self, level: Level) -> Tensor:
+        """[B, F, V] what is drafted after nodes: here the target's own head, on the final norm of the last layer run."""
+        return self.head.logits(level.seen.at("final")).log_softmax(-1)
+
+    def drafting_weights(self, target: Target) -> nn.Module:
+        layers = [layer for index, layer in enumerate(target.layers[: self.exit_layer]) if index not in self.skipped]
+        return nn.ModuleList([*layers, self.head.output, *self.children()])
+
+
+class SelfRollout(Rollout):
+    """One round: every node goes through the drafting layers once."""
+
+    def __init__(self, drafter: SelfDrafter, shallow: Shallow, root: Tensor) -> None:
+        self.drafter, self.shallow, self.root = drafter, shallow, root
+
+    def start(self) -> Tensor:
+        return self.drafter.log_q(self.shallow.start(self.root))
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self.drafter.log_q(self.shallow.extend(tokens, parents))
+
+
+def exit_of(target: Target, exit_layer: int | None) -> int:
+    """The exit that was asked for, or a quarter of the way."""
+    if target.num_layers < 2:
+        raise UserError(f"drafter.exit_layer: {target.name} has one layer, so no part of it can draft")
+    if exit_layer is None:
+        return max(1, target.num_layers // 4)
+    if not 1 <= exit_layer < target.num_layers:
+        raise UserError(
+            f"drafter.exit_layer={exit_layer}: {target.name} has {target.num_layers} layers; use 1 to {target.num_layers - 1}"
+        )
+    return exit_layer

@@ -1,0 +1,112 @@
+"""Small causal LMs that families draft with: cut from the target, loaded, or made afresh."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from spectrain.errors import UserError
+from spectrain.models.target import ATTENTION, Target
+
+
+def small_model(target: Target, num_layers: int | None, model: str | None, architecture: dict[str, Any] | None) -> Target:
+    """A trainable model with the target's tokenizer, from one of three places: `num_layers` of the target, by default a
+    quarter; a directory or a name on the hub; or a transformers configuration."""
+    asked = {"num_layers": num_layers, "model": model, "architecture": architecture}
+    given = [key for key, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise UserError(f"drafter.{given[1]}: drafter.{given[0]} says already where the drafter comes from; give one of them")
+    if model is not None:
+        inner: Any = load_model(model, target)
+    elif architecture is not None:
+        inner = fresh_model(architecture, target)
+    else:
+        inner = cut_model(target, max(1, target.num_layers // 4) if num_layers is None else num_layers)
+    known, rows = len(target.tokenizer), inner.get_input_embeddings().weight.shape[0]
+    if rows < known:
+        key = "model" if model is not None else "architecture"
+        raise UserError(
+            f"drafter.{key}: its vocab_size is {rows}, below the {known} tokens of the tokenizer; use as many or more"
+        )
+    inner.config._attn_implementation = ATTENTION
+    found = Target(inner, target.tokenizer, "drafter", model or "")
+    found.requires_grad_(True)
+    return found
+
+
+def cut_model(target: Target, num_layers: int) -> nn.Module:
+    """A copy of the target with `num_layers` of its layers, evenly spaced, the first and the last among them."""
+    if not 1 <= num_layers < target.num_layers:
+        raise UserError(f"drafter.num_layers={num_layers}: {target.name} has {target.num_layers} layers; use fewer, at least 1")
+    if target.sharding != "none":
+        raise UserError(
+            f"target.sharding={target.sharding}: a drafter cannot be cut from it; give drafter.model or drafter.architecture"
+        )
+    last = target.num_layers - 1
+    kept = sorted({round(place * last / max(num_layers - 1, 1)) for place in range(num_layers)})
+    config: Any = copy.deepcopy(target.model.config)
+    text = config.get_text_config()
+    text.num_hidden_layers = num_layers
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[layer] for layer in kept]
+    model: Any = type(target.model)(config)
+    mine, theirs = model.get_decoder(), target.decoder
+    names = {f"layers.{old}.": f"layers.{new}." for new, old in enumerate(kept)}
+    weights = {}
+    for name, tensor in theirs.state_dict().items():
+        layer = next((old for old in names if name.startswith(old)), None)
+        if layer is not None:
+            weights[names[layer] + name.removeprefix(layer)] = tensor
+        elif not name.startswith("layers."):
+            weights[name] = tensor
+    mine.load_state_dict(weights)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.copy_(target.head.output.weight)
+    return model.float()  # whatever the target's type: it is trained in float32 and cast to decode
+
+
+def fresh_model(architecture: dict[str, Any], target: Target) -> nn.Module:
+    """A model of a transformers configuration, with random weights; its vocabulary is the target's unless it names one."""
+    settings = {"vocab_size": target.head.vocab_size, "max_position_embeddings": target.max_length, **architecture}
+    try:
+        kind = settings.pop("model_type", "llama")
+        config = AutoConfig.for_model(kind, **settings)
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"drafter.architecture: transformers cannot build it ({str(error).splitlines()[0]})") from error
+    return model.float()
+
+
+def load_model(path: str, target: Target) -> nn.Module:
+    """A model whose tokenizer is the target's, from a directory or the hub."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"drafter.model={path}: it cannot be loaded ({str(error).strip().splitlines()[0]}); give a directory or a name"
+        ) from error
+    check_tokenizer(tokenizer, target.tokenizer, path)
+    return model
+
+
+def check_tokenizer(mine: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse another tokenizer: the same tokens must have the same ids, special ones too. Embeddings may be padded."""
+    ours, other = mine.get_vocab(), theirs.get_vocab()
+    differing = sorted(token for token in {*ours, *other} if ours.get(token) != other.get(token))
+    specials = [
+        f"{name} {getattr(mine, name)!r} against {getattr(theirs, name)!r}"
+        for name in ("bos_token", "eos_token")
+        if getattr(mine, name) != getattr(theirs, name)
+    ]
+    if differing or specials:
+        shown = [f"{token!r} is {ours.get(token)} against {other.get(token)}" for token in differing[:3]]
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise UserError(
+            f"drafter.model={path}: its tokenizer is not the target's ({'; '.join([*shown, *specials])}{more}); use a model of "
+            "the same family"
+        )

@@ -1,0 +1,142 @@
+"""The draft vocabulary, and what the target says in it. Shapes: B batch, T tokens, V draft vocabulary, R supervised rows.
+
+Index t of a drafter that reads features has seen the target's state at t and predicts token t + 2 at its first draft step,
+for token t + 1 is the target's own; at step k (from 0) it predicts token t + 2 + k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.features.batch import Batch
+from spectrain.kernels.linear_divergence import Projection, target_over
+
+from ..base import Drafter
+from .losses import UNNORMALISED, Teacher, head_loss
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Head, Target
+
+
+class VocabularyDrafter(Drafter):
+    """A drafter whose head covers the tokens that the assistant uses most. The others cannot be drafted."""
+
+    learns_replays = True
+    d2t: Tensor
+    t2d: Tensor
+    divergence: str
+    head: Head
+
+    def add_vocabulary(self, size: int, target_size: int) -> None:
+        """Buffers d2t [V], target id = draft id + d2t[draft id], and t2d [target vocabulary], True where it can be drafted."""
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(target_size, dtype=torch.bool))
+        self.use_vocabulary(torch.arange(size))
+
+    def use_vocabulary(self, ids: Tensor) -> None:
+        """Draft these target ids, ascending."""
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+
+    def choose_vocabulary(self, token_counts: Tensor) -> Tensor:
+        """Take the most frequent tokens; their ids [V]."""
+        ids = token_counts.argsort(descending=True, stable=True)[: len(self.d2t)].sort().values.cpu()
+        self.use_vocabulary(ids)
+        return ids
+
+    @property
+    def draft_ids(self) -> Tensor:
+        """[V] the target id of every draft id."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+
+class HeadsDrafter(VocabularyDrafter):
+    """A drafter with a head for every draft step, each with an output layer `lm_head` that starts as the target's own."""
+
+    heads: Any  # nn.ModuleList
+    head_decay: float
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Choose the draft vocabulary and copy the target's output layer into every head."""
+        ids = self.choose_vocabulary(token_counts)
+        with torch.no_grad():
+            for head in self.heads:
+                head.lm_head.weight.copy_(self.head.output.weight[ids])
+
+    def draft_passes(self, depth: float) -> float:
+        return min(1.0, depth / len(self.heads))
+
+    def heads_loss(self, wanted: Supervision, inputs: Callable[[int], Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Each head's loss on `inputs` of its supervised indices, weighted by head_decay^k, k from 1; hits and counts [K]."""
+        terms = {}
+        hits = torch.zeros(len(self.heads), device=wanted.best.device)
+        counts = torch.zeros_like(hits)
+        for k, head in enumerate(self.heads):
+            hidden = head.hidden(inputs(k).to(head.lm_head.weight.dtype))
+            loss, right = wanted.judge(hidden, head.lm_head, wanted.answers(k))
+            terms[f"head{k}"] = self.head_decay ** (k + 1) * loss
+            hits[k], counts[k] = right.sum(), len(right)
+        return terms, hits, counts
+
+
+class Supervision:
+    """What a drafter should say at every position whose next token is supervised, worked out once for all draft steps.
+
+    Either the target's distribution there, from its `final` features, or with cross_entropy the token of the data. Replayed
+    drafts are judged by Draft-OPD's split loss.
+    """
+
+    def __init__(self, drafter: VocabularyDrafter, batch: Batch, final: Tensor | None = None) -> None:
+        self.drafter, self.positions = drafter, batch.positions
+        predicts = batch.predicts & (batch.positions > 0)  # the earliest prediction is made at index 0, for token 2
+        self.row_of = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
+        self.row_of[predicts] = torch.arange(int(predicts.sum()), device=batch.tokens.device)
+        self.distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
+        self.teacher: Teacher | None = None
+        if drafter.divergence == "cross_entropy" and self.distance is None:
+            self.best = batch.tokens.roll(-1, dims=1)[predicts]
+        else:
+            if final is None:
+                assert batch.features is not None
+                final = batch.features.at("final")
+            own_mass = drafter.divergence in UNNORMALISED
+            self.best, said = target_over(final[predicts], drafter.head.projection, drafter.draft_ids, own_mass)
+            self.teacher = Teacher(said)
+        self.slots = torch.searchsorted(drafter.draft_ids, self.best).clamp(max=len(drafter.draft_ids) - 1)  # any, if outside
+        # Outside the draft vocabulary there is nothing right to say, so no loss; it counts as a miss.
+        inside = drafter.t2d[self.best]
+        self.inside = torch.ones_like(inside) if drafter.divergence in UNNORMALISED else inside
+
+    def _positions(self, step: int) -> Tensor:
+        """[B, T] the row of what index t predicts at a step; -1 where nothing is supervised."""
+        shift = step + 1
+        later = torch.where(self.positions >= shift, self.row_of, -1)[:, shift:]  # index t lies in the document of t + shift
+        return torch.nn.functional.pad(later, (0, self.row_of.shape[1] - later.shape[1]), value=-1)
+
+    def rows(self, step: int) -> Tensor:
+        """[B, T] bool, the indices supervised at a step."""
+        return self._positions(step) >= 0
+
+    def answers(self, step: int) -> Tensor:
+        """[R] which rows answer the supervised indices of a step."""
+        positions = self._positions(step)
+        return positions[positions >= 0]
+
+    def judge(
+        self, hidden: Tensor, lm_head: nn.Linear, answers: Tensor, row_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The summed loss of states [R, D] under a drafter's output layer, and [R] which first choices are right.
+
+        Row r is judged by answers[r], which ascend: draft steps that share answers are best judged together.
+        """
+        weight = self.inside[answers] if row_weight is None else self.inside[answers] * row_weight
+        distance = None if self.distance is None else self.distance[answers]
+        theirs = None if self.teacher is None else self.teacher.at(answers)
+        head = Projection(lm_head.weight, lm_head.bias)
+        found = head_loss(self.drafter.divergence, hidden, head, self.slots[answers], theirs, distance, row_weight=weight)
+        return found.loss, self.drafter.draft_ids[found.best] == self.best[answers]

@@ -1,0 +1,1 @@
+"""What crosses from the target to a drafter, and where it comes from."""

@@ -1,0 +1,89 @@
+"""`spectrain data store` fills a feature store before training, `spectrain data verify` reads one whole."""
+
+import time
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Drafter
+from spectrain.errors import RunError, UserError
+from spectrain.models.target import Target
+from spectrain.settings.build import build
+
+from .sources import Stored
+from .store import FeatureStore, names
+
+
+def capture(config: DictConfig) -> None:
+    """Store the features that the recipe's drafter reads, of all its data; go on where an earlier capture stopped.
+
+    Sequences are run in the batches of the first epoch, so that a training reads, bit for bit, what it would have computed.
+    """
+    source = build(config.source)
+    if not isinstance(source, Stored):
+        raise UserError("source: data store writes a feature store; say source=store source.path=DIR")
+    trainer = build(config.trainer)
+    accelerator = trainer.accelerator()
+    data = build(config.data)
+    data.conversations()
+    target: Target = build(config.target)
+    dataset: Dataset = data.dataset(target.tokenizer)
+    if dataset.is_sample:
+        raise UserError("data: a stream does not know how much it holds; train with source=store, which captures what it reads")
+    if target.sharding != "none":
+        raise UserError(
+            f"target.sharding={target.sharding}: data store gives every process its own batches; leave it out, or train with "
+            "source=store, which captures what it reads"
+        )
+    drafter: Drafter = build(config.drafter, target=target)
+    told = source.prepare(drafter, target, dataset.examples)
+    if not isinstance(source.store, FeatureStore):
+        raise UserError(
+            f"source.path={source.path}: this cache is another project's, and nothing is added; choose another folder"
+        )
+    layers, store = drafter.features_in(0), source.store
+    batches = [dataset[batch] for batch in dataset.epoch(0, trainer.batch_tokens, trainer.seed, trainer.packing)]
+    todo = [batch for batch in batches if not all(example in store for example in batch)]
+    if accelerator.is_main_process:
+        print(told, flush=True)
+    accelerator.wait_for_everyone()  # every process has seen the same to do before any adds to the store
+    target.pack()
+    mine = todo[accelerator.process_index :: accelerator.num_processes]
+    began = printed = time.monotonic()
+    tokens = 0
+    try:
+        for number, examples in enumerate(mine, 1):
+            source.batch(examples, target, layers, drafter, packed=trainer.packing)
+            tokens += sum(len(example.tokens) for example in examples)
+            now = time.monotonic()
+            if accelerator.is_main_process and now - printed > 10:
+                left = (now - began) / number * (len(mine) - number)
+                printed = now
+                print(f"batch {number} of {len(mine)}  {tokens / (now - began):.0f} tokens/s  {left:.0f} s left", flush=True)
+    finally:
+        source.flush()
+    accelerator.wait_for_everyone()
+    if missing := sum(example not in store for example in dataset.examples):
+        raise RunError(f"source.path={source.path}: {missing} sequences are still missing; give the same command again")
+    if accelerator.is_main_process:
+        print(f"{source.path}: complete; train with source=store source.path={source.path}")
+
+
+def verify(config: DictConfig) -> None:
+    """Compare every shard with its size and SHA-256, and name those that are missing or damaged."""
+    if config.path is None:
+        raise UserError("path: say which feature store, as in path=DIR")
+    store = FeatureStore(Path(config.path).expanduser(), mend=bool(config.drop))
+    store.verify()
+    print(
+        f"{store.path}: {len(store.shards)} whole shards, {store.num_bytes / 1e9:.3g} GB, {len(store.home)} sequences, layers "
+        f"{names(store.layers)} in {store.contents.dtype}"
+    )
+    if store.lost:
+        mend = (
+            "they are gone; run spectrain data store again"
+            if config.drop
+            else "mend it with drop=true, then spectrain data store"
+        )
+        raise RunError(f"{store.path}: {len(store.lost)} files are missing or damaged ({', '.join(store.lost)}); {mend}")

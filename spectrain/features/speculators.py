@@ -1,0 +1,140 @@
+"""What the `speculators` project prepared: tokens and loss masks saved by `datasets`, and cached features.
+
+Features are in hidden_states/hs_{i}.safetensors, a file a sequence: hidden_states [T, A + 1, D], the residual streams entering
+A layers and then the un-normed output of the last one, and token_ids [T]. Which layers they are is not written anywhere, so
+they are found by running the target. Shapes: T tokens, A captured layers, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from spectrain.data.chat import Example
+from spectrain.data.readers import Data
+from spectrain.errors import UserError
+
+from .batch import Layer
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+ALIKE = 0.1
+"""How far stored states may lie from the target's own, as a share of their length, at the median token. Measured on tiny and
+SmolLM2: bfloat16 instead of float32 makes at most 0.02, and neighbouring layers lie at least 0.2 apart."""
+
+
+class Prepared(Data):
+    """Sequences that speculators tokenised: a directory of `datasets` with input_ids and loss_mask, taken as they are."""
+
+    def __init__(self, path: str, limit: int | None = None, max_length: int = 1_000_000) -> None:
+        super().__init__(limit, max_length)
+        self.path = Path(path).expanduser()
+        self.name = path
+
+    def read(self) -> Iterator[Any]:
+        import datasets
+
+        try:
+            rows = datasets.load_from_disk(str(self.path))
+        except Exception as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"data.path={self.path}: datasets could not load it ({reason}); give the folder that speculators prepared"
+            ) from error
+        for number, row in enumerate(rows.with_format(None)):
+            tokens, mask = ([*row.get(key, [])] for key in ("input_ids", "loss_mask"))
+            if not tokens or len(tokens) != len(mask):
+                raise UserError(
+                    f"{self.path}, row {number}: it has {len(tokens)} input_ids and {len(mask)} loss_mask; prepare it again"
+                )
+            yield Example(tokens, list(map(bool, mask)))
+
+
+def hidden_states_folder(path: Path) -> Path | None:
+    """The folder of such files, at `path` or below it."""
+    found = (folder for folder in (path / "hidden_states", path) if any(folder.glob("hs_*.safetensors")))
+    return next(found, None)
+
+
+class SpeculatorsCache:
+    """Reads such a folder; what it lacks is run live each time, for the folder is another project's."""
+
+    def __init__(self, folder: Path, target: Target) -> None:
+        self.folder, self.target = folder, target
+        self.files: dict[str, Path] = {}
+        self.damaged: dict[str, str] = {}  # files that cannot be read, and why
+        first: tuple[int, Tensor, Tensor] | None = None
+        for file in sorted(folder.glob("hs_*.safetensors")):
+            try:
+                with safe_open(file, "pt") as tensors:
+                    tokens = tensors.get_tensor("token_ids")
+                    shape = tensors.get_slice("hidden_states").get_shape()
+                    if len(shape) != 3 or shape[0] != len(tokens) or shape[2] != target.width or shape[1] < 1:
+                        raise UserError(f"{file}: hidden_states is {shape}; expected [{len(tokens)}, layers, {target.width}]")
+                    if first is None or len(first[1]) < 32 < len(tokens):
+                        first = (shape[1], tokens, tensors.get_slice("hidden_states")[:256])
+                    elif shape[1] != first[0]:
+                        raise UserError(f"{file}: it holds {shape[1]} layers, the files before it {first[0]}; recreate it")
+            except (OSError, SafetensorError) as error:
+                self.damaged[file.name] = str(error)
+                continue
+            self.files[Example(tokens.tolist(), []).key] = file
+        if first is None:
+            raise UserError(f"{folder}: none of its hs_*.safetensors can be read; capture them again")
+        self.stored: tuple[Layer, ...] = (*self._layers(first[1][:256], first[2]), target.num_layers)
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """What it can give: the last state also through the target's final norm."""
+        return (*dict.fromkeys(self.stored), "final")
+
+    def _layers(self, tokens: Tensor, stored: Tensor) -> list[int]:
+        """The numbers of the captured layers: those whose states of one sequence are these."""
+        target = self.target
+        every = (*range(target.num_layers + 1),)
+        own = target.features(tokens[None].to(target.device), every).hidden[0].float().cpu()
+        found = []
+        for number, states in enumerate(stored.float().unbind(1)):
+            error = ((own - states[:, None]).norm(dim=-1) / own.norm(dim=-1)).nanmedian(0).values  # of every layer
+            layer = int(error.argmin()) if number + 1 < stored.shape[1] else target.num_layers
+            if not error[layer] < ALIKE:
+                what = f"state {number + 1} of {stored.shape[1]}"
+                raise UserError(
+                    f"{self.folder}: {what} is not that of {target.name} (nearest, layer {int(error.argmin())}, differs by "
+                    f"{float(error.min()):.0%}; the last must be the last layer's, un-normed); use the target it was made with"
+                )
+            found.append(layer)
+        return found[:-1]
+
+    def key(self, example: Example) -> str:
+        return example.key
+
+    def __contains__(self, example: Example) -> bool:
+        return example.key in self.files
+
+    def read(self, example: Example, layers: tuple[Layer, ...], like: Target) -> Tensor | None:
+        """States [T, L, D] of a sequence, of the target's type and device; None where it is not among the files."""
+        file = self.files.get(example.key)
+        if file is None:
+            return None
+        try:
+            with safe_open(file, "pt") as tensors:
+                states = tensors.get_tensor("hidden_states").to(like.device, like.dtype)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file}: it cannot be read ({error}); delete it, and the target is run instead") from error
+        final = self.target.normed(states[None, :, -1])[0] if "final" in layers else None
+        found = [states[:, self.stored.index(layer)] if layer != "final" else final for layer in layers]
+        return torch.stack([part for part in found if part is not None], dim=1)
+
+    def take(self, example: Example, states: Tensor, layers: tuple[Layer, ...]) -> Tensor:
+        """Of live states [T, L, D] of all its layers, these; nothing is kept."""
+        return states[:, [self.layers.index(layer) for layer in layers]]
+
+    def flush(self) -> None:
+        """Nothing waits."""

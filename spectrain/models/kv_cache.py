@@ -1,0 +1,171 @@
+"""The static key-value cache, for the target and for drafters. Shapes: B batch, T slots, H key-value heads, D head size.
+
+One allocation [layers, 2, B, T, H, D]. A row holds `lengths[b]` committed tokens; a forward appends N nodes behind them
+(a prompt, a tree, or one more level of a tree); `commit` keeps one path of what was appended and forgets the rest.
+"""
+
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from spectrain.errors import UserError
+from spectrain.kernels.kv_append import kv_append
+from spectrain.kernels.kv_commit import kv_commit
+from spectrain.kernels.tree_attention import Visibility, tree_attention
+
+_numbers = count()
+known_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
+
+
+class TreeCache(Cache):
+    """Keys and values of `num_layers` layers for `batch_size` rows of at most `max_length` tokens, tree nodes included.
+
+    The host knows `longest` exactly, for which a commit asks the device; or, with a `bound` that no row that is still decoded
+    passes, it knows the bound only. Then nothing is ever asked, tensors stay where they are, and a CUDA graph may replay
+    what was done.
+    """
+
+    def __init__(
+        self, num_layers: int, batch_size: int, max_length: int, device: torch.device | str, bound: int | None = None
+    ) -> None:
+        self.number = next(_numbers)  # what compiled code knows it by
+        known_caches[self.number] = self
+        self.max_length, self.bound = max_length, bound
+        self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # committed tokens a row
+        self.longest = bound or 0  # the largest of them, or its bound, known without asking the device
+        self.is_empty = True  # no forward has appended anything yet
+        self.pending = 0  # nodes appended behind the committed tokens and not yet committed or forgotten
+        self.positions: Tensor | None = None  # [B, pending] the position ids of these nodes, as the target gave them
+        self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
+        super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TreeCache":
+        """An empty one: a copied drafter decodes for itself."""
+        return TreeCache(len(self.layers), len(self.lengths), self.max_length, self.lengths.device, self.bound)
+
+    def empty(self) -> None:
+        """Forget every token, in place, so that what replays it finds it there."""
+        self.lengths.zero_()
+        self.longest = self.bound or 0
+        self.forget()
+        self.is_empty = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """What a layer of `transformers` calls; attention itself appends, so keys and values pass unchanged."""
+        return key_states, value_states
+
+    def reach(self, num_nodes: int) -> int:
+        """The most tokens that a row can hold when `num_nodes` more are appended behind the pending ones."""
+        room = self.max_length - self.pending - num_nodes
+        assert room >= (self.longest if self.bound is None else 0), f"cache of {self.max_length} slots is {-room} too small"
+        return min(self.longest, room)
+
+    def slots(self, num_nodes: int) -> Tensor:
+        """[B, N] where the next `num_nodes` nodes of every row will be written."""
+        return (self.lengths + self.pending)[:, None] + torch.arange(num_nodes, device=self.lengths.device)
+
+    def sees(self, tree: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None) -> Visibility:
+        """What new nodes see: the committed tokens, and of the appended nodes those in `tree` [B, N, M]. Positions [B, N] and
+        [B, M] are for sliding windows."""
+        positions = self.lengths[:, None] if query_positions is None else query_positions
+        return Visibility(self.lengths, self.reach(tree.shape[1]), tree, positions, key_positions, self.bound is None)
+
+    def attend(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        visibility: Visibility,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Append keys and values [B, H, N, D] of new nodes, and let their queries see what `visibility` says."""
+        held = self.append(layer, keys, values)
+        return tree_attention(queries, *held, visibility, scale, window, softcap)
+
+    def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write [B, H, N, D] behind what layer `layer` holds; return all its slots up to the newest, [B, H, T', D]."""
+        batch, heads, num_nodes, width = keys.shape
+        if self.storage is None:
+            shape = (len(self.layers), 2, batch, self.max_length, heads, width)
+            self.storage = torch.zeros(shape, dtype=keys.dtype, device=keys.device)
+        if (batch, heads, width) != (*self.storage.shape[2:3], *self.storage.shape[4:]) or values.shape != keys.shape:
+            raise UserError("target: its layers differ in key-value shape, which the static cache does not support")
+        end = self.reach(num_nodes) + self.pending + num_nodes
+        store = self.storage[layer]
+        if batch == 1 and self.bound is None:
+            store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
+            store[1, :, end - num_nodes : end] = values.transpose(1, 2)
+        else:
+            kv_append(store, keys, values, self.lengths, self.pending)
+        return store[0, :, :end].transpose(1, 2), store[1, :, :end].transpose(1, 2)
+
+    def advance(self, num_nodes: int) -> None:
+        """Say that a forward over every layer has appended `num_nodes` nodes."""
+        self.pending += num_nodes
+        self.is_empty = False
+
+    def arrange(self, order: Tensor, layers: slice = slice(None)) -> None:
+        """Put the appended nodes in another order: the i-th behind the committed tokens becomes node `order[b, i]` [B, N]."""
+        if self.storage is None:
+            return
+        source = self.lengths[:, None] + order
+        target = self.lengths[:, None] + torch.arange(order.shape[1], device=order.device)
+        target = target.clamp(max=self.max_length - 1)
+        if self.bound is not None or not torch.equal(source, target):
+            rows = torch.arange(order.shape[0], device=order.device)[:, None]
+            self.storage[layers, :, rows, target] = self.storage[layers, :, rows, source]
+
+    def commit(self, path: Tensor | None, counts: Tensor, hidden: Tensor | None = None, fresh: Tensor | None = None) -> None:
+        """Keep the first `counts[b]` of the appended nodes, or of `path[b]` [B, P], which ascends; forget the other ones.
+
+        `fresh` [B, P, ...] gets what `hidden` [B, N, ...] holds along the path.
+        """
+        if path is not None and self.bound is not None and self.storage is not None:
+            kv_commit(self.storage, self.lengths, path, counts, hidden, fresh)
+        else:
+            if path is not None:
+                self.arrange(path)
+            self.lengths += counts
+        if self.bound is None:
+            self.longest = int(self.lengths.max())
+        self.forget()
+
+    def forget(self, committed: int = 0) -> None:
+        """Drop every node that was appended and not committed, and the newest committed ones of every row."""
+        if committed:
+            self.lengths -= committed
+            self.longest -= 0 if self.bound is not None else committed
+        self.pending = 0
+        self.positions = None
+
+
+class _Layer(CacheLayerMixin):
+    """One layer as `transformers` sees it."""
+
+    is_sliding = False
+
+    def __init__(self, owner: TreeCache) -> None:
+        super().__init__()
+        self.owner = owner
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.owner.update(key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.longest + self.owner.pending
+
+    def get_max_length(self) -> int:
+        return self.owner.max_length

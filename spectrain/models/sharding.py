@@ -1,0 +1,95 @@
+"""A target that no single device holds: layers cut through by tensor parallelism, or spread out and gathered while they run.
+
+Either way all processes of a launch run the same layers at the same time. The embedding, the final norm and the output layer
+stay whole on all of them, for drafters borrow these.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from spectrain.errors import RunError, UserError
+
+Sharding = Literal["none", "fsdp2", "tensor"]
+
+
+def load_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> nn.Module:
+    """A causal LM of a hub name or directory on device `place`, whole or shared with the other processes of the launch."""
+    options["use_safetensors"] = True  # nothing is unpickled
+    if sharding == "none":
+        return AutoModelForCausalLM.from_pretrained(model, config=config, **options).to(place)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        raise UserError(
+            f"target.sharding={sharding}: this launch has one process; start several with torchrun or accelerate launch"
+        )
+    share = _cut_layers if sharding == "tensor" else _spread_layers
+    return share(model, config, place, options)
+
+
+def _cut_layers(model: str, config: Any, place: str, options: dict[str, Any]) -> nn.Module:
+    """Tensor parallelism by transformers' own plan for the model."""
+    try:
+        from transformers.distributed import DistributedConfig
+    except ImportError as error:
+        raise UserError("target.sharding=tensor: this transformers cannot; run pip install -U transformers") from error
+    known: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    headless: Any = type(known.__name__, (known,), {"_tp_plan": {}})  # all but the output layer
+    count = dist.get_world_size()
+    try:
+        plan = DistributedConfig(tp_size=count)
+        network: nn.Module = headless.from_pretrained(model, config=config, distributed_config=plan, **options)
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"target.sharding=tensor: transformers cannot cut this model {count} ways ({reason}); use fsdp2"
+        ) from error
+    head: Any = network.get_output_embeddings()  # type: ignore[operator]
+    for name, parameter in list(head.named_parameters(recurse=False)):
+        if hasattr(parameter, "full_tensor"):  # tied to an embedding that was cut
+            setattr(head, name, nn.Parameter(parameter.full_tensor(), requires_grad=False))
+    _assert_shared(network)
+    return network
+
+
+def _spread_layers(model: str, config: Any, place: str, options: dict[str, Any]) -> nn.Module:
+    """FSDP2 over the decoder layers. The first process alone reads the weights and sends every other its part."""
+    first = dist.get_rank() == 0
+    whole: Any = AutoModelForCausalLM.from_pretrained(model, config=config, **options) if first else None
+    with torch.device("meta"):
+        network: Any = AutoModelForCausalLM.from_config(
+            config, dtype=options["dtype"], attn_implementation=options["attn_implementation"]
+        )
+    network.tie_weights()
+    mesh = dist.device_mesh.init_device_mesh(torch.device(place).type, (dist.get_world_size(),))
+    for layer in network.get_decoder().layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    network.to_empty(device=place)
+    network.tie_weights()  # emptying gave each of two tied weights its own memory
+    state = whole.state_dict() if first else {}
+    set_model_state_dict(network, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    theirs = dict(whole.named_buffers()) if first else {}
+    for name, buffer in network.named_buffers():  # rotary frequencies are in no checkpoint
+        if first:
+            buffer.copy_(theirs[name])
+        dist.broadcast(buffer, src=0)
+    if first:
+        network.generation_config = whole.generation_config
+    settings = [network.generation_config]
+    dist.broadcast_object_list(settings)
+    network.generation_config = settings[0]
+    _assert_shared(network)
+    return network
+
+
+def _assert_shared(network: Any) -> None:
+    """Stop where every process holds all of the layers after all."""
+    parameters: list[Any] = list(network.get_decoder().layers.parameters())
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in parameters)
+    whole = sum(parameter.numel() for parameter in parameters)
+    if held >= whole:
+        raise RunError(f"target: this process holds all {whole} parameters of its layers, so nothing was shared")

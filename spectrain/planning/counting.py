@@ -1,0 +1,69 @@
+"""What a round of the engine costs in launches and memory, counted without a GPU and without running anything.
+
+The round runs on tensors that have shapes and no data ("meta"), by the kernels that a GPU runs, before anything is compiled:
+fused, it launches fewer. Whatever asked the device for
+a value would have none to get and fail, so a count is also a proof that the host waits for nothing inside a round.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spectrain.decoding.captured import Engine, Marks
+from spectrain.decoding.loop import PARTS
+
+# Of our own operations, one where nothing is said. Attention splits keys and combines; a verdict chooses and walks; rejection
+# walks, draws and, beside kernels, looks the draft vocabulary up and picks the best part; a commit advances the lengths.
+LAUNCHES = {
+    "spectrain::tree_attention": 2,
+    "spectrain::tree_match": 2,
+    "spectrain::tree_recursive": 7,
+    "spectrain::kv_commit": 2,
+}
+SILENT = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
+
+
+class Work(TorchDispatchMode):
+    """Counts operations that compute or move something, and the bytes of what they make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        out = func(*args, **(kwargs or {}))
+        name = func.name().split(".")[0]
+        given = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        # A single number of the host is passed by value; anything larger would be copied.
+        where = {tensor.device.type for tensor in (*taken, *given) if tensor.dim()}
+        assert where <= {"meta"}, f"{name} has a tensor on the host"
+        held = {tensor.untyped_storage()._cdata for tensor in taken}
+        made = [tensor for tensor in given if tensor.untyped_storage()._cdata not in held]
+        writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+        if (made or writes) and name not in SILENT:
+            self.launches[name] += LAUNCHES.get(name, 1)
+        self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in made)
+        return out
+
+
+def count_round(engine: Engine, batch: int = 1, prompt: int = 16, new_tokens: int = 32) -> dict[str, dict[str, int]]:
+    """Launches and bytes made in every part of a round, of an engine whose target and drafter are on the device "meta"."""
+    assert engine.target.device.type == "meta", "move the target and the drafter to meta first"
+    found = {}
+    with torch.no_grad():
+        state = engine._begin([[0] * prompt] * batch, new_tokens, None, frozenset())
+        for _ in range(2):  # the first reads the prompt
+            engine._round(state, Marks(engine.target.device))
+        for part, run in zip(PARTS, engine._parts):
+            with Work() as work:
+                run(state)
+            found[part] = {"launches": work.launches.total(), "bytes": work.bytes}
+    return found

@@ -1,0 +1,267 @@
+"""A training run rehearsed on outlines: its own steps, on tensors without data, so that any family is planned by no formula.
+
+What is built is what `spectrain train` builds, and what runs is the trainer's own step: the target's features, the drafter's
+loss, gradients, clipping, the optimiser. So a new family, a new loss or another trainer setting is planned as it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Drafter, Losses
+from spectrain.features.batch import Batch, Layer
+from spectrain.features.sources import Live, Source
+from spectrain.models.loading import untrained_network
+from spectrain.models.prepacked import pack_linears
+from spectrain.models.target import Target
+from spectrain.settings.build import build
+from spectrain.training.parallel import Replicated
+from spectrain.training.trainer import Job, StopSignals, Trainer
+
+from .outline import Ledger
+
+TARGET, STEP = "target", "training step"  # what FLOPs are counted under
+SAMPLES = 5  # batches whose FLOPs stand for all
+
+
+@dataclass
+class Rehearsal:
+    """What was seen."""
+
+    trained: int = 0  # parameters
+    drafter: int = 0
+    target: int = 0
+    memory: dict[str, int] = field(default_factory=dict)  # bytes at the worst moment of the worst step, by part
+    flops: dict[str, float] = field(default_factory=dict)  # of a padded token, by phase
+    features: tuple[Layer, ...] = ()  # what is captured of every token
+    width: int = 0
+    dtype: torch.dtype = torch.float32  # of features
+    layer_bytes: int = 0  # of the largest piece of the target that is gathered at once where it is sharded
+    lent_bytes: int = 0  # of the target's embedding and output layer, which drafters borrow
+    checkpoint_bytes: int = 0  # of the last stage
+    checkpoints: list[int] = field(default_factory=list)  # bytes of each that is kept
+    drafter_bytes: int = 0
+    trained_target_bytes: int = 0
+    assumed: int = 0  # how often a size or a branch hung on values that nobody knows
+
+    @property
+    def peak(self) -> int:
+        return sum(self.memory.values())
+
+
+def rehearse(config: Any, device: torch.device, dataset: Dataset, batches: list[list[Example]], num_steps: int) -> Rehearsal:
+    """Build target and drafter as outlines on `device`, and train for a few steps on the heaviest and on some other batches."""
+    trainer: Trainer = build(config.trainer)
+    found = Rehearsal()
+    ledger = Ledger(device)
+    with ledger, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the real run will say them
+        with ledger.counting("building", "target weights"):
+            target: Target = build(config.target, network=untrained_network, device=str(device))
+        with ledger.counting("building", "drafter weights"):
+            drafter: Drafter = build(config.drafter, target=target)
+            drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
+        for part, module in (("target weights", target), ("drafter weights", drafter)):
+            for parameter in module.parameters():
+                ledger.name(parameter, part)
+        target.pack()
+        pack_linears(drafter)
+        trainer._recompute(drafter, target, trainer.gradient_checkpointing)
+        ledger.vocabularies = vocabularies(target, drafter)
+        stages = sorted({drafter.stage_at(step, num_steps) for step in range(num_steps)})
+        seen: list[dict[str, float]] = []
+        for stage in stages:
+            steps = [step for step in range(num_steps) if drafter.stage_at(step, num_steps) == stage]
+            drafter.progress, drafter.step = steps[len(steps) // 2] / num_steps, steps[len(steps) // 2]
+            memory, flops = rehearse_stage(ledger, trainer, drafter, target, dataset, batches, stage)
+            seen.append({phase: count * len(steps) / num_steps for phase, count in flops.items()})
+            found.memory = max(found.memory, memory, key=lambda parts: sum(parts.values()))
+        found.flops = dict(sum((Counter(flops) for flops in seen), Counter()))
+        measure_sizes(found, drafter, target, stages[-1])
+        saved = range(trainer.save_every, num_steps, trainer.save_every) if trainer.save_every else range(0)
+        kept = saved[-trainer.keep_checkpoints :]
+        found.checkpoints = [checkpoint_bytes(drafter, drafter.stage_at(step - 1, num_steps)) for step in kept]
+    found.assumed = ledger.assumed
+    return found
+
+
+def rehearse_stage(
+    ledger: Ledger,
+    trainer: Trainer,
+    drafter: Drafter,
+    target: Target,
+    dataset: Dataset,
+    batches: list[list[Example]],
+    stage: int,
+) -> tuple[dict[str, int], dict[str, float]]:
+    """Memory at the worst moment, and FLOPs of a padded token."""
+    shared = _OneProcess(drafter, target, precision(trainer, ledger))
+    unwatched: Any = SimpleNamespace(at=lambda step, doing: None)
+    job = Job(drafter, target, _Watched(ledger), shared, unwatched, Path(), step=drafter.step)
+    trainer._begin_stage(job, stage)
+    optimizer = shared.optimizer
+    if ledger.device.type == "cuda":
+        for group in optimizer.param_groups:
+            group["foreach"] = True  # torch's own choice on a GPU
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    handles = [p.register_post_accumulate_grad_hook(lambda p: ledger.name(p.grad, "gradients")) for p in trained]
+    layers = drafter.features_in(stage)
+
+    def train_on(examples: list[Example]) -> None:
+        with ledger.counting(STEP, "activations"):
+            trainer._step(job, [examples] * trainer.accumulate, layers, StopSignals())
+
+    heaviest, sampled = choose(batches, trainer.packing)
+    train_on(batches[heaviest[0]])  # the first step makes the optimiser's state
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            ledger.name(tensor, "optimiser state")
+    began, flops = len(ledger.events), Counter[str]()
+    for number in sorted({*heaviest, *sampled}):
+        before = Counter(ledger.flops)
+        train_on(batches[number])
+        flops += Counter(ledger.flops - before if number in sampled else {})
+    for handle in handles:
+        handle.remove()
+    tokens = trainer.accumulate * sum(slots(batches[number], trainer.packing) for number in sampled)
+    return ledger.peak(began), {phase: flops[phase] / tokens for phase in (TARGET, STEP)}
+
+
+def choose(batches: list[list[Example]], packed: bool) -> tuple[list[int], list[int]]:
+    """Which batches may take most memory, and which stand for all, evenly by size."""
+    order = sorted(range(len(batches)), key=lambda number: slots(batches[number], packed))
+    supervised = [sum(sum(example.mask) for example in batch) for batch in batches]
+    longest = [max(map(length, batch)) for batch in batches]
+    heaviest = [order[-1], supervised.index(max(supervised)), longest.index(max(longest))]
+    count = min(SAMPLES, len(order))
+    return heaviest, [order[int((number + 0.5) * len(order) / count)] for number in range(count)]
+
+
+def length(example: Example) -> int:
+    return len(example.tokens)
+
+
+def slots(batch: list[Example], packed: bool) -> int:
+    """Places for tokens in a batch, padding included."""
+    return sum(map(length, batch)) if packed else len(batch) * max(map(length, batch))
+
+
+def precision(trainer: Trainer, ledger: Ledger) -> torch.dtype | None:
+    """What autocast computes in on the planned device; None without autocast."""
+    chosen = trainer.mixed_precision
+    if chosen == "auto":
+        chosen = "bf16" if ledger.device.type == "cuda" else "no"
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(chosen)
+
+
+def vocabularies(target: Target, drafter: Drafter) -> set[int]:
+    """How wide logits are."""
+    wide = {target.head.vocab_size}
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear) and module.out_features > 4 * target.width:
+            wide.add(module.out_features)
+    return wide - {parameter.shape[-1] for parameter in target.layers.parameters()}
+
+
+def measure_sizes(found: Rehearsal, drafter: Drafter, target: Target, stage: int) -> None:
+    """Counts and bytes of what is kept; those of a checkpoint are of the last stage."""
+    own = {id(parameter) for parameter in drafter.parameters()}
+    trained = [p for group in drafter.param_groups(stage) for p in group["params"]]
+    theirs = [p for p in target.parameters() if id(p) not in own]
+    found.trained = sum(p.numel() for p in trained)
+    found.drafter = sum(p.numel() for p in drafter.parameters())
+    found.target = sum(p.numel() for p in theirs)
+    found.features, found.width, found.dtype = drafter.features_in(0), target.width, target.dtype
+    pieces = [*target.layers, target.head.embedding, target.head.output]
+    found.layer_bytes = max(size_of(*piece.parameters()) for piece in pieces)
+    found.lent_bytes = size_of(*target.head.embedding.parameters(), *target.head.output.parameters())
+    found.drafter_bytes = size_of(*drafter.state_dict().values())
+    found.checkpoint_bytes = checkpoint_bytes(drafter, stage)
+    if drafter.trains_target:
+        adapters = {id(p) for name, p in target.named_parameters() if ".lora_" in name}  # merged when it is saved
+        kept = [p for p in theirs if id(p) not in adapters]
+        found.trained_target_bytes = sum({p.data_ptr(): p.numel() for p in kept}.values()) * target.dtype.itemsize
+
+
+def checkpoint_bytes(drafter: Drafter, stage: int) -> int:
+    """Of the drafter, of what is trained of the target, and of Adam's two means and a count for everything trained."""
+    trained = [p for group in drafter.param_groups(stage) for p in group["params"]]
+    return size_of(*drafter.state_dict().values(), *trained) + sum(2 * p.numel() * p.element_size() + 4 for p in trained)
+
+
+def size_of(*tensors: Tensor) -> int:
+    """Bytes of these tensors, of shared ones once."""
+    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
+
+
+class _Watched(Source):
+    """The live target, counted by itself."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger, self.live = ledger, Live()
+
+    def batch(
+        self,
+        examples: list[Example],
+        target: Target,
+        layers: tuple[Layer, ...],
+        drafter: Drafter | None = None,
+        step: int = 0,
+        packed: bool = False,
+    ) -> Batch:
+        with self.ledger.counting(TARGET, "target activations"):
+            batch = self.live.batch(examples, target, layers, drafter, step, packed)
+        if batch.features is not None:
+            self.ledger.name(batch.features.hidden, "features")
+        return batch
+
+
+@contextmanager
+def autocasting(dtype: torch.dtype | None) -> Iterator[None]:
+    """Autocast of a GPU that need not be here: a CPU's does the work, and code that asks hears that the GPU's is on."""
+    if dtype is None:
+        yield
+        return
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        with torch.autocast("cpu", dtype):
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+class _OneProcess(Replicated):
+    """One process that shares with nobody: any number of them hold the same, unless they shard."""
+
+    def __init__(self, drafter: Drafter, target: Target, autocast: torch.dtype | None) -> None:
+        self.rank = self.data_rank = 0
+        self.count = self.data_count = self.copies = 1
+        self.is_main, self.device = False, torch.device("cpu")  # not the main one, which would talk
+        self.drafter, self.target, self.model, self.autocast = drafter, target, drafter, autocast
+
+    def loss(self, batch: Batch, last: bool) -> Losses:
+        with autocasting(self.autocast):
+            losses: Losses = self.drafter(batch, self.target)
+        return losses
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """The engine itself, for `torch.autograd.backward` leaves the ledger's redirection while what is run again in it, with
+        gradient checkpointing, needs that."""
+        engine: Any = torch.autograd.Variable._execution_engine
+        gradient = torch.ones_like(loss)
+        engine.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)

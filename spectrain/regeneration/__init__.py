@@ -1,0 +1,1 @@
+"""Data that the target itself writes."""

@@ -1,0 +1,412 @@
+"""Where metrics go: always metrics.jsonl and the terminal; W&B or TensorBoard when it is configured."""
+
+import importlib.util
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+from omegaconf import OmegaConf
+
+from .wandb_account import logged_in
+from spectrain.errors import UserError
+from spectrain.training.checkpoints import written_file
+from .wandb_file import last_logged_step
+
+Kind = Literal["train", "eval", "compare"]
+Row = dict[str, Any]
+
+
+class Tracker:
+    """No tracker besides the run folder. Only the main process calls one: `start`, then any of the others, then `finish`."""
+
+    def start(self, run: Path, config: dict[str, Any], kind: Kind = "train", step: int = 0) -> None:
+        """Open what a run folder's numbers go to; `step` steps are done already."""
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        """A logging interval of training."""
+
+    def scored(self, summary: dict[str, Any], folder: Path) -> None:
+        """An evaluation: its summary.json, and the folder that this and its other files are in."""
+
+    def compared(self, comparison: dict[str, Any], folder: Path) -> None:
+        """A comparison of runs: its comparison.json, and the folder that this and report.html are in."""
+
+    def checkpoint(self, path: Path, step: int) -> None:
+        """A checkpoint that was just saved."""
+
+    def drafter(self, path: Path) -> None:
+        """The directory of the trained drafter."""
+
+    def finish(self, failed: bool = False) -> None:
+        """Send what is left and close; `failed` is a run that an exception ended."""
+
+
+class Wandb(Tracker):
+    """Weights & Biases, offline where there is no account; it never asks, and at the end it waits `patience` seconds at most.
+
+    A resumed run goes on in the W&B run whose id its folder keeps in tracker.json. With `checkpoints`, checkpoints and the
+    final drafter become artifacts; an offline run's lie in its folder until `wandb sync` sends them.
+    """
+
+    def __init__(
+        self,
+        project: str = "spectrain",
+        entity: str | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+        checkpoints: bool = False,
+        patience: float = 120.0,
+    ) -> None:
+        require("wandb")
+        if patience <= 0:
+            raise UserError(f"tracker.patience={patience}: use a number of seconds above 0")
+        self.project, self.entity, self.mode = project, entity, mode
+        self.checkpoints, self.patience = checkpoints, patience
+        self.session: Any = None
+
+    def start(self, run: Path, config: dict[str, Any], kind: Kind = "train", step: int = 0) -> None:
+        import wandb
+
+        ours = names(config)
+        run_id, continues = self._identity(run, kind)
+        self.staging = run / "wandb"
+        self.staging.mkdir(parents=True, exist_ok=True)  # else W&B writes to a temporary folder
+        told: dict[str, Any] = {
+            "project": self.project,
+            "entity": self.entity,
+            "id": run_id,
+            "resume": "allow" if continues else None,
+            "name": run.name if kind == "train" else f"{run.name}, {kind}",
+            "group": "/".join(ours[key] for key in ("target", "family") if key in ours) or None,
+            "job_type": kind,
+            "tags": sorted({name[:64] for name in ours.values()}),
+            "config": config,
+            "dir": str(run),
+            "reinit": "create_new",  # another run may be open
+            "settings": wandb.Settings(finish_timeout=self.patience, init_timeout=min(self.patience, 60.0)),
+        }
+        try:
+            self.session = wandb.init(mode=self._mode(), **told)
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"tracker=wandb: W&B takes no run ({' '.join(str(error).split())}); log in anew with wandb login, or use "
+                "tracker.mode=offline"
+            ) from error
+        self.session.define_metric("step", hidden=True)
+        self.session.define_metric("*", step_metric="step")
+        self.known = max(self.session.starting_step - 1, last_logged_step(run, run_id)) if continues else 0
+        if kind == "train":
+            for metrics in logged_metrics(run / "metrics.jsonl", step):
+                self.log(metrics, metrics["step"])  # what a kill kept from it
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        if step > self.known:  # a step that a resumed run does again is there already, and W&B takes no step back
+            self.session.log({"step": step, **flatten(metrics)}, step=step)
+
+    def scored(self, summary: dict[str, Any], folder: Path) -> None:
+        place = f"eval/{folder.name}"
+        self.session.summary.update({f"{place}/{name}": value for name, value in headline(summary).items()})
+        self._show({f"{place}/systems": _table(systems(summary)), **_page(f"{place}/report", folder)})
+        self._send(folder, "evaluation", folder.name)
+
+    def compared(self, comparison: dict[str, Any], folder: Path) -> None:
+        shown = {"comparison": _table(compared_rows(comparison)), **_page("report", folder)}
+        if comparison.get("recommendations"):
+            shown["recommendations"] = _table(comparison["recommendations"])
+            self.session.summary.update(
+                {f"recommended/{advice['goal']}": advice["choice"] for advice in comparison["recommendations"]}
+            )
+        self._show(shown)
+        self._send(folder, "comparison", "comparison", {"comparison": _table(compared_rows(comparison))})
+
+    def checkpoint(self, path: Path, step: int) -> None:
+        if self.checkpoints:
+            self._send(path, "checkpoint", "checkpoint", aliases=[f"step-{step}"], metadata={"step": step})
+
+    def drafter(self, path: Path) -> None:
+        if self.checkpoints:
+            self._send(path, "drafter", "drafter", metadata=json.loads((path / "config.json").read_text()))
+
+    def finish(self, failed: bool = False) -> None:
+        if self.session is not None:
+            self.session.finish(exit_code=int(failed))
+            self.session = None
+
+    def _identity(self, run: Path, kind: Kind) -> tuple[str, bool]:
+        """The id of the W&B run, and whether it was begun before: every evaluation is a run of its own."""
+        file = run / "tracker.json"
+        known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+        if kind in known:
+            return known[kind], True
+        known[kind] = secrets.token_hex(4)
+        if kind != "eval":
+            run.mkdir(parents=True, exist_ok=True)
+            with written_file(file) as scratch:
+                scratch.write_text(json.dumps(known) + "\n")
+        return known[kind], False
+
+    def _mode(self) -> Any:
+        """What the settings, the environment or `wandb offline` say; else online where there is an account."""
+        import wandb
+
+        settings = wandb.setup().settings
+        said = self.mode or settings.mode
+        if said != "online":
+            return said
+        if not (settings.api_key or settings.identity_token_file or logged_in(settings.base_url)):
+            return "offline"
+        try:
+            httpx.get(settings.base_url, timeout=10)
+        except httpx.HTTPError as error:
+            print(f"spectrain: tracker=wandb: kept offline, {settings.base_url} cannot be reached ({error})", file=sys.stderr)
+            return "offline"
+        return "online"
+
+    def _show(self, media: dict[str, Any]) -> None:
+        with _staged_in(self.staging):
+            self.session.log(media)
+
+    def _send(
+        self,
+        folder: Path,
+        kind: str,
+        name: str,
+        tables: dict[str, Any] | None = None,
+        aliases: list[str] | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> None:
+        """The files of a folder as an artifact; what lies in folders below it is left out."""
+        import wandb
+
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", f"{self.session.id}-{name}")[:128], type=kind, metadata=metadata)
+        with _staged_in(self.staging):
+            for file in sorted(file for file in folder.iterdir() if file.is_file()):
+                artifact.add_file(str(file))
+            for title, table in (tables or {}).items():
+                artifact.add(table, title)
+            self.session.log_artifact(artifact, aliases=["latest", *(aliases or [])])
+
+
+class TensorBoard(Tracker):
+    """Event files below RUN/tensorboard; `tensorboard --logdir runs` shows those of all runs."""
+
+    def __init__(self) -> None:
+        require("tensorboard")
+        self.writer: Any = None
+
+    def start(self, run: Path, config: dict[str, Any], kind: Kind = "train", step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = run / "tensorboard"
+        if kind != "train":
+            folder = folder / f"{kind}-{1 + len(list(folder.glob(f'{kind}-*')))}"
+        is_new = step == 0 or not folder.exists()
+        self.step = step
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)  # what will be done again is hidden
+        if is_new:
+            self.writer.add_text("config", _code(OmegaConf.to_yaml(OmegaConf.create(config))), 0)
+            self.writer.add_text("run", _markdown([{"run": run.name, "kind": kind, **names(config)}]), 0)
+        if is_new and kind == "train":
+            for metrics in logged_metrics(run / "metrics.jsonl", step):
+                self.log(metrics, metrics["step"])
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.step = step
+        self._scalars({name: value for name, value in flatten(metrics).items() if name != "step"})
+        self.writer.flush()  # a kill loses nothing
+
+    def scored(self, summary: dict[str, Any], folder: Path) -> None:
+        place = f"eval/{folder.name}"
+        self._scalars({f"{place}/{name}": value for name, value in headline(summary).items()})
+        self.writer.add_text(f"{place}/systems", _markdown(systems(summary)), self.step)
+        self.writer.add_text(f"{place}/setting", _code(json.dumps(summary.get("setting"), indent=2)), self.step)
+
+    def compared(self, comparison: dict[str, Any], folder: Path) -> None:
+        self.writer.add_text("comparison", _markdown(compared_rows(comparison)), self.step)
+        if comparison.get("recommendations"):
+            self.writer.add_text("recommendations", _markdown(comparison["recommendations"]), self.step)
+        if comparison.get("caveats"):
+            self.writer.add_text("caveats", "\n".join(f"- {caveat}" for caveat in comparison["caveats"]), self.step)
+
+    def finish(self, failed: bool = False) -> None:
+        if self.writer is not None:
+            self.writer.add_text("status", "failed" if failed else "finished", self.step)
+            self.writer.close()
+            self.writer = None
+
+    def _scalars(self, values: Row) -> None:
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self.writer.add_scalar(name, value, self.step)
+
+
+@contextmanager
+def tracked(
+    tracker: Tracker | None, run: Path, config: dict[str, Any], kind: Kind = "train", step: int = 0
+) -> Iterator[Tracker]:
+    """A tracker between `start` and `finish`, which is told that the run failed where an exception ends it."""
+    tracker = tracker or Tracker()
+    try:
+        tracker.start(run, config, kind, step)
+        yield tracker
+    except BaseException:
+        tracker.finish(failed=True)
+        raise
+    tracker.finish()
+
+
+def require(package: str) -> None:
+    """Stop where a tracker's package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(f"tracker={package}: the package is not installed; pip install 'spectrain[{package}]'")
+
+
+def names(config: dict[str, Any]) -> dict[str, str]:
+    """What runs are grouped and found by: the target, the drafter's family and the recipe, where a configuration has them."""
+    from .run import recipe_name, target_name
+
+    settings, found = OmegaConf.create(config), {}
+    if (config.get("target") or {}).get("_target_"):
+        found["target"] = target_name(settings)
+    if (config.get("drafter") or {}).get("_target_"):
+        found["family"] = str(config["drafter"]["_target_"]).split(".")[-2]
+        found["recipe"] = recipe_name(settings)
+    return found
+
+
+def headline(measured: dict[str, Any]) -> Row:
+    """What one system of an evaluation or a comparison is judged by; what was not measured is left out."""
+    length, speed = measured["acceptance_length"], measured["speedup"]
+    rates, lossless = measured.get("tokens_per_second") or {}, measured.get("lossless") or {}
+    low, high = length.get("ci95") or (None, None)
+    slow, fast = speed.get("ci95") or (None, None)
+    found = {
+        "acceptance_length": length["pooled"],
+        "acceptance_length_low": low,
+        "acceptance_length_high": high,
+        "speedup": speed["ratio"],
+        "speedup_low": slow,
+        "speedup_high": fast,
+        "speedup_predicted": speed.get("predicted"),
+        "tokens_per_second": rates.get("drafted"),
+        "tokens_per_second_autoregressive": rates.get("autoregressive"),
+        "identical": lossless.get("identical"),
+        "checked": lossless.get("checked"),
+        **flatten({"acceptance_at_depth": measured.get("acceptance_by_depth") or []}),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def systems(summary: dict[str, Any]) -> list[Row]:
+    """One row for the drafter and each system that an evaluation compared it with."""
+    every = {"drafter": summary, **(summary.get("compared") or {})}
+    return [{"system": name, "label": entry.get("label"), **headline(entry)} for name, entry in every.items()]
+
+
+def compared_rows(comparison: dict[str, Any]) -> list[Row]:
+    """One row for each way of drafting of each run in a comparison."""
+    rows = []
+    for row in comparison["rows"]:
+        kept = {key: row.get(key) for key in ("name", "label", "family", "trained")}
+        costs = ("trained_parameters", "extra_memory", "training_seconds", "training_tokens", "lossless_to")
+        rest = {**{key: row.get(key) for key in costs}, **flatten({"batched": row.get("batched") or {}})}
+        rows += [{**kept, "drafting": system["label"], **headline(system), **rest} for system in row["systems"]]
+    return rows
+
+
+def flatten(metrics: dict[str, Any]) -> Row:
+    """Nested metrics as curves of their own: agreement/1, time_share/target."""
+    flat: Row = {}
+    for name, value in metrics.items():
+        if isinstance(value, (list, dict)):
+            entries = value if isinstance(value, dict) else {str(number): entry for number, entry in enumerate(value, 1)}
+            flat |= {f"{name}/{key}": entry for key, entry in flatten(entries).items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def columns_of(rows: list[Row]) -> list[str]:
+    """The keys of all rows, in the order they first appear."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def _table(rows: list[Row]) -> Any:
+    import wandb
+
+    columns = columns_of(rows)
+    return wandb.Table(columns=columns, data=[[row.get(key) for key in columns] for row in rows], allow_mixed_types=True)
+
+
+def _page(name: str, folder: Path) -> dict[str, Any]:
+    """A folder's report.html, shown as it is; nothing where there is none."""
+    import wandb
+
+    page = folder / "report.html"
+    return {name: wandb.Html(page.read_text(), inject=False)} if page.exists() else {}
+
+
+def _markdown(rows: list[Row]) -> str:
+    columns = columns_of(rows)
+    lines = [
+        columns,
+        ["---"] * len(columns),
+        *(["" if row.get(key) is None else str(row[key]) for key in columns] for row in rows),
+    ]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _code(text: str) -> str:
+    return "\n".join("    " + line for line in text.splitlines())
+
+
+@contextmanager
+def _staged_in(folder: Path) -> Iterator[None]:
+    """While it is entered, W&B copies artifacts to a run's own folder, unless the environment names a place."""
+    if "WANDB_DATA_DIR" in os.environ:
+        yield
+        return
+    os.environ["WANDB_DATA_DIR"] = str(folder.resolve())
+    try:
+        yield
+    finally:
+        del os.environ["WANDB_DATA_DIR"]
+
+
+class MetricsFile:
+    """metrics.jsonl: one line a logged step. After a resume, steps that will be done again are dropped first."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step(line) is not None and _step(line) <= step]  # type: ignore[operator]
+            with written_file(path) as scratch:
+                scratch.write_text("".join(line + "\n" for line in kept))
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+
+
+def last_step(path: Path) -> int:
+    """The last step that a metrics.jsonl holds; 0 where it holds none."""
+    return max((_step(line) or 0 for line in path.read_text().splitlines()), default=0) if path.exists() else 0
+
+
+def logged_metrics(path: Path, step: int) -> list[dict[str, Any]]:
+    """What a metrics.jsonl holds up to a step."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if 0 < (_step(line) or 0) <= step]
+
+
+def _step(line: str) -> int | None:
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError):
+        return None  # a kill cut this line short

@@ -1,0 +1,244 @@
+"""What a tree builder is given and gives. Shapes: B batch, F frontier nodes, K children of a node, V draft vocabulary.
+
+A builder asks a `Rollout` for the drafter's distribution after nodes and returns a TokenTree. It knows no family.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spectrain.errors import UserError
+from spectrain.kernels import counter
+from spectrain.kernels.counter import fold, gumbel
+from spectrain.randomness import DRAFT
+
+from .token_tree import Children, TokenTree
+
+if TYPE_CHECKING:
+    from spectrain.decoding.calibration import Calibration
+    from spectrain.decoding.loop import Context
+
+NEVER = float("-inf")
+LEAST = 1e-20  # chance of a token that can be drawn; far below what a draw meets, far above where float32 ends
+
+
+class Rollout(ABC):
+    """One round of a drafter that drafts step by step."""
+
+    draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
+    depth_limit: int | None = None  # how deep the drafter can draft, such as its number of heads; None for any depth
+
+    @abstractmethod
+    def start(self) -> Tensor:
+        """Log-probabilities [B, 1, V] of the token after the root."""
+
+    @abstractmethod
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        """Log-probabilities [B, F, V] after new nodes: their tokens [B, F] in target ids, and their parents [B, F] by
+        the order in which nodes were given, the root being 0."""
+
+    def to_target(self, ids: Tensor) -> Tensor:
+        """Target ids of draft ids."""
+        return ids if self.draft_ids is None else self.draft_ids[ids]
+
+
+class Branches:
+    """Nodes that a drafter runs behind a cache which holds the root: of each its depth, and which nodes it sees, in the order
+    in which they were given."""
+
+    def __init__(self, batch: int, device: torch.device) -> None:
+        self.depth = torch.zeros(batch, 1, dtype=torch.int64, device=device)  # [B, nodes given so far]
+        self.visible = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)  # [B, nodes, nodes without the root]
+
+    def add(self, parents: Tensor) -> tuple[Tensor, Tensor]:
+        """The depth [B, F] of new nodes below `parents` [B, F], and which nodes they see, [B, F, M], themselves the last."""
+        batch, num_new = parents.shape
+        depth = self.depth.gather(1, parents) + 1
+        above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
+        itself = torch.eye(num_new, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+        visible = torch.cat([above, itself], dim=2)
+        self.visible = torch.cat([F.pad(self.visible, (0, num_new)), visible], dim=1)
+        self.depth = torch.cat([self.depth, depth], dim=1)
+        return depth, visible
+
+
+class DepthRollout(Rollout):
+    """One round of a drafter for which a node's depth and own token say all: what came before them makes no difference."""
+
+    def __init__(self, root: Tensor, depth_limit: int) -> None:
+        self.root, self.depth_limit = root, depth_limit  # [B]
+        self.depth = torch.zeros(len(root), 1, dtype=torch.int64, device=root.device)  # of every node given so far
+        self.deepest = 0  # no node is deeper: as often something was given below the root
+
+    @abstractmethod
+    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        """Log-probabilities [B, F, V] after nodes of a depth [B, F], which is below the limit, and with these tokens [B, F]."""
+
+    def start(self) -> Tensor:
+        return self._clamped(self.depth, self.root[:, None])
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        depth = self.depth.gather(1, parents) + 1
+        self.depth = torch.cat([self.depth, depth], dim=1)
+        self.deepest += 1
+        return self._clamped(depth, tokens)
+
+    def _clamped(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        assert self.depth_limit is not None
+        return self.after(depth.clamp(max=self.depth_limit - 1), tokens)  # below it nothing is asked, and nothing will be used
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round cost and gave, for builders that learn from it."""
+
+    tree: TokenTree
+    logits: Tensor  # [B, N, target vocabulary]
+    counts: Tensor  # [B] tokens emitted, 0 in rows that were done before
+    seconds: dict[str, float]  # draft, verify, accept
+
+
+class TreeBuilder(ABC):
+    """What `propose` is given: how much to draft, and where."""
+
+    name: str
+    depth: int  # longest path below the root: the most tokens a round can accept before its bonus
+    budget: int  # nodes that the target verifies at most, the root included
+    drafted: int  # nodes at most that `grow` gives to a rollout, which its cache must hold
+    children: Children = "deterministic"  # how a node's children are chosen; acceptance rules depend on it
+    temperature = 1.0  # of the distribution that drawn children are drawn from
+    seed = 0
+    is_chain = False
+    by_level = True  # nodes that are given to a rollout together are equally deep
+    keeps_drafted = False  # every node that it gives to a rollout is in its tree
+    is_fixed = False  # its trees have one size and depth, found without asking the device for anything
+    needs: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency"
+
+    @abstractmethod
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        """Draft a tree below `context.root`."""
+
+    def prepare(self, calibration: Calibration) -> None:
+        """Called once before decoding, with what was measured of this target and drafter."""
+
+    def observe(self, round: Round) -> None:
+        """Called after every drafted round."""
+
+    def reach(self, rollout: Rollout) -> int:
+        """How deep to draft: the builder's depth, or less where the drafter cannot."""
+        return self.depth if rollout.depth_limit is None else min(self.depth, rollout.depth_limit)
+
+    def settings(self) -> dict[str, object]:
+        """What a report says about the tree."""
+        return {"name": self.name, "depth": self.depth, "budget": self.budget, "children": self.children}
+
+    def _check(self, **least: tuple[float, float]) -> None:
+        """Refuse settings below their least value: key=(value, least)."""
+        for key, (value, lowest) in least.items():
+            if not value >= lowest:
+                raise UserError(f"tree.{key}={value}: use {lowest} or more")
+        if not self.temperature > 0:
+            raise UserError(f"tree.temperature={self.temperature}: use more than 0, or tree.children=deterministic")
+
+
+def drawable(log_q: Tensor, temperature: float) -> Tensor:
+    """What children are drawn from: q at a temperature, without what is all but impossible. A rule divides by what is left
+    of q once likelier children are rejected, in float32, and a child that q never offers would always be kept."""
+    q = (log_q / temperature).softmax(-1)
+    return q.masked_fill(q < LEAST, 0)
+
+
+class Draft:
+    """A tree while it grows, level by level; the nodes whose distribution is known and unused are the frontier.
+
+    A node's score is the sum of log q along its path: the drafter's own estimate that the path is kept.
+    """
+
+    def __init__(self, builder: TreeBuilder, context: Context, rollout: Rollout) -> None:
+        self.builder, self.rollout = builder, rollout
+        root = context.root
+        self.tokens = root[:, None]  # [B, nodes]
+        self.parents = torch.full_like(self.tokens, -1)
+        self.scores = torch.zeros(self.tokens.shape, device=root.device)
+        self.frontier = torch.zeros_like(self.tokens)  # [B, F] index of each frontier node
+        self.fed = torch.zeros_like(self.tokens)  # the same nodes, in the order given to the rollout
+        self.num_fed = 1
+        self.newest = 0  # where the newest level begins
+        self.log_q = rollout.start()
+        self.levels = self.widest = 0
+        self.drawn_from: list[tuple[Tensor, Tensor]] = []  # frontier nodes and the q that their children were drawn from
+        self.key = counter.key(DRAFT, builder.seed, context.rows, context.cache.lengths)  # [B] of this round's draws
+
+    def branch(self, width: int, allowed: Tensor | None = None) -> Tensor:
+        """Add `width` children to every frontier node; where `allowed` [B, F, K] is False they stay padding.
+
+        Returns the scores [B, F * K] of this new level.
+        """
+        width = min(width, self.log_q.shape[-1])
+        ids, log_q = self._pick(width)
+        scores = self.scores.gather(1, self.frontier)[..., None] + log_q
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed[..., :width], NEVER)
+        self.levels, self.widest = self.levels + 1, max(self.widest, width)
+        self.newest = self.tokens.shape[1]
+        self.tokens = torch.cat([self.tokens, self.rollout.to_target(ids.flatten(1))], dim=1)
+        self.parents = torch.cat([self.parents, self.frontier.repeat_interleave(width, dim=1)], dim=1)
+        self.scores = torch.cat([self.scores, scores.flatten(1)], dim=1)
+        return scores.flatten(1)
+
+    def extend(self, keep: Tensor) -> None:
+        """Make nodes `keep` [B, F] of the newest level the frontier: the drafter runs them."""
+        width = (self.tokens.shape[1] - self.newest) // self.frontier.shape[1]
+        nodes = self.newest + keep
+        self.log_q = self.rollout.extend(self.tokens.gather(1, nodes), self.fed.gather(1, keep // width))
+        self.frontier = nodes
+        new = torch.arange(self.num_fed, self.num_fed + keep.shape[1], device=keep.device)
+        self.fed = new.expand_as(keep)
+        self.num_fed += keep.shape[1]
+
+    def best(self, budget: int) -> TokenTree:
+        """The `budget` best-scored nodes. A path's score never rises and ties go to the shallower node, so every kept
+        node has its parent."""
+        return self.subset(self.scores.sort(dim=1, descending=True, stable=True).indices[:, :budget].sort(dim=1).values)
+
+    def subset(self, keep: Tensor) -> TokenTree:
+        """The tree of nodes `keep` [B, N], ascending and closed under parents; never-scored ones are padding."""
+        renumber = torch.full_like(self.tokens, -1)
+        renumber.scatter_(1, keep, torch.arange(keep.shape[1], device=keep.device).expand_as(keep))
+        old = self.parents.gather(1, keep)
+        parents = torch.where(old < 0, -1, renumber.gather(1, old.clamp(min=0)))
+        valid = self.scores.gather(1, keep) > NEVER
+        tokens = self.tokens.gather(1, keep)
+        q = None
+        if self.builder.children != "deterministic":
+            batch, count = keep.shape
+            q = self.log_q.new_zeros(batch, count + 1, self.log_q.shape[-1])  # the last row takes what is not kept
+            rows = torch.arange(batch, device=keep.device)[:, None]
+            for nodes, drawn_from in self.drawn_from:
+                slots = renumber.gather(1, nodes)
+                q[rows, torch.where(slots < 0, count, slots)] = drawn_from
+            q = q[:, :count]
+        every = torch.ones_like(valid)
+        drawn = self.builder.children, q, self.rollout.draft_ids
+        return TokenTree(tokens, parents, valid, every, *drawn, self.levels, self.widest)
+
+    def _pick(self, width: int) -> tuple[Tensor, Tensor]:
+        """Draft ids [B, F, K] of children and their log q; drawn ones in the order of the draw."""
+        if self.builder.children == "deterministic":
+            best = self.log_q.topk(width, dim=-1)
+            return best.indices, best.values
+        q = drawable(self.log_q, self.builder.temperature)
+        self.drawn_from.append((self.frontier, q))
+        log_q = q.log()
+        keys, size = fold(self.key[:, None], self.frontier), log_q.shape[-1]  # a node's own
+        if self.builder.children == "without_replacement":
+            ids = (log_q + gumbel(keys, size)).topk(width, dim=-1).indices
+        else:
+            ids = torch.stack([(log_q + gumbel(fold(keys, number), size)).argmax(-1) for number in range(width)], dim=-1)
+        return ids, log_q.gather(-1, ids)

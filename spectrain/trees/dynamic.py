@@ -1,0 +1,206 @@
+"""Trees shaped by the drafter's own confidence, anew each round. Shapes: B batch, F frontier nodes, K children, V draft ids."""
+
+from __future__ import annotations
+
+import heapq
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from spectrain.randomness import DRAFT, generator, gumbel
+
+from .base import NEVER, Draft, Rollout, TreeBuilder, drawable
+from .token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from spectrain.decoding.loop import Context
+
+
+class Eagle2(TreeBuilder):
+    """EAGLE-2's dynamic tree (Li et al., 2024, section 4): expand the likeliest nodes, then keep the likeliest ones.
+
+    Each level expands its `top_k` best nodes into `top_k` children each; of everything drafted, the `budget` - 1 nodes with
+    the best scores are verified.
+    """
+
+    name = "eagle2"
+    is_fixed = True
+
+    def __init__(self, depth: int = 5, budget: int = 16, top_k: int = 4) -> None:
+        self.depth, self.budget, self.top_k = depth, budget, top_k
+        self._check(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1))
+        self.drafted = (depth - 1) * top_k
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        draft = Draft(self, context, rollout)
+        depth = self.reach(rollout)
+        for level in range(depth):
+            scores = self._branch(draft)
+            if level + 1 < depth:
+                draft.extend(_best(scores, self.top_k))
+        return draft.best(self.budget)
+
+    def _branch(self, draft: Draft) -> Tensor:
+        return draft.branch(self.top_k)
+
+
+class Entropy(Eagle2):
+    """Sure drafts deep, unsure ones wide: a node has as many children as its distribution has likely tokens.
+
+    That many is exp(H), the perplexity of q, rounded and at most `top_k`; the rest is EAGLE-2's.
+    """
+
+    name = "entropy"
+
+    def _branch(self, draft: Draft) -> Tensor:
+        entropy = -(draft.log_q.exp() * draft.log_q.clamp(min=-1e4)).sum(-1, keepdim=True)
+        rank = torch.arange(self.top_k, device=entropy.device)
+        return draft.branch(self.top_k, rank < entropy.exp().round())
+
+
+class OptTree(TreeBuilder):
+    """OPT-Tree (Wang et al., 2024): the tree of `budget` nodes with the largest sum of path probabilities, its expected length.
+
+    Such a tree is the nodes with the largest ones, so only the newest level's members of it are drafted on. Drafting stops
+    where a level adds at most `threshold` expected tokens, which a draft step should cost in steps of the target.
+    """
+
+    name = "opt"
+
+    def __init__(self, depth: int = 8, budget: int = 16, threshold: float = 0.1) -> None:
+        self.depth, self.budget, self.threshold = depth, budget, threshold
+        self._check(depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
+        self.drafted = (depth - 1) * (budget - 1)
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        draft = Draft(self, context, rollout)
+        expected = torch.ones(len(context.root), device=context.root.device)
+        going = torch.ones_like(expected, dtype=torch.bool)
+        depth = self.reach(rollout)
+        for level in range(depth):
+            draft.branch(self.budget - 1, going[:, None, None] if level else None)
+            best = draft.scores.topk(min(self.budget, draft.scores.shape[1]), dim=1)
+            gained = best.values.exp().sum(1) - expected
+            expected = expected + gained
+            going = going & (gained > self.threshold)
+            newest = (best.indices >= draft.newest) & (best.values > NEVER)
+            width = int((newest & going[:, None]).sum(1).max())
+            if level + 1 == depth or width == 0:
+                break
+            draft.extend(_best(draft.scores[:, draft.newest :], width))
+        return draft.best(self.budget)
+
+
+class DySpec(TreeBuilder):
+    """DySpec (Xiong et al., 2024): the open place with the largest value, the chance that it is reached, is filled next.
+
+    Token y drawn at a place of value v from what is left of q opens a place below it, of value v q(y), and one beside it,
+    of value v (1 - q(y)), with y taken out of q. Where the best place lies below a node that the drafter has not run, all
+    such nodes run together. Filling stops at the budget or below `threshold`; a place is given up before its token is
+    drawn, so drawn trees stay lossless.
+    """
+
+    name = "dyspec"
+    by_level = False
+
+    def __init__(
+        self,
+        depth: int = 5,
+        budget: int = 16,
+        threshold: float = 0.0,
+        children: Literal["deterministic", "without_replacement"] = "without_replacement",
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        self.depth, self.budget, self.threshold = depth, budget, threshold
+        self.children, self.temperature, self.seed = children, temperature, seed
+        self._check(depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
+        self.drafted = budget * (budget - 1) // 2  # rows wait for each other: step i runs at most budget - i nodes
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        rows = [
+            _Row(self, token, generator(DRAFT, self.seed, key, position))
+            for token, key, position in zip(
+                context.root.tolist(), context.rows.tolist(), context.cache.lengths.tolist()
+            )
+        ]  # fmt: skip
+        device = context.root.device
+        num_fed = 0
+        log_q = rollout.start()
+        asked = [[0] for _ in rows]
+        while True:
+            for row, nodes, q in zip(rows, asked, drawable(log_q, self.temperature)):
+                for place, node in enumerate(nodes):
+                    row.fed[node], row.q[node] = num_fed + place, q[place]
+                row.fill(rollout)
+            num_fed += log_q.shape[1]
+            asked = [row.unknown() for row in rows]
+            width = max(map(len, asked))
+            if width == 0:
+                return self._tree(rows, rollout, log_q)
+            padding = [[0] * (width - len(nodes)) for nodes in asked]
+            tokens = [[row.tokens[n] for n in nodes] + pad for row, nodes, pad in zip(rows, asked, padding)]
+            parents = [[row.fed[row.parents[n]] for n in nodes] + pad for row, nodes, pad in zip(rows, asked, padding)]
+            log_q = rollout.extend(torch.tensor(tokens, device=device), torch.tensor(parents, device=device))
+
+    def _tree(self, rows: list[_Row], rollout: Rollout, like: Tensor) -> TokenTree:
+        """Rows of trees as one batch, padded."""
+        width = max(len(row.tokens) for row in rows)
+        device = like.device
+        tokens = torch.tensor([row.tokens + [0] * (width - len(row.tokens)) for row in rows], device=device)
+        parents = torch.tensor([row.parents + [0] * (width - len(row.tokens)) for row in rows], device=device)
+        valid = torch.tensor([[n < len(row.tokens) for n in range(width)] for row in rows], device=device)
+        q = None
+        if self.children != "deterministic":
+            q = like.new_zeros(len(rows), width, like.shape[-1])
+            for b, row in enumerate(rows):
+                for node, drawn_from in row.q.items():
+                    q[b, node] = drawn_from
+        return TokenTree(tokens, parents, valid, torch.ones_like(valid), self.children, q, rollout.draft_ids)
+
+
+class _Row:
+    """One row's tree while DySpec fills it."""
+
+    def __init__(self, builder: DySpec, root: int, source: torch.Generator) -> None:
+        self.builder, self.source = builder, source
+        self.tokens, self.parents, self.depths = [root], [-1], [0]
+        self.fed: dict[int, int] = {}  # node -> its order in the rollout
+        self.q: dict[int, Tensor] = {}  # what each node's children are drawn from, where the drafter has run it
+        self.left: dict[int, Tensor] = {}  # the same, without the children it has
+        self.places = [(-1.0, 0)]  # minus the value of an open place, and the node above it
+
+    def fill(self, rollout: Rollout) -> None:
+        """Fill open places from the best down, until one lies below a node that has not run."""
+        while self._open() and self.places[0][1] in self.q:
+            value, parent = heapq.heappop(self.places)
+            left = self.left.get(parent, self.q[parent])
+            scores = left.log()
+            if self.builder.children != "deterministic":
+                scores = scores + gumbel(tuple(left.shape), self.source).to(left.device)
+            choice = scores.argmax()
+            chance = float(left[choice])
+            node = len(self.tokens)
+            self.tokens.append(int(rollout.to_target(choice)))
+            self.parents.append(parent)
+            self.depths.append(self.depths[parent] + 1)
+            if self.depths[node] < self.builder.reach(rollout):
+                heapq.heappush(self.places, (value * chance, node))
+            rest = left.clone()
+            rest[choice] = 0
+            if (total := float(rest.sum())) > 0:
+                self.left[parent] = rest / total
+                heapq.heappush(self.places, (value * (1 - chance), parent))
+
+    def unknown(self) -> list[int]:
+        """Nodes to run before filling goes on; none when the tree is done."""
+        return [node for _, node in sorted(self.places) if node not in self.q] if self._open() else []
+
+    def _open(self) -> bool:
+        return bool(self.places) and len(self.tokens) < self.builder.budget and -self.places[0][0] >= self.builder.threshold
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The best nodes of a level, [B, count at most]; ties go to the first."""
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -1,0 +1,228 @@
+"""Trees whose shape is fixed before decoding, found by search over measured acceptance. Shapes: B batch, V draft vocabulary.
+
+A shape is a list of paths: (0, 2) is the third choice below the first choice below the root.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import product
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from spectrain.errors import UserError
+
+from .base import Draft, Rollout, TreeBuilder
+from .token_tree import Children, TokenTree
+
+if TYPE_CHECKING:
+    from spectrain.decoding.calibration import Calibration
+    from spectrain.decoding.loop import Context
+
+Path = tuple[int, ...]
+
+
+class Static(TreeBuilder):
+    """Medusa's static sparse tree (Cai et al., 2024, section 3.3.3): the nodes that are likeliest to be kept, chosen once.
+
+    The chance of a node is the product of the measured chances of its choices, a_d^(i) at depth d for the i-th choice.
+    Without `paths` the tree is searched when the builder is prepared.
+    """
+
+    name = "static"
+    is_fixed = True
+    keeps_drafted = True
+
+    def __init__(
+        self,
+        depth: int = 5,
+        budget: int = 16,
+        paths: list[list[int]] | None = None,
+        children: Children = "deterministic",
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        self.depth, self.budget, self.children, self.temperature, self.seed = depth, budget, children, temperature, seed
+        self._check(depth=(depth, 1), budget=(budget, 2))
+        self.drafted = budget
+        self.paths: list[Path] = []
+        self.levels: dict[tuple[int, int, torch.device], list[Level]] = {}  # by vocabulary, depth and device
+        if paths is not None:
+            self._use([tuple(path) for path in paths])
+        self.needs = () if self.paths else ("hits",)
+
+    def _use(self, paths: list[Path]) -> None:
+        if not paths:
+            raise UserError("tree.paths: there is none; give at least [[0]], or null to search for them")
+        known = {(), *paths}
+        for path in paths:
+            earlier = path and path[-1] > 0 and self.children != "deterministic" and (*path[:-1], path[-1] - 1) not in known
+            if not path or min(path) < 0 or path[:-1] not in known or earlier:
+                raise UserError(
+                    f"tree.paths: {list(path)} has a parent or, where children are drawn, an earlier sibling that is not a "
+                    "path itself; add it, or leave the path out"
+                )
+        self.paths = sorted(known - {()}, key=lambda path: (len(path), path))
+        self.depth = max((len(path) for path in self.paths), default=1)
+        self.levels = {}
+        self.budget = len(self.paths) + 1
+        self.drafted = len({path[:-1] for path in self.paths}) - 1
+
+    def prepare(self, calibration: Calibration) -> None:
+        if "hits" in self.needs:
+            self._use(self.search(calibration))
+
+    def search(self, calibration: Calibration) -> list[Path]:
+        """The `budget` - 1 paths with the largest chances; a sibling enters after those before it."""
+        hits = calibration.hits[: self.depth]  # as deep as the drafter reaches
+        found: list[Path] = []
+        heap: list[tuple[float, Path]] = [(-hits[0][0], (0,))]
+        while heap and len(found) + 1 < self.budget:
+            value, path = heapq.heappop(heap)
+            found.append(path)
+            here = hits[len(path) - 1]
+            if path[-1] + 1 < len(here) and here[path[-1]] > 0:
+                heapq.heappush(heap, (value / here[path[-1]] * here[path[-1] + 1], (*path[:-1], path[-1] + 1)))
+            if len(path) < len(hits):
+                heapq.heappush(heap, (value * hits[len(path)][0], (*path, 0)))
+        return found
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        if not self.paths:
+            raise UserError(
+                f"tree={self.name}: its shape is not searched yet; call prepare with a Calibration, or give tree.paths"
+            )
+        draft = Draft(self, context, rollout)
+        batch, device = context.root.shape[0], context.root.device
+        keep = [torch.zeros(1, dtype=torch.int64, device=device)]
+        where = draft.log_q.shape[-1], self.reach(rollout), device
+        if where not in self.levels:  # made in a round that no graph and no compiler sees: it copies from the host
+            self.levels[where] = _levels(self.paths, *where)
+        for width, nodes, inner in self.levels[where]:
+            draft.branch(width)
+            keep.append(draft.newest + nodes)
+            if len(inner):
+                draft.extend(inner.expand(batch, -1))
+        return draft.subset(torch.cat(keep).expand(batch, -1))
+
+    def settings(self) -> dict[str, object]:
+        return {**super().settings(), "paths": [list(path) for path in self.paths]}
+
+
+class Cartesian(Static):
+    """Medusa's first trees (section 3.1): the Cartesian product of each head's best `widths[d]` choices at depth d + 1."""
+
+    name = "cartesian"
+
+    def __init__(
+        self,
+        widths: tuple[int, ...] = (3, 2, 1),  # choices at each depth
+        children: Children = "deterministic",
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        if not widths or min(widths) < 1:
+            raise UserError(f"tree.widths={list(widths)}: use one or more numbers of 1 or more")
+        levels = [product(*(range(width) for width in widths[: depth + 1])) for depth in range(len(widths))]
+        paths = [list(path) for level in levels for path in level]
+        super().__init__(len(widths), len(paths) + 1, paths, children, temperature, seed)
+
+
+class Sequoia(Static):
+    """Sequoia (Chen et al., 2024, section 4.1): the tree of a size that keeps most, by a dynamic programme.
+
+    p_j is the measured chance that the j-th child is the one kept, whatever the depth. T[m][l][b], the expected tokens of
+    the best tree of m nodes and at most l levels whose root has b children, is max over y of T[y][l][b-1] + p_b T[m-y][l-1].
+    With `measured` the size and depth are also chosen, by the measured time of drafting l - 1 levels and verifying m nodes.
+    """
+
+    name = "sequoia"
+
+    def __init__(
+        self,
+        depth: int = 5,
+        budget: int = 16,
+        children: Children = "deterministic",
+        temperature: float = 1.0,
+        seed: int = 0,
+        measured: bool = False,
+    ) -> None:
+        super().__init__(depth, budget, None, children, temperature, seed)
+        self.measured = measured
+        self.needs = ("hits", "latency") if measured else ("hits",)
+
+    def search(self, calibration: Calibration) -> list[Path]:
+        chances = calibration.chances
+        if not self.measured:
+            return sequoia_paths(chances, self.budget, self.depth + 1)
+        latency = calibration.latency
+        assert latency is not None
+        sizes = [(nodes, levels) for nodes in range(2, self.budget + 1) for levels in range(2, self.depth + 2)]
+        table = sequoia_table(chances, self.budget, self.depth + 1)
+
+        def seconds_a_token(size: tuple[int, int]) -> float:
+            nodes, levels = size
+            tokens = table[nodes, levels].max()
+            return (latency.draft(levels - 1, max(1, nodes // levels)) + latency.verify(nodes)) / max(float(tokens), 1e-9)
+
+        return sequoia_paths(chances, *min(sizes, key=seconds_a_token))
+
+
+def sequoia_table(chances: list[float], nodes: int, levels: int) -> np.ndarray:
+    """T [nodes + 1, levels + 1, children + 1]; impossible trees are -inf."""
+    chances = [max(chance, 1e-9) for chance in chances]  # 0 times an impossible tree would be no number
+    table = np.full((nodes + 1, levels + 1, len(chances) + 1), -np.inf)
+    table[1, 1:, 0] = 1
+    for size in range(2, nodes + 1):
+        for level in range(2, levels + 1):
+            below = table[1:size, level - 1].max(-1)[::-1]  # of size - y nodes, y from 1
+            for child, chance in enumerate(chances, 1):
+                table[size, level, child] = (table[1:size, level, child - 1] + chance * below).max()
+    return table
+
+
+def sequoia_paths(chances: list[float], nodes: int, levels: int) -> list[Path]:
+    """The paths of the best tree of at most so many nodes and levels, the root included."""
+    chances = [max(chance, 1e-9) for chance in chances]
+    table = sequoia_table(chances, nodes, levels)
+    paths: list[Path] = []
+
+    def build(root: Path, size: int, level: int, child: int) -> None:
+        if child == 0:
+            return
+        below = table[1:size, level - 1].max(-1)[::-1]
+        split = 1 + int((table[1:size, level, child - 1] + chances[child - 1] * below).argmax())
+        paths.append((*root, child - 1))
+        build((*root, child - 1), size - split, level - 1, int(table[size - split, level - 1].argmax()))
+        build(root, split, level, child - 1)
+
+    largest = int(np.isfinite(table[:, levels].max(-1)).nonzero()[0].max())
+    build((), largest, levels, int(table[largest, levels].argmax()))
+    return paths
+
+
+Level = tuple[int, torch.Tensor, torch.Tensor]
+"""Children drawn a frontier node, which of them are in the tree, and which of these have children."""
+
+
+def _levels(paths: list[Path], vocab_size: int, depth: int, device: torch.device) -> list[Level]:
+    """By level; choices beyond a small vocabulary or the drafter's reach are left out, with what is below them."""
+    possible = [path for path in paths if max(path) < vocab_size and len(path) <= depth]
+    levels = []
+    frontier: list[Path] = [()]
+    while frontier:
+        parents = {path: index for index, path in enumerate(frontier)}
+        nodes = [path for path in possible if path[:-1] in parents]
+        if not nodes:
+            break
+        width = max(path[-1] for path in nodes) + 1
+        index = {path: parents[path[:-1]] * width + path[-1] for path in nodes}
+        frontier = [path for path in nodes if any(other[:-1] == path for other in possible)]
+        kept, inner = (
+            torch.tensor(sorted(places), dtype=torch.int64, device=device)
+            for places in (index.values(), [index[path] for path in frontier])
+        )
+        levels.append((width, kept, inner))
+    return levels

@@ -1,0 +1,212 @@
+"""Trees that weigh what a node may gain against what it costs on this machine. Shapes: B batch, F frontier nodes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spectrain.errors import UserError
+
+from .base import Draft, Rollout, Round, TreeBuilder
+from .token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from spectrain.decoding.calibration import Calibration, Latency
+    from spectrain.decoding.loop import Context
+
+
+class Measured(TreeBuilder):
+    """A builder that needs the time of drafting and verifying."""
+
+    needs = ("latency",)
+    latency: Latency | None = None
+
+    def prepare(self, calibration: Calibration) -> None:
+        self.latency = calibration.latency
+
+    def _known(self) -> Latency:
+        if self.latency is None:
+            raise UserError(f"tree={self.name}: nothing is timed yet; call prepare with a Calibration that has a latency")
+        return self.latency
+
+
+class Cast(Measured):
+    """CAST (Hu et al., 2025): breadth, depth and size by measured cost. u is expected tokens, c is cost in target steps.
+
+    Walking k up the sorted nodes, k is taken where (u_k - u_k') / (c_k - c_k') exceeds a threshold, k' the last one taken:
+    `breadth_gain` for how many nodes of a level are drafted on, `size_gain` for how many nodes are verified. Another level is
+    drafted while alpha u / c of this one is at least `depth_gain`, alpha being the mean of how u changed from level to level
+    over the last `memory` rounds. The default, one token a target step, is what decoding without a drafter yields.
+    """
+
+    name = "cast"
+
+    def __init__(
+        self,
+        depth: int = 8,
+        budget: int = 64,
+        top_k: int = 8,
+        breadth_gain: float = 1.0,
+        depth_gain: float = 1.0,
+        size_gain: float = 1.0,
+        memory: int = 16,
+    ) -> None:
+        self.depth, self.budget, self.top_k, self.memory = depth, budget, top_k, memory
+        self.breadth_gain, self.depth_gain, self.size_gain = breadth_gain, depth_gain, size_gain
+        self._check(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1), memory=(memory, 1), breadth_gain=(breadth_gain, 0),
+                    depth_gain=(depth_gain, 0), size_gain=(size_gain, 0))  # fmt: skip
+        self.drafted = (depth - 1) * top_k
+        self.change: list[deque[float]] = [deque(maxlen=memory) for _ in range(depth)]
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        latency = self._known()
+        length = context.cache.longest
+        step = latency.verify(1, length)
+        draft = Draft(self, context, rollout)
+        depth = self.reach(rollout)
+        last = None
+        for level in range(depth):
+            scores = draft.branch(self.top_k)
+            best = scores.sort(dim=1, descending=True, stable=True)
+            gains = best.values[:, : self.top_k].exp().mean(0).cumsum(0).tolist()
+            costs = [latency.step(k, length) / step for k in range(1, len(gains) + 1)]
+            width = walk_up(gains, costs, self.breadth_gain)
+            if last is not None:
+                self.change[level - 1].append(gains[width - 1] / max(last, 1e-9))
+            last = gains[width - 1]
+            history = self.change[level]
+            alpha = sum(history) / len(history) if history else 1.0
+            if level + 1 == depth or alpha * last / max(costs[width - 1], 1e-9) < self.depth_gain:
+                break
+            draft.extend(best.indices[:, :width])
+        values = draft.scores.sort(dim=1, descending=True).values[:, : self.budget].exp().mean(0).cumsum(0).tolist()
+        costs = [latency.verify(k, length) / step for k in range(1, len(values) + 1)]
+        return draft.best(max(2, walk_up(values, costs, self.size_gain)))
+
+
+def walk_up(gains: list[float], costs: list[float], least: float) -> int:
+    """How many nodes to take: k is taken where its gain over the last one taken exceeds `least` times the added cost."""
+    taken = 0
+    for k in range(1, len(gains)):
+        if gains[k] - gains[taken] > least * (costs[k] - costs[taken]):
+            taken = k
+    return taken + 1
+
+
+class Auto(Measured):
+    """The depth and size that maximise predicted speed: expected tokens over the time to draft and verify them.
+
+    Expected tokens are the drafter's path probabilities, corrected at each depth by how often they came true. Verification
+    time is a running fit against tree size (ProPD, Zhong et al., 2024, section 4.3): the average time of each size seen,
+    weighted by exp(-staleness), fitted by b0 + b1 n. Both start from what was timed and follow what happens.
+    """
+
+    name = "auto"
+
+    def __init__(self, depth: int = 8, budget: int = 64, top_k: int = 8, memory: int = 64) -> None:
+        self.depth, self.budget, self.top_k, self.memory = depth, budget, top_k, memory
+        self._check(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1), memory=(memory, 1))
+        self.drafted = (depth - 1) * top_k
+        self.fit = RunningFit(memory)
+        self.step_seconds = self.start_seconds = 0.0
+        self.predicted = np.ones(depth)  # running means, by depth: chance that a node there is kept, as predicted ...
+        self.observed = np.ones(depth)  # ... and as it came true
+        self.expected: Tensor | None = None  # [B, depth + 1] of the round that is being verified
+        self.levels = 0  # drafted in that round
+        self.sizes: list[int] = []  # of every round's tree
+
+    def prepare(self, calibration: Calibration) -> None:
+        super().prepare(calibration)
+        latency = self._known()
+        for size in sorted(next(iter(latency.verify_seconds.values()))):
+            if size <= self.budget:
+                self.fit.add(size, latency.verify(size))  # behind the shortest context; `observe` follows it from there
+        self.start_seconds, self.step_seconds = latency.start_seconds, latency.step(self.top_k)
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        self._known()
+        draft = Draft(self, context, rollout)
+        device = context.root.device
+        depths = torch.zeros_like(draft.tokens)
+        trust = np.minimum.accumulate(np.clip(self.observed / self.predicted, 0.05, 1.5))
+        correction = torch.tensor([0.0, *np.log(trust)], dtype=torch.float32, device=device)
+        verify = torch.tensor([self.fit(size) for size in range(1, self.budget + 1)], device=device)
+        depth = self.reach(rollout)
+        for level in range(depth):
+            scores = draft.branch(self.top_k)
+            depths = torch.cat([depths, torch.full_like(scores, level + 1, dtype=torch.int64)], dim=1)
+            chances = (draft.scores + correction[depths]).exp().sort(dim=1, descending=True).values[:, : self.budget]
+            tokens = chances.mean(0).cumsum(0)  # the root alone emits one
+            speed = tokens / (self.start_seconds + level * self.step_seconds + verify[: len(tokens)])
+            if level + 1 == depth:
+                break
+            best = scores.sort(dim=1, descending=True, stable=True)
+            mass = float((best.values[:, : self.top_k] + correction[level + 1]).exp().sum(1).mean())
+            carried = self.observed[level + 1] / max(self.observed[level], 1e-6)
+            if mass * carried < self.step_seconds * float(speed.max()):
+                break  # the tokens that another level promises would be decoded sooner without it
+            draft.extend(best.indices[:, : self.top_k])
+        size = max(2, int(speed.argmax()) + 1)
+        self.levels = level + 1
+        kept = draft.scores.sort(dim=1, descending=True, stable=True)
+        self.expected = torch.zeros(len(context.root), self.depth + 1, device=device)
+        self.expected.scatter_add_(1, depths.gather(1, kept.indices[:, :size]), kept.values[:, :size].exp())
+        self.sizes.append(size)
+        return draft.best(size)
+
+    def observe(self, round: Round) -> None:
+        rate = 1 / self.memory
+        judged = (round.tree.valid & round.tree.emitted).sum(1)
+        if int(judged.max()) == 1:
+            return  # nothing was ready to draft
+        self.fit.add(int(judged.max()), round.seconds["verify"] + round.seconds["accept"])
+        if self.levels > 1:
+            step = max(0.0, (round.seconds["draft"] - self.start_seconds) / (self.levels - 1))
+            self.step_seconds += rate * (step - self.step_seconds)
+        else:
+            self.start_seconds += rate * (round.seconds["draft"] - self.start_seconds)
+        assert self.expected is not None
+        for expected, count in zip(self.expected.tolist(), (round.counts * (judged > 1)).tolist()):
+            for depth in range(1, self.depth + 1):
+                if count and expected[depth]:
+                    self.predicted[depth - 1] += rate * (expected[depth] - self.predicted[depth - 1])
+                    self.observed[depth - 1] += rate * ((count > depth) - self.observed[depth - 1])
+
+    def settings(self) -> dict[str, object]:
+        middle = sorted(self.sizes)[len(self.sizes) // 2] if self.sizes else None
+        return {**super().settings(), "median_size": middle, "verify_seconds": {"base": self.fit.base, "node": self.fit.slope}}
+
+
+class RunningFit:
+    """Time against size, b0 + b1 n, from a running average at every size seen; what was not seen for long counts little."""
+
+    def __init__(self, memory: int) -> None:
+        self.memory = memory
+        self.average: dict[int, float] = {}
+        self.seen: dict[int, int] = {}
+        self.now = 0
+        self.base = self.slope = 0.0
+
+    def add(self, size: int, seconds: float) -> None:
+        self.now += 1
+        known = self.average.get(size)
+        self.average[size] = seconds if known is None else known + 0.1 * (seconds - known)
+        self.seen[size] = self.now
+        sizes = np.asarray(list(self.average), dtype=float)
+        times = np.asarray(list(self.average.values()))
+        weights = np.asarray([math.exp(-(self.now - self.seen[size]) / self.memory) for size in self.average])
+        if len(sizes) == 1:
+            self.base, self.slope = float(times[0]), 0.0
+            return
+        mean, level = np.average(sizes, weights=weights), np.average(times, weights=weights)
+        spread = (weights * (sizes - mean) ** 2).sum()
+        self.slope = float(max(0.0, (weights * (sizes - mean) * (times - level)).sum() / max(spread, 1e-12)))
+        self.base = float(level - self.slope * mean)
+
+    def __call__(self, size: int) -> float:
+        return max(self.base + self.slope * size, 1e-9)

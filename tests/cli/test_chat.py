@@ -1,0 +1,343 @@
+"""A conversation in the terminal says what decoding says, shows it as it comes, and remembers it."""
+
+import io
+import os
+import pty
+import re
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from spectrain.cli import chat
+from spectrain.cli import main as cli
+from spectrain.cli.chat import Chat, Piece, Plain, Screen, Stream, Talk
+from spectrain.data.chat import render
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.captured import Engine
+from spectrain.decoding.loop import Generation, decode
+from spectrain.drafters.ngram import Ngram
+from spectrain.errors import UserError
+from spectrain.eval.run import prompt_tokens
+from spectrain.eval.systems import System
+from spectrain.models.target import Target
+from spectrain.trees import Chain
+
+QUESTION = "one two three four one two three four one two"
+
+
+class Heard(Plain):
+    """What was shown and said, kept."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.notes: list[str] = []
+        self.console = Console(file=io.StringIO())
+
+    def show(self, pieces: list[Piece], status: str) -> None:
+        self.pieces += pieces
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    @property
+    def text(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+
+def asked(target: Target, *texts: str) -> list[int]:
+    """The prompt of a conversation of user and assistant in turn."""
+    return prompt_tokens(target, [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)])
+
+
+def answered(target: Target, tokens: list[int], limit: int) -> str:
+    """What the target says by itself."""
+    (alone,) = decode(target, [tokens], Greedy(), limit)
+    return said(target, alone.output)
+
+
+def said(target: Target, output: list[int]) -> str:
+    return str(target.tokenizer.decode([token for token in output if token not in target.stop_ids]))
+
+
+@pytest.fixture
+def talk(tiny: Target) -> Talk:
+    """A conversation with the tiny target through n-gram lookup."""
+    system = System("drafter", "chain of 3", Ngram(tiny), Chain(3), Greedy())
+    return Talk(Chat(max_new_tokens=24), tiny, system, Heard())
+
+
+def heard(talk: Talk) -> Heard:
+    assert isinstance(talk.screen, Heard)
+    return talk.screen
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["loop", "engine"])
+def test_a_watcher_sees_every_round_and_changes_nothing(tiny: Target, captured: bool) -> None:
+    """The output grows round by round to what is returned, which is what comes without a watcher."""
+    prompts = [asked(tiny, QUESTION), asked(tiny, "Hi")]
+    seen: list[list[list[int]]] = []
+    watch = lambda generations: seen.append([list(one.output) for one in generations])  # noqa: E731
+    if captured:
+        watched = Engine(tiny, Greedy()).decode(prompts, 24, watch=watch)
+    else:
+        watched = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3), watch=watch)
+    plain = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3))
+    assert [one.output for one in watched] == [one.output for one in plain] == seen[-1]
+    for row, generation in enumerate(watched):
+        lengths = [len(outputs[row]) for outputs in seen]
+        assert lengths[0] == 1 and lengths == sorted(lengths)
+        if not captured:  # the engine looks every few rounds
+            assert lengths[1 : 1 + len(generation.accepted)] == [
+                min(1 + sum(generation.accepted[:n]), len(generation.output)) for n in range(1, 1 + len(generation.accepted))
+            ]
+        assert all(generation.output[: len(outputs[row])] == outputs[row] for outputs in seen)
+
+
+FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467"
+
+
+@pytest.mark.parametrize(
+    "text", ["caf\u00e9 \U0001f389 na\u00efve", f"\u4e2d\u6587 \u03b1\u03b2 {FAMILY}", " two  spaces\n\n\tand tabs "]
+)  # fmt: skip
+@pytest.mark.parametrize("cut", [0, 1, 2])
+def test_characters_are_never_torn(tiny: Target, text: str, cut: int) -> None:
+    """Streamed pieces hold whole characters and join to the text of all tokens, whatever the rounds; a cut one comes last."""
+    tokens = tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
+    tokens = tokens[: len(tokens) - cut]
+    for width in (1, 2, 3):
+        stream, generation, pieces = Stream(tiny), Generation([]), list[Piece]()
+        for first in range(0, len(tokens), width):
+            generation.output += tokens[first : first + width]
+            generation.accepted.append(width)
+            pieces += stream.read(generation)
+        streamed = "".join(piece.text for piece in pieces)
+        assert chat.TORN not in streamed
+        assert streamed + stream.rest() == tiny.tokenizer.decode(tokens)
+
+
+def test_pieces_tell_who_proposed_them(tiny: Target, talk: Talk) -> None:
+    """The first token is the prefill's; in each round all but the last were drafted; the end token is not shown."""
+    generation = talk.ask(QUESTION)
+    assert generation is not None and max(generation.accepted) > 1
+    pieces = heard(talk).pieces[:-1]  # without the rest, which is empty
+    assert (pieces[0].round, pieces[0].drafted) == (0, False)
+    for number, count in enumerate(generation.whole_rounds, 1):
+        assert [piece.drafted for piece in pieces if piece.round == number] == [True] * (count - 1) + [False]
+    assert heard(talk).text == said(tiny, generation.output)
+
+
+def test_an_answer_is_the_targets_own_with_the_conversation_before_it(tiny: Target, talk: Talk) -> None:
+    """Each answer is what the target says by itself to all that was said; without the drafter, and once more, too."""
+    first, second = "What is a bee?", "And a bear?"
+    talk.ask(first)
+    answer = heard(talk).text
+    assert answer == answered(tiny, asked(tiny, first), 24)
+    following = answered(tiny, asked(tiny, first, answer, second), 24)
+    for line in (second, "/drafter", "/again"):
+        heard(talk).pieces = []
+        talk.command(line) if line.startswith("/") else talk.ask(line)
+        assert heard(talk).text == ("" if line == "/drafter" else following)
+    assert [message["content"] for message in talk.messages] == [first, answer, second, following]
+    assert talk.speeds[False].answers == 1 and talk.speeds[False].per_forward == 1
+    talk.command("/stats")
+    assert "ratio" in heard(talk).console.file.getvalue()  # type: ignore[attr-defined]
+    talk.command("/reset")
+    talk.ask(first)
+    assert len(talk.messages) == 2
+
+
+def test_the_oldest_turns_are_forgotten_where_the_context_ends(tiny: Target, talk: Talk) -> None:
+    """What no longer fits goes, in pairs and with a word; the system message and the question stay."""
+    talk.opening = [{"role": "system", "content": "Be brief."}]
+    long = "honey " * 60
+    room = tiny.max_length - 24
+    for _ in range(12):
+        assert talk.ask(long) is not None
+    kept = [*talk.opening, *talk.messages]
+    assert kept[0]["role"] == "system" and [one["role"] for one in talk.messages[::2]] == ["user"] * (len(talk.messages) // 2)
+    assert len(talk.messages) < 24 and len(prompt_tokens(tiny, kept[:-1])) <= room
+    assert any("left out" in note for note in heard(talk).notes)
+
+
+def test_what_leaves_no_room_is_not_asked(tiny: Target, talk: Talk) -> None:
+    """A text as long as the context is refused with a word, and forgotten."""
+    assert talk.ask("honey " * 2000) is None
+    assert talk.messages == [] and "fewer words" in heard(talk).notes[-1]
+
+
+def test_an_interrupt_keeps_what_was_said(tiny: Target, talk: Talk) -> None:
+    """Ctrl-C ends the answer; its beginning is the answer that is remembered."""
+    show = heard(talk).show
+
+    def stop(pieces: list[Piece], status: str) -> None:
+        show(pieces, status)
+        if len(heard(talk).pieces) > 5 and not heard(talk).notes:
+            heard(talk).note("Ctrl-C")
+            raise KeyboardInterrupt
+
+    talk.screen.show = stop  # type: ignore[method-assign]
+    talk.ask("What is a bee?")
+    assert "stopped" in heard(talk).notes[-1]
+    assert talk.messages[-1] == {"role": "assistant", "content": heard(talk).text}
+    assert answered(tiny, asked(tiny, "What is a bee?"), 24).startswith(heard(talk).text)
+
+
+@pytest.mark.parametrize(
+    "line, word",
+    [("/hlep", "/help"), ("/drafter of", "/drafter off"), ("/again", "nothing was asked"), ("/stats now", "say /stats")],
+)
+def test_a_wrong_command_is_told(talk: Talk, line: str, word: str) -> None:
+    """It names the nearest, and the conversation goes on."""
+    talk.command(line)
+    assert word in heard(talk).notes[-1]
+
+
+def picture(shown: str, width: int) -> list[str]:
+    """What a terminal shows, of the few codes that are used: colours, up a line, an emptied line."""
+    lines, row, column = [""], 0, 0
+    for code, char in re.findall(r"(\x1b\[[\d;?]*[A-Za-z])|(.|\n|\r)", shown):
+        if code.endswith("A"):
+            row -= int(code[2:-1])
+        elif code.endswith("K"):
+            lines[row] = ""
+        elif char == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row == len(lines))
+        elif char == "\r":
+            column = 0
+        elif char:
+            lines[row] = lines[row].ljust(column)[:column] + char + lines[row][column + 1 :]
+            column += 1
+    assert all(len(line) <= width for line in lines)
+    return [line.rstrip() for line in lines]
+
+
+def test_a_terminal_shows_the_answer_and_one_status_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every moment the screen holds what was said so far, wrapped, and below it the newest status; at the end the answer."""
+    monkeypatch.setattr(chat, "REFRESH", -1.0)
+    console = Console(file=io.StringIO(), force_terminal=True, width=24, color_system="standard")
+    screen, text = Screen(console), ""
+    words = re.findall(r"\s*\S+", "The bees find\nthe hive. \n\nAll of them come home unreasonably often, and sing.")
+    with screen.answering():
+        for number, word in enumerate(words):
+            screen.show([Piece(word, number, number % 2 == 0)], f"{number} tokens")
+            text += word
+            *lines, status = [line for line in picture(console.file.getvalue(), 24) if line]  # type: ignore[attr-defined]
+            assert status == f"{number} tokens"
+            assert " ".join(lines).split() == text.split()
+    assert " ".join(picture(console.file.getvalue(), 24)).split() == text.split()  # type: ignore[attr-defined]
+
+
+def test_tokens_of_a_round_share_a_colour() -> None:
+    """Rounds that follow each other differ, and the target's own token looks unlike all drafted ones."""
+    drafted = [chat.style_of(Piece("", number, True)) for number in range(1, 7)]
+    assert all(one != other for one, other in zip(drafted, drafted[1:]))
+    assert chat.style_of(Piece("", 1, False)) not in drafted
+
+
+def spoken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str, stdin: str = ""
+) -> tuple[Any, str, str]:
+    """Exit status, stdout and stderr of a chat."""
+    monkeypatch.setattr(sys, "argv", ["spectrain", "chat", "target=tiny", "chat.max_new_tokens=24", *words])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+    status = 0
+    try:
+        cli.main()
+    except SystemExit as stopped:
+        status = stopped.code  # type: ignore[assignment]
+    return status, *capsys.readouterr()
+
+
+def test_scripts_get_the_answers_alone(
+    tiny: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Off a terminal stdout holds the answers: one for --once, one for every line of stdin."""
+    text = "Don't sing, [bees]!"
+    expected = answered(tiny, asked(tiny, text), 24)
+    status, out, err = spoken(monkeypatch, capsys, "drafter=ngram", "--once", text)
+    assert (status, out) == (0, expected + "\n") and "tokens/s" in err
+    lines = f"{text}\n\n/reset\n{text}\n/exit\nnever asked\n"
+    assert spoken(monkeypatch, capsys, "drafter=ngram", stdin=lines)[:2] == (0, f"{expected}\n" * 2)
+
+
+def test_a_system_message_is_a_sentence(
+    tiny: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """chat.system may hold what hydra's grammar does not: apostrophes, commas, brackets."""
+    system, text = "Don't be long, (please)!", "Hi"
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    assert system in render(tiny.tokenizer, messages)
+    status, out, _ = spoken(monkeypatch, capsys, "drafter=ngram", f"chat.system={system}", "--once", text)
+    assert (status, out) == (0, answered(tiny, prompt_tokens(tiny, messages), 24) + "\n")
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ((), ("run=", "drafter=ngram")),
+        (("drafter=ngram", "chat.max_tokens=3"), ("chat.max_tokens", "max_new_tokens")),
+        (("drafter=ngram", "chat.max_new_tokens=1"), ("chat.max_new_tokens=1",)),
+        (("drafter=ngram", "chat.max_new_tokens=4000"), ("chat.max_new_tokens=4000", "1024")),
+        (("drafter=ngram", "--once"), ("--once",)),
+        (("drafter=ngram", "--once", "honey " * 2000), ("--once", "room")),
+        (("run=nowhere",), ("run=nowhere", "drafter")),
+        (("drafter=ngram", "tre=chain"), ("tre", "tree")),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    words: tuple[str, ...], expected: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It names what, and how to mend it."""
+    status, out, err = spoken(monkeypatch, capsys, *words)
+    assert (status, out) == (2, "") and all(word in err for word in expected), err
+
+
+def test_only_a_chat_template_makes_a_chat(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base model is refused."""
+    monkeypatch.setattr(chat, "load_target", lambda config, folder: tiny)
+    monkeypatch.setattr(tiny.tokenizer, "chat_template", None)
+    with pytest.raises(UserError, match="chat template"):
+        Chat().run(None, tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_keys_of_a_terminal() -> None:
+    """In a real terminal Ctrl-C stops an answer, and at the prompt says how to leave; Ctrl-D leaves with status 0."""
+    words = ["chat", "drafter=ngram", "target=tiny", "chat.max_new_tokens=900"]
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ.update(TERM="xterm", COLUMNS="80")
+        os.execv(sys.executable, [sys.executable, "-m", "spectrain", *words])
+    shown = b""
+
+    def wait_for(mark: bytes) -> None:
+        nonlocal shown
+        began, start = time.monotonic(), len(shown)
+        while mark not in shown[start:]:
+            assert time.monotonic() - began < 120, shown
+            if select.select([terminal], [], [], 1)[0]:
+                shown += os.read(terminal, 65536)
+
+    try:
+        wait_for(b"> ")
+        os.write(terminal, b"Count from one to a thousand: one two three one two three\n")
+        wait_for(b"tokens/s")
+        os.write(terminal, b"\x03")
+        wait_for(b"> ")
+        assert b"stopped; " in shown
+        os.write(terminal, b"\x03")
+        wait_for(b"Ctrl-D leaves")
+        os.write(terminal, b"\x04")
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        os.close(terminal)

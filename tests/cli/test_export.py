@@ -1,0 +1,261 @@
+"""`spectrain export`: what it writes, the model card, what is refused, transformers as a client, the upload."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spectrain.cli.defaults import saved_settings
+from spectrain.cli.export import export
+from spectrain.errors import UserError
+from spectrain.export.layouts import layout_for
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
+from spectrain.runs.run import save_drafter
+from tests.export.test_converter import ours, settings_for
+
+SUMMARY: dict[str, Any] = {
+    "acceptance_length": {"pooled": 2.3456, "ci95": [2.1, 2.6]},
+    "speedup": {"ratio": 1.2345, "ci95": [1.1, 1.4]},
+    "lossless": {"identical": 17, "checked": 17},
+    "tree": {"name": "eagle2", "depth": 5, "budget": 16},
+    "compared": {},
+    "setting": {
+        "target": "tiny", "prompts": 17, "max_new_tokens": 99, "rule": "greedy", "batch_size": 1, "dtype": "float32",
+        "device": "a processor", "commit": "0123456789abcdef", "versions": {"torch": "9.9"}, "date": "2031-01-02T03:04:05",
+    },
+}  # fmt: skip
+
+
+def run_of(folder: Path, tiny: Target, drafter: str, **options: Any) -> Path:
+    ours(folder / "drafter", tiny, drafter, **options)
+    return folder
+
+
+def exported(run: Path, form: str, out: Path, **options: Any) -> Path:
+    return export(OmegaConf.create({"run": str(run), "format": form, "out": str(out), **options}))
+
+
+def test_card_holds_the_measured_numbers_with_their_setting(tiny: Target, tmp_path: Path) -> None:
+    """Numbers come from eval/*/summary.json alone, rounded; training's agreement is no score."""
+    run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
+    (run / "metrics.jsonl").write_text('{"step": 1, "agreement": 0.7654}\n')
+    (run / "eval" / "heldout").mkdir(parents=True)
+    (run / "eval" / "heldout" / "summary.json").write_text(json.dumps(SUMMARY))
+    card = (exported(run, "vllm", tmp_path / "out") / "README.md").read_text()
+    for words in (
+        "2.35 [2.10, 2.60]",
+        "1.23 [1.10, 1.40]",
+        "17 of 17",
+        "17 prompts, 99 tokens",
+        "torch 9.9",
+        "2031-01-02",
+        "tiny",
+    ):
+        assert words in card
+    assert "0.76" not in card and "eagle2 depth 5 budget 16" in card
+    assert f'"method": "eagle3", "model": "{tmp_path / "out"}"' in card and "vllm serve" in card and "base_model" not in card
+
+
+def test_card_without_a_score_says_so(tiny: Target, tmp_path: Path) -> None:
+    """A drafter that was never scored has no number on its card."""
+    run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
+    assert "not scored" in (exported(run, "sglang", tmp_path / "out") / "README.md").read_text()
+
+
+SERVED = {
+    "eagle3 vllm": {"vLLM", "spectrain"}, "eagle3 sglang": {"SGLang", "vLLM", "spectrain"}, "medusa medusa": {"spectrain"},
+    "medusa vllm": {"vLLM", "spectrain"}, "causal hf": {"vLLM", "SGLang", "transformers", "spectrain"},
+    "pard hf": {"vLLM", "spectrain"}, "gated_lora peft": {"spectrain"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SERVED)
+def test_card_has_a_command_for_every_engine_that_serves_it(case: str, tiny: Target, tmp_path: Path) -> None:
+    """The engines named are those that read the layout, and no other."""
+    family, form = case.split()
+    options = {"vocab_size": 2048} if family in ("eagle3", "medusa") else {"num_layers": 2} if family != "gated_lora" else {}
+    card = (exported(run_of(tmp_path / "run", tiny, family, **options), form, tmp_path / "out") / "README.md").read_text()
+    assert {line[:-1] for line in card.splitlines() if line.endswith(":") and " " not in line and line != "tags:"} == SERVED[
+        case
+    ]
+
+
+def test_flat_layout_is_not_for_vllm_where_it_numbers_layers_otherwise(tiny: Target, tmp_path: Path) -> None:
+    """With other layers than the default the two engines read one flat file differently, so only one is named."""
+    run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256, layers=[1, 3, 6])
+    out = exported(run, "sglang", tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 5]
+    assert "sglang.launch_server" in (out / "README.md").read_text() and "vllm serve" not in (out / "README.md").read_text()
+
+
+MISTAKES = {
+    "no format": ({}, "format"),
+    "an unknown format": ({"format": "vlm"}, "vllm"),
+    "a family without an engine": ({"format": "peft"}, "vllm"),
+    "nothing there": ({"format": "vllm", "run": "nowhere"}, "nowhere"),
+    "a folder in use": ({"format": "vllm", "out": "."}, "another folder"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_told_before_anything_is_written(case: str, tiny: Target, tmp_path: Path, monkeypatch: Any) -> None:
+    """One sentence with the word that helps, and no output folder."""
+    monkeypatch.chdir(tmp_path)
+    run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
+    changes, word = MISTAKES[case]
+    with pytest.raises(UserError, match=word):
+        export(OmegaConf.create({"run": "run", "format": None, "out": "out", **changes}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_transformers_decodes_with_an_exported_draft(tiny: Target, tmp_path: Path) -> None:
+    """`assistant_model` with the exported GKD draft: the tokens of plain `generate`."""
+    out = exported(run_of(tmp_path / "run", tiny, "causal", num_layers=2), "hf", tmp_path / "out")
+    plain, drafted = generated(tiny.path, assistant_model=AutoModelForCausalLM.from_pretrained(out))
+    assert plain == drafted
+
+
+def generated(path: str | Path, **options: Any) -> tuple[list[int], list[int]]:
+    """Greedy tokens of transformers without and with its own drafting."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    inputs = tokenizer("<|im_start|>user\nName three rivers.<|im_end|>\n<|im_start|>assistant\n", return_tensors="pt")
+    inputs = {key: inputs[key] for key in ("input_ids", "attention_mask")}
+    both = [model.generate(**inputs, do_sample=False, max_new_tokens=32, **extra)[0].tolist() for extra in ({}, options)]
+    return both[0], both[1]
+
+
+def test_transformers_exits_an_exported_target_early(tmp_path: Path) -> None:
+    """A LayerSkip run becomes a plain model, which names its exits and decodes with `assistant_early_exit`."""
+    target = load_tiny()
+    config = settings_for("early_exit", exit_layer=3)
+    from spectrain.drafters.early_exit import EarlyExit
+
+    with torch.no_grad():
+        target.layers[0].mlp.down_proj.weight.mul_(1.01)  # type: ignore[union-attr]
+    save_drafter(tmp_path / "run" / "drafter", EarlyExit(target, exit_layer=3), config)
+    target.save(tmp_path / "run" / "target")
+    out = exported(tmp_path / "run", "hf", tmp_path / "out")
+    said = json.loads((out / "spectrain.json").read_text())["exits"]
+    assert said == {"trained": [1, 2, 3, 4, 5, 6, 7], "default": 3}
+    plain, drafted = generated(out, assistant_early_exit=3)
+    assert plain == drafted
+    assert "assistant_early_exit=3" in (out / "README.md").read_text()
+    with pytest.raises(UserError, match=rf"^{out}: this is a target that exits early, no drafter; use it as target=hf"):
+        saved_settings(out, named=False, target=None)
+
+
+def test_medusa_2_brings_its_target(tmp_path: Path) -> None:
+    """Heads that were trained with their target are exported with it, and served with it."""
+    target = load_tiny()
+    with torch.no_grad():
+        target.layers[0].mlp.down_proj.weight.mul_(1.01)  # type: ignore[union-attr]
+    ours(tmp_path / "run" / "drafter", target, "medusa", adapt="full")
+    target.save(tmp_path / "run" / "target")
+    out = exported(tmp_path / "run", "vllm", tmp_path / "out")
+    assert torch.equal(
+        load_file(out / "target" / "model.safetensors")["model.layers.0.mlp.down_proj.weight"],
+        target.layers[0].mlp.down_proj.weight,  # type: ignore[union-attr]
+    )
+    assert f"vllm serve {out / 'target'}" in (out / "README.md").read_text()
+
+
+def test_peft_reads_the_exported_adapter(tiny: Target, tmp_path: Path) -> None:
+    """peft loads the adapter into the target; masks and sampler lie beside it, where peft does not look."""
+    from peft import PeftModel
+
+    out = exported(run_of(tmp_path / "run", tiny, "gated_lora", num_masks=2, rank=4), "peft", tmp_path / "out")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny.path), out)
+    written = load_file(out / "adapter_model.safetensors")
+    loaded = dict(model.named_parameters())
+    for name, tensor in written.items():
+        assert torch.equal(loaded[name.replace(".weight", ".default.weight")], tensor)
+    assert json.loads((out / "gated_lora.json").read_text())["num_masks"] == 2
+
+
+class StandIn(BaseHTTPRequestHandler):
+    """As much of the hub as an upload asks for; it keeps what it is sent."""
+
+    asked: list[tuple[str, bytes]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.asked.append((self.path, body))
+        here = f"http://{self.headers['Host']}"
+        if self.path.endswith("/repos/create"):
+            self.answer({"url": f"{here}/org/drafter"})
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            self.answer({"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files]})
+        elif "/commit/" in self.path:
+            self.answer({"commitUrl": f"{here}/org/drafter/commit/1", "commitOid": "1", "success": True})
+        else:
+            self.answer({})
+
+    def do_GET(self) -> None:
+        self.asked.append((self.path, b""))
+        self.answer({"id": "org/drafter", "sha": "0", "siblings": []})
+
+    def answer(self, content: dict[str, Any]) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
+    """The address of a stand-in for the hub, and what it was asked."""
+    asked: list[tuple[str, bytes]] = []
+    handler = type("Here", (StandIn,), {"asked": asked})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+
+
+def test_nothing_is_uploaded_unasked(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without push the upload is never reached."""
+    monkeypatch.setattr("spectrain.cli.export.push", lambda *_: pytest.fail("uploaded"))
+    exported(run_of(tmp_path / "run", tiny, "eagle3", vocab_size=64), "sglang", tmp_path / "out", push=None)
+
+
+def test_upload_sends_the_folder_and_says_so(hub: tuple[str, list[tuple[str, bytes]]], tiny: Target, tmp_path: Path) -> None:
+    """Every file of the folder goes into a private repository, each named before."""
+    address, asked = hub
+    run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=64)
+    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "none"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "spectrain", "export", f"run={run}", "format=sglang", "out=out", "push=org/drafter"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    created = json.loads(next(body for path, body in asked if path.endswith("/repos/create")))
+    assert "private" in (created.get("visibility"), *(key for key in created if created[key] is True))
+    assert created["name"] == "drafter" and created["organization"] == "org"
+    lines = next(body for path, body in asked if "/commit/" in path).decode().splitlines()
+    sent = {json.loads(line)["value"]["path"] for line in lines if json.loads(line)["key"] == "file"}
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert sent == names and all(name in ended.stdout for name in names) and "org/drafter, private" in ended.stdout
+
+
+@pytest.mark.parametrize("form", ["vllm", "spectrain"])
+def test_a_family_that_no_layout_holds_is_told_so(form: str) -> None:
+    """Such as one from outside the repository: there is no other format to name."""
+    with pytest.raises(UserError, match=rf"format={form}: no layout holds a drafter of class recurrent; score it"):
+        layout_for("Recurrent", form)

@@ -1,0 +1,165 @@
+"""Help teaches what is true: its examples compose, its keys and defaults are the constructors' own."""
+
+import inspect
+import json
+import shlex
+import sys
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import get_object
+from safetensors.torch import save_file
+
+from spectrain.cli import help
+from spectrain.cli import main as cli
+from spectrain.cli.defaults import complete
+from spectrain.settings.build import _is_plain, _runtime_names, check_config
+from spectrain.settings.schema import ROOT, choice_files, conf_folders, header, keys, load, schema, settings, written
+
+COMMANDS = cli.commands()
+CONFIGS = {name: config for name, (config, _) in COMMANDS.items() if config is not None}
+GROUPS = sorted({group for config in CONFIGS.values() for group in schema(config).groups if group != "recipe"})
+CHOICES = [(group, choice) for group in GROUPS for choice in choice_files(group, conf_folders())]
+TARGETS = sorted(
+    {load(choice_files(group, conf_folders())[choice]).get("_target_") for group, choice in CHOICES}.union(
+        target for config in CONFIGS.values() for target in schema(config).nodes.values()
+    )
+    - {None}
+)
+EXAMPLES = [(name, words) for name in CONFIGS for words in help.COMMANDS[name].examples]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with the run that the examples name."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "NAME"
+    folder.mkdir(parents=True)
+    description = {
+        "drafter": {"_target_": "spectrain.drafters.ngram.Ngram"},
+        "target": {"_target_": "spectrain.models.loading.load_tiny"},
+        "tree": {"_target_": "spectrain.trees.Chain"},
+    }
+    (folder / "config.json").write_text(json.dumps(description))
+    save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        yield tmp_path
+
+
+def test_every_command_has_help() -> None:
+    """What can be run is explained, with three to five examples where there is so much to say, and the overview lists it."""
+    assert set(COMMANDS) == set(help.COMMANDS)
+    for name, command in help.COMMANDS.items():
+        assert f"spectrain {name} " in help.overview()
+        assert 2 <= len(command.examples) <= 5 and command.about and command.results
+
+
+@pytest.mark.parametrize("name, words", EXAMPLES)
+def test_every_example_composes(name: str, words: str, place: Path) -> None:
+    """An example passes the check that the command makes."""
+    config, rest = CONFIGS[name], [word for word in shlex.split(words) if word not in ("-m", "--json")]
+    if name == "compare":
+        rest = cli.comparing(rest)
+    if "--once" in rest:
+        del rest[rest.index("--once") : rest.index("--once") + 2]
+    rest = [word.split(",")[0] if words.startswith("-m") else word for word in rest]
+    if name == "data store":
+        rest = ["source=store", *rest]
+    if name == "bench decode" and "recipe" not in words:
+        rest = ["drafter=ngram", *rest]
+    groups = cli.config_groups(rest)
+    composed = compose(config, overrides=[cli.allow_new_keys(word, groups) for word in rest])
+    if name in ("eval", "chat"):
+        composed, _ = complete(composed)
+    asked = schema(config)
+    known = {*asked.groups, *asked.nodes, *(key.name for key in asked.keys), "recipe_name"} - {"recipe"}
+    if name in ("eval", "chat"):
+        known |= set(cli.TRAIN_KEYS)
+    check_config(composed, known)
+
+
+@pytest.mark.parametrize("name, config", CONFIGS.items())
+def test_help_shows_every_group_and_key(name: str, config: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Nothing that can be set is left out, nothing is without a word on it, and no configuration is composed for it."""
+    monkeypatch.setattr(sys, "argv", ["spectrain", *name.split(), "--help"])
+    monkeypatch.setattr(cli, "compose_and_call", None)
+    cli.main()
+    shown = capsys.readouterr().out
+    asked = schema(config)
+    assert shown.index("Examples") < min(shown.find(title) for title in ("Groups", "Keys", "KEY=VALUE") if title in shown)
+    for group in asked.groups:
+        assert f"\n  {group}=" in shown
+        assert all(f"\n    {choice} " in shown for choice in choice_files(group, conf_folders()))
+    for group, found in settings(asked, []).items():
+        assert all(f"\n  {group}.{key.name}=" in shown for key in found)
+    assert all(f"\n  {key.name}={key.default}" in shown and key.meaning for key in asked.keys)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_keys_are_those_of_the_constructor(target: str) -> None:
+    """Read without importing it, a constructor has the settings that python finds, and each is explained."""
+    constructor = get_object(target)
+    hints = typing.get_type_hints(
+        constructor.__init__ if inspect.isclass(constructor) else constructor, _runtime_names(constructor)
+    )
+    expected = {name: p for name, p in inspect.signature(constructor).parameters.items() if _is_plain(hints.get(name))}
+    found = {key.name: key for key in keys(target)}
+    assert list(found) == list(expected)
+    for name, parameter in expected.items():
+        default = parameter.default
+        if default is inspect.Parameter.empty:
+            assert found[name].default is None
+        elif not isinstance(default, (tuple, list)):
+            assert found[name].default == written(default)
+        literals = [hint for hint in (hints[name], *typing.get_args(hints[name])) if typing.get_origin(hint) is typing.Literal]
+        assert found[name].choices == tuple(str(value) for hint in literals for value in typing.get_args(hint)) or not literals
+        assert help.meaning_of(found[name]), name
+
+
+def test_a_recipe_and_choices_say_whose_keys_are_shown() -> None:
+    """Values of the recipe stand in for defaults, and the keys of its drafter are there."""
+    shown = help.explain("train", "train", ["recipe=medusa1", "tree=chain"])
+    assert "drafter=medusa" in shown and "drafter.num_heads=3 (GPU: 5)" in shown
+    assert "tree.stop=" in shown and "trainer.save_every=200" in shown
+    assert "target.model=???" in help.explain("train", "train", ["target=hf"])
+
+
+def test_choices_have_a_first_comment() -> None:
+    """Every yaml of a group, and every recipe, begins by saying what it is."""
+    for group in [*GROUPS, "recipe"]:
+        for choice, path in choice_files(group, conf_folders()).items():
+            assert header(path), f"{group}={choice}"
+
+
+def test_recipes_are_listed_and_told(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """All of them, or one with its settings; an unknown one is a mistake."""
+    monkeypatch.setattr(sys, "argv", ["spectrain", "recipes"])
+    cli.main()
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name} " in shown for name in choice_files("recipe", conf_folders()))
+    monkeypatch.setattr(sys, "argv", ["spectrain", "recipes", "eagle3"])
+    cli.main()
+    assert "trainer.save_every=200" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["help"], ["train", "recipe=eagle3", "-h"], ["help", "doctor"], ["--version"]])
+def test_help_is_no_mistake(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Wherever it is asked for, it is shown with status 0."""
+    monkeypatch.setattr(sys, "argv", ["spectrain", *words])
+    try:
+        cli.main()
+    except SystemExit as stopped:
+        assert stopped.code == 0
+    assert "spectrain" in capsys.readouterr().out
+
+
+def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text is wrapped to the width of the terminal; only a name or an example may be longer."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for line in help.explain("train", "train", ["recipe=eagle3"]).splitlines():
+        assert len(line) <= 80 or "spectrain train" in line, line

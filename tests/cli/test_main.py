@@ -1,0 +1,306 @@
+"""The command line: a mistake of the user's ends in one sentence and status 2, and leaves no run folder behind."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+
+from spectrain.cli import main as cli
+from spectrain.cli.defaults import complete
+from spectrain.errors import UserError
+from spectrain.settings.build import check_config
+from spectrain.settings.keys import TRAIN_KEYS
+
+GOOD = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]})
+TRAIN = ("train", "recipe=eagle3", "target=tiny", "eval=none", "trainer.max_steps=1", "run=out")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: good and bad data, a folder that holds a run, and a target without weights."""
+    (tmp_path / "good.jsonl").write_text(GOOD + "\n")
+    (tmp_path / "bad.jsonl").write_text(GOOD + "\nnot JSON\n")
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.yaml").write_text("run: taken\n")
+    (tmp_path / "weightless").mkdir()
+    (tmp_path / "weightless" / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(*changes: str) -> tuple[str, ...]:
+    """A training command with some settings changed; KEY alone leaves a setting out."""
+    keys = {change.split("=")[0] for change in changes}
+    return (*(word for word in TRAIN if word.split("=")[0] not in keys), *(change for change in changes if "=" in change))
+
+
+def regenerate(*changes: str) -> tuple[str, ...]:
+    """A regeneration with some settings changed or, where they have no value, left out."""
+    given = ("target=tiny", "data.limit=2", "out=out")
+    keys = {change.split("=")[0] for change in changes}
+    kept = (word for word in given if word.split("=")[0] not in keys)
+    return ("data", "regenerate", *kept, *(change for change in changes if "=" in change))
+
+
+MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no command": (("trian", "recipe=eagle3"), ("trian", "train")),
+    "no data command": (("data", "inspekt"), ("data inspekt", "data inspect")),
+    "no recipe": (("train", "target=tiny", "run=out"), ("recipe=eagle3",)),
+    "unknown recipe": (train("recipe=eagel3"), ("recipe=eagel3", "eagle3")),
+    "unknown target": (train("target=tiney"), ("target=tiney", "tiny")),
+    "unknown drafter": (train("recipe", "drafter=eagle4"), ("drafter=eagle4", "eagle3")),
+    "unknown tree": (train("tree=chian"), ("tree=chian", "chain")),
+    "unknown top-level key": (train("trainr=3"), ("trainr", "trainer")),
+    "unknown top-level group": (train("trainr.lr=3"), ("trainr", "trainer")),
+    "unknown nested key": (train("trainer.lrr=1"), ("trainer.lrr", "lr")),
+    "unknown drafter key": (train("drafter.ttt_step=1"), ("drafter.ttt_step", "ttt_steps")),
+    "a group's runtime object": (train("drafter.target=tiny"), ("drafter.target",)),
+    "number misspelt": (train("trainer.lr=abc"), ("trainer.lr=abc", "float")),
+    "fraction for a count": (train("trainer.max_steps=1.5"), ("trainer.max_steps=1.5", "int")),
+    "unknown value of a choice": (train("drafter.loss=forward_kll"), ("drafter.loss=forward_kll", "forward_kl")),
+    "null for a number": (train("trainer.lr=null"), ("trainer.lr", "float")),
+    "rate of zero": (train("trainer.lr=0"), ("trainer.lr=0",)),
+    "resume misspelt": (train("trainer.resume=yes"), ("trainer.resume", "auto")),
+    "resume without run": (train("run", "trainer.resume=auto"), ("trainer.resume=auto", "run=")),
+    "data.path missing": (train("data=jsonl"), ("data.path",)),
+    "data file missing": (train("data=jsonl", "data.path=none.jsonl"), ("data.path=none.jsonl",)),
+    "data line bad": (train("data=jsonl", "data.path=bad.jsonl"), ("bad.jsonl, line 2",)),
+    "prompts missing": (train("eval=default", "eval.prompts=none.jsonl"), ("eval.prompts=none.jsonl",)),
+    "run folder taken": (train("run=taken"), ("run=taken", "trainer.resume=auto")),
+    "run is a file": (train("run=good.jsonl"), ("run=good.jsonl",)),
+    "target.model missing": (train("target=hf"), ("target.model",)),
+    "target without weights": (train("target=hf", "target.model=weightless"), ("target.model=weightless",)),
+    "target is no directory": (train("target=hf", "target.model=./none"), ("target.model=./none",)),
+    "dtype unheard of": (train("target.dtype=int3"), ("target.dtype=int3", "float32")),
+    "override without a value": ((*TRAIN, "trainer"), ("trainer",)),
+    "eval of nothing": (("eval",), ("run=",)),
+    "eval of no folder": (("eval", "run=out"), ("run=out", "drafter")),
+    "eval of a run without drafter": (("eval", "run=taken"), ("run=taken", "drafter")),
+    "inspect past the end": (
+        ("data", "inspect", "target=tiny", "data=jsonl", "data.path=good.jsonl", "index=1"),
+        ("index=1", "0 to 0"),
+    ),
+    "regenerate to nowhere": (("data", "regenerate", "target=tiny"), ("out", "out=DIR")),
+    "regenerate, unknown key": (regenerate("sampling.temprature=1"), ("sampling.temprature", "temperature")),
+    "regenerate, unknown writer": (regenerate("writer=vllm"), ("writer=vllm", "openai")),
+    "regenerate, turns misspelt": (regenerate("regenerate.turns=last"), ("regenerate.turns=last", "first")),
+    "regenerate by no model": (regenerate("writer=openai", "target"), ("writer.model",)),
+    "regenerate by a server and a target": (regenerate("writer=openai", "writer.model=m"), ("target", "writer.model")),
+    "regenerate by no server": (
+        regenerate("writer=openai", "writer.model=m", "writer.base_url=http://127.0.0.1:9/v1", "target"),
+        ("writer.base_url=http://127.0.0.1:9/v1", "no server answers"),
+    ),
+    "regenerate, a tree for nothing": (regenerate("tree=chain"), ("tree", "run=")),
+    "regenerate with no drafter": (regenerate("run=taken"), ("run=taken", "drafter")),
+    "regenerate among other files": (regenerate("out=."), ("out=.", "manifest.json")),
+    "check what is not there": (regenerate("check=true"), ("out=out", "manifest.json")),
+    "recipe without =": (("train", "recipe", "eagle3"), ("recipe=eagle3",)),
+    "recipe in three words": (("train", "recipe", "=", "eagle3"), ("recipe=eagle3", "without spaces")),
+    "recipe as a command": (("recipe", "eagle3"), ("recipes",)),
+    "recipe misspelt": (train("recipe", "receipe=eagle3"), ("receipe", "nearest", "recipe")),
+    "recipe in capitals": (train("recipe=EAGLE3"), ("recipe=EAGLE3", "eagle3")),
+    "recipe with dashes": (("train", "--recipe=eagle3"), ("recipe=VALUE", "dashes")),
+    "several recipes": (train("recipe=eagle3,medusa1"), ("recipe=eagle3,medusa1", "-m")),
+    "several settings in quotes": (train("recipe=eagle3 tree=chain"), ("one pair of quotes",)),
+    "train for trainer": (train("train.lr=1"), ("train", "trainer.lr")),
+    "key without its group": (train("lr=1"), ("lr", "trainer.lr")),
+    "key of several groups": (train("model=x"), ("target.model",)),
+    "key with dashes": ((*TRAIN, "--max-steps", "3"), ("--max-steps", "trainer.max_steps=VALUE")),
+    "no key": ((*TRAIN, "=3"), ("=3", "KEY=VALUE")),
+    "number for a choice": (train("trainer=3"), ("trainer=3", "default")),
+    "target by the model's name": (train("target=Llama"), ("target=Llama", "target=hf target.model=")),
+    "target by its place": (train("target=org/name"), ("target=hf target.model=org/name",)),
+    "data by its file": (train("data=good.jsonl"), ("data=jsonl data.path=good.jsonl",)),
+    "path for data without one": (train("data.path=good.jsonl"), ("data.path", "data=hub, jsonl")),
+    "temperature of greedy": (train("acceptance.temperature=1"), ("acceptance.temperature", "match")),
+    "number with a unit": (train("data.limit=10k"), ("data.limit=10k", "without a unit")),
+    "comma in a number": (train("trainer.lr=0,001"), ("trainer.lr=0,001", "-m", "point")),
+    "None for null": (train("data.limit=None"), ("data.limit=None", "write null")),
+    "no value": (train("trainer.lr="), ("trainer.lr=", "float")),
+    "yes for true": (train("trainer.packing=yess"), ("trainer.packing=yess", "bool")),
+    "flag misspelt": (("plan", "recipe=eagle3", "--jsn"), ("--jsn", "--json")),
+    "flag of doctor misspelt": (("doctor", "--jsn"), ("--jsn", "--json")),
+    "unknown part to show": ((*TRAIN, "--cfg", "jobb"), ("--cfg jobb", "job")),
+    "no folder of configurations": ((*TRAIN, "--config-dir", "none"), ("--config-dir none", "folder")),
+    "run without its key": (("eval", "taken"), ("taken", "run=taken")),
+    "training key for eval": (("eval", "run=taken", "trainer.lr=1"), ("trainer", "there is no such key")),
+    "chat with nobody": (("chat",), ("run=", "drafter=ngram")),
+    "drafter.init is no drafter": (train("drafter.init=taken"), ("drafter.init=taken", "drafter")),
+    "data command left out": (("data",), ("data inspect", "data store")),
+    "unknown shell": (("completion", "bsh"), ("bsh", "bash")),
+    "no shell": (("completion",), ("completion bash",)),
+    "recipe that is none": (("recipes", "eagle"), ("eagle", "eagle3")),
+    "sweep of a misspelt recipe": (("train", "-m", "recipe=eagle3,eagl"), ("recipe=eagl", "eagle3")),
+    "bench with a target": (("bench", "kernels", "target=tiny"), ("target", "bench")),
+    "export of nothing": (("export", "format=vllm"), ("run", "run=runs/NAME")),
+    "convert to nothing": (("convert", "taken", "out"), ("--to",)),
+    "lint of nothing": (("lint", "none"), ("none", "config.json")),
+    "inspect with a training key": (("data", "inspect", "target=tiny", "trainer.lr=1"), ("trainer",)),
+}
+
+
+def check(status: Any, stderr: str, expected: tuple[str, ...], folder: Path) -> None:
+    """Status 2, one sentence that names every expected word, no traceback, nothing written."""
+    assert status == 2, stderr
+    assert stderr.count("\n") == 1, stderr
+    assert stderr.startswith("spectrain: ") and "Traceback" not in stderr
+    assert all(word in stderr for word in expected), stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["bad.jsonl", "good.jsonl", "taken", "weightless"]
+    assert [path.name for path in (folder / "taken").iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("words, expected", MISTAKES.values(), ids=list(MISTAKES))
+def test_mistake_is_one_sentence(
+    words: tuple[str, ...],
+    expected: tuple[str, ...],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every mistake in the settings names its key and the nearest valid one."""
+    monkeypatch.setattr(sys, "argv", ["spectrain", *words])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    check(stopped.value.code, capsys.readouterr().err, expected, folder)
+
+
+@pytest.mark.parametrize("name", ["unknown nested key", "data line bad"])
+def test_mistake_is_one_sentence_from_the_shell(name: str, folder: Path) -> None:
+    """The whole program, imports and warnings included, says nothing else on stderr."""
+    words, expected = MISTAKES[name]
+    ran = subprocess.run([sys.executable, "-m", "spectrain", *words], capture_output=True, text=True, check=False, cwd=folder,
+                         env={k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"})  # fmt: skip
+    check(ran.returncode, ran.stderr, expected, folder)
+
+
+@pytest.mark.parametrize("words, status", [((), 2), (("--help",), 0), (("help",), 0)])
+def test_usage_lists_the_commands(
+    words: tuple[str, ...], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No command at all is a mistake, help is not; both show what there is."""
+    monkeypatch.setattr(sys, "argv", ["spectrain", *words])
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == status
+    shown = capsys.readouterr().out
+    assert all(f"spectrain {name}" in shown for name in ("train", "eval", "data inspect", "bench", "doctor"))
+
+
+@pytest.mark.parametrize(
+    "argument, expected",
+    [
+        ("trainer.lr=1", "++trainer.lr=1"),
+        ("run=runs/a", "++run=runs/a"),
+        ("target=tiny", "target=tiny"),
+        ("target.model=a=b", "++target.model='a=b'"),
+        ("+trainer.lr=1", "+trainer.lr=1"),
+        ("~tracker", "~tracker"),
+        ("--config-dir", "--config-dir"),
+        ("recipe@_global_=a", "recipe@_global_=a"),
+    ],
+)
+def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
+    """Single keys are added where they are missing; group choices and flags are left to hydra."""
+    assert cli.allow_new_keys(argument, {"target", "recipe"}) == expected
+
+
+def test_groups_are_those_of_the_project_and_of_config_dir(tmp_path: Path) -> None:
+    """A group of an outside folder is a choice as well."""
+    (tmp_path / "mine" / "flavour").mkdir(parents=True)
+    ours = cli.config_groups([])
+    assert {"target", "drafter", "recipe", "data", "eval", "tree"} <= ours
+    for flag in ("--config-dir", "-cd"):
+        assert cli.config_groups([flag, str(tmp_path / "mine")]) == ours | {"flavour"}
+
+
+@pytest.mark.parametrize("given, expected", [("3e-4", 3e-4), ("1", 1.0), ("'1e-3'", 1e-3)])
+def test_values_are_converted_to_the_declared_type(given: str, expected: float) -> None:
+    """What yaml reads as text or as a whole number reaches the constructor as its type."""
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = compose("train", overrides=["recipe=eagle3", f"++trainer.lr={given}"])
+    lr = check_config(config, TRAIN_KEYS).trainer.lr
+    assert type(lr) is float and lr == expected
+
+
+def completed(*overrides: str) -> Any:
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        whole, folder = complete(compose("eval", overrides=list(overrides)))
+        return check_config(whole, TRAIN_KEYS), folder
+
+
+def saved(folder: Path) -> Path:
+    """A drafter directory with settings unlike the defaults."""
+    folder.mkdir()
+    node = {"_target_": "spectrain.drafters.ngram.Ngram", "longest": 5}
+    tree = {"_target_": "spectrain.trees.Chain", "depth": 7}
+    description = {
+        "drafter": node,
+        "target": {"_target_": "spectrain.models.loading.load_tiny"},
+        "tree": tree,
+        "recipe": "mine",
+    }
+    (folder / "config.json").write_text(json.dumps(description))
+    save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["run folder", "drafter directory"])
+def test_eval_takes_the_settings_of_the_run(tmp_path: Path, inside: bool) -> None:
+    """Without a word on them, drafter, target and tree are those that were trained; the rest are the defaults."""
+    run = tmp_path / "run"
+    if inside:
+        run.mkdir()
+    saved(run / "drafter" if inside else run)
+    config, folder = completed(f"run={run}")
+    assert folder == run
+    assert (config.drafter.longest, config.tree.depth, config.recipe_name) == (5, 7, "mine")
+    assert config.target._target_.endswith("load_tiny")
+    assert config.acceptance._target_.endswith("Greedy") and config.eval._target_.endswith("Evaluation")
+
+
+def test_eval_settings_of_the_command_win(tmp_path: Path) -> None:
+    """A chosen group replaces the run's; a single key changes it and keeps its neighbours."""
+    run = saved(tmp_path / "run")
+    assert completed(f"run={run}", "++tree.depth=2")[0].tree == {"_target_": "spectrain.trees.Chain", "depth": 2}
+    chosen = completed(f"run={run}", "tree=eagle2")[0].tree
+    assert chosen._target_ == "spectrain.trees.Eagle2" and chosen.depth == 5
+    with pytest.raises(UserError, match=r"tree\.depht.*depth"):
+        completed(f"run={run}", "++tree.depht=2")
+
+
+def test_eval_is_named_after_its_prompts(tmp_path: Path) -> None:
+    """Another set of prompts gets a folder of its own unless it is named."""
+    run = saved(tmp_path / "run")
+    assert completed(f"run={run}", "++eval.prompts=some/maths.jsonl")[0].eval.name == "maths"
+    assert completed(f"run={run}", "++eval.prompts=some/maths.jsonl", "++eval.name=mine")[0].eval.name == "mine"
+
+
+def test_eval_of_a_drafter_without_training_needs_no_run() -> None:
+    """drafter=ngram is enough; the results go below runs/eval."""
+    config, folder = completed("drafter=ngram", "target=tiny")
+    assert folder == Path("runs") / "eval"
+    assert config.drafter._target_.endswith("Ngram") and config.target._target_.endswith("load_tiny")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"drafter": {}}'], ids=["not JSON", "not an object", "no target"])
+def test_eval_refuses_what_describes_no_drafter(tmp_path: Path, text: str) -> None:
+    """A damaged config.json is named."""
+    run = saved(tmp_path / "run")
+    (run / "config.json").write_text(text)
+    with pytest.raises(UserError, match=r"config\.json: this is not a drafter's description"):
+        completed(f"run={run}")
+
+
+def test_unresolvable_reference_is_named() -> None:
+    """A reference to a key that is not there stops with the key that holds it."""
+    config = OmegaConf.create({"run": "${nowhere}"})
+    with pytest.raises(UserError, match=r"^run: .*nowhere"):
+        check_config(config, ["run"])

@@ -1,0 +1,221 @@
+"""What builders are prepared with equals what is counted by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, Recursive
+from spectrain.decoding.calibration import (
+    Calibration,
+    Forced,
+    Latency,
+    _between,
+    _bucket,
+    calibrate,
+    measure_latency,
+    run_forced,
+)
+from spectrain.decoding.loop import Generation, decode
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
+from spectrain.trees import Cast, Chain, Eagle2, Sequoia, Static, TreeBuilder
+from spectrain.trees.token_tree import Children
+from tests.decoding.test_loop import stop_at
+from tests.trees.tables import VOCAB, Table, soft_scores
+
+LIMIT = 24
+TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny: Target) -> list[list[int]]:
+    """Three prompts of different lengths."""
+    return [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def eagle3(tiny: Target, prompts: list[list[int]]) -> Eagle3:
+    """A drafter that guesses badly among few tokens, those of the greedy answers, so that some guesses hit."""
+    torch.manual_seed(5)  # a drafter whose first guess is right now and then at every depth
+    counts = torch.zeros(tiny.head.vocab_size)
+    for found in decode(tiny, prompts, Greedy(), LIMIT, ignore_eos=True):
+        counts[found.output] = 1
+    drafter = Eagle3(tiny, ttt_steps=4, vocab_size=int(counts.sum()) - 2)
+    drafter.prepare(tiny, counts)
+    return drafter.to(tiny.device, tiny.dtype).eval()
+
+
+def test_between_is_exact_and_linear() -> None:
+    """Measured sizes give what was measured, others lie on the line through their neighbours, also beyond the ends."""
+    table = {8: 3.0, 1: 1.0, 4: 7.0}
+    assert [_between(table, size) for size in (1, 4, 8)] == [1.0, 7.0, 3.0]
+    assert [_between(table, size) for size in (2, 2.5, 5, 7)] == [3.0, 4.0, 6.0, 4.0]
+    assert [_between(table, size) for size in (0, 9, 10)] == [-1.0, 2.0, 1.0]
+    assert _between({5: 2.5}, 1) == _between({5: 2.5}, 40) == 2.5
+
+
+@pytest.mark.parametrize("context, bucket", [(0, 30), (30, 30), (31, 80), (80, 80), (81, 200), (201, 200), (9999, 200)])
+def test_bucket_is_the_nearest_that_is_not_shorter(context: int, bucket: int) -> None:
+    """Past the longest measured context, it is the longest."""
+    assert _bucket(dict.fromkeys([80, 200, 30]), context) == bucket
+
+
+def test_latency_adds_up() -> None:
+    """A draft is its first step and, for every further level, a step of that width, each behind its own context."""
+    latency = Latency({10: {1: 1.0, 3: 2.0}, 50: {1: 4.0, 3: 8.0}}, {10: {1: 0.1, 3: 0.3}, 50: {1: 0.5, 3: 0.9}}, 0.25)
+    assert (latency.verify(2), latency.verify(2, 11), latency.verify(5, 99)) == (1.5, 6.0, 12.0)
+    assert latency.draft(1, 3) == 0.25 and latency.draft(4, 2) == pytest.approx(0.25 + 3 * 0.2)
+    assert latency.draft(3, 2, 20) == pytest.approx(0.25 + 2 * 0.7)
+
+
+def test_chances_are_weighted_by_places(tmp_path: Path) -> None:
+    """Hits of all depths together, as if counted in one; and a calibration is saved as it is."""
+    calibration = Calibration([[0.5, 0.25], [0.2, 0.0], [0.9, 0.9]], [6, 2, 0])
+    assert calibration.chances == pytest.approx([(3 + 0.4) / 8, 1.5 / 8])
+    calibration.save(tmp_path / "calibration.json")
+    assert json.loads((tmp_path / "calibration.json").read_text()) == vars(calibration)
+
+
+def forced_decode(
+    tiny: Target, prompts: list[list[int]], drafter: Eagle3, builder: TreeBuilder, rule: AcceptanceRule, batch: int = 1
+) -> tuple[Forced, list[Generation], list[Generation]]:
+    """Autoregressive answers, and decoding with every draft right."""
+    free = rule.matched()
+    answers = decode(tiny, prompts, free, LIMIT)
+    forced = Forced({row: answer.prompt + answer.output for row, answer in enumerate(answers)}, builder, rule)
+    runs = []
+    for row in range(0, len(prompts), batch):
+        rows = list(range(row, row + batch))
+        runs += decode(tiny, prompts[row : row + batch], free, LIMIT, drafter, forced, rows=rows)
+    return forced, runs, answers
+
+
+@pytest.mark.parametrize("rule", [Greedy(), Match(temperature=2.0, seed=7), Recursive(seed=2)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_forced_rounds_keep_everything(
+    tiny: Target, prompts: list, eagle3: Eagle3, monkeypatch: pytest.MonkeyPatch, rule: AcceptanceRule, depth: int, batch: int
+) -> None:
+    """Every round but the last emits depth + 1 tokens, and the output is that without a drafter."""
+    stop_at(monkeypatch)
+    _, runs, answers = forced_decode(tiny, prompts, eagle3, Chain(depth), rule, batch)
+    for found, wanted in zip(runs, answers):
+        assert found.output == wanted.output and len(found.output) == LIMIT
+        full, rest = divmod(LIMIT - 1, depth + 1)
+        assert found.accepted[:full] == [depth + 1] * full and len(found.accepted) == full + (rest > 0)
+
+
+@torch.no_grad()
+def ranks(tiny: Target, eagle3: Eagle3, text: list[int], step: int) -> list[int]:
+    """The drafter's tokens from the likeliest on, after a text whose last `step` tokens are drafted; by the training loss."""
+    logits: list[Tensor] = []
+    hook = eagle3.norm.register_forward_hook(lambda module, args, output: logits.append(eagle3.lm_head(output)))
+    tokens = torch.tensor([[*text, 0]])
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    mask[:, -1] = True  # every step then has one row
+    eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny)
+    hook.remove()
+    return eagle3.draft_ids[logits[0][step].argsort(descending=True)].tolist()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_hits_equal_a_count_by_hand(
+    tiny: Target, prompts: list, eagle3: Eagle3, monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """At each depth and rank, it is counted how often the drafter's token there is the greedy one, over all rounds."""
+    stop_at(monkeypatch)
+    forced, runs, _ = forced_decode(tiny, prompts, eagle3, Chain(depth), Greedy())
+    sums, counts = torch.zeros_like(forced.sums), [0] * depth
+    for found in runs:
+        for start in range(0, LIMIT - 1, depth + 1):
+            for step in range(min(depth, LIMIT - 1 - start)):
+                end = start + step + 1
+                guesses = ranks(tiny, eagle3, found.prompt + found.output[:end], step)[: forced.width]
+                counts[step] += 1
+                if found.output[end] in guesses:
+                    sums[step, guesses.index(found.output[end])] += 1
+    assert (sums[:, 0] > 0).all() and (sums[:, 1:].sum(1) > 0).all()
+    assert forced.sums.tolist() == sums.tolist() and forced.counts == counts
+    expected = [[hit / count for hit in row] for row, count in zip(sums.tolist(), counts)]
+    assert forced.hits == [pytest.approx(row) for row in expected]
+    again = run_forced(tiny, eagle3, Chain(depth), Greedy(), prompts, LIMIT)
+    assert again.hits == forced.hits and again.counts == forced.counts
+
+
+@pytest.mark.parametrize("rule", [Greedy(), Match(seed=7), Recursive(seed=2)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("children", ["deterministic", "without_replacement"])
+def test_hits_of_distinct_children_are_chances(
+    tiny: Target, prompts: list, eagle3: Eagle3, rule: AcceptanceRule, children: Children
+) -> None:
+    """At every depth they are no less than 0 and add up to 1 at most, for one child is kept or none; some are kept."""
+    forced = run_forced(tiny, eagle3, Chain(3, children), rule, prompts, LIMIT)
+    hits = torch.tensor(forced.hits)
+    assert hits.shape == (3, forced.width) and (hits >= 0).all() and (hits.sum(1) <= 1 + 1e-6).all()
+    assert hits.sum() > 0 and min(forced.counts) > 0
+
+
+def chances(rule: AcceptanceRule, children: Children, logits: Tensor, number: int, width: int = VOCAB) -> list[float]:
+    """The chances of the children that are drawn from a table the `number`th time."""
+    forced = Forced({}, Chain(1, children), rule, width)
+    forced.rollout, forced.counts = Table(soft_scores), [number]
+    return forced._chances(logits, torch.tensor(soft_scores(0, ())), 0)
+
+
+@pytest.mark.parametrize("children", ["sampled", "without_replacement"])
+def test_first_child_is_kept_with_the_overlap(children: Children) -> None:
+    """On average over draws, recursive rejection keeps the first child with the summed min(p, q)."""
+    logits = torch.randn(7 * VOCAB)
+    p, q = logits.double().softmax(-1), torch.zeros(7 * VOCAB, dtype=torch.float64)
+    q[7 * torch.arange(VOCAB) + 3] = torch.tensor(soft_scores(0, ()), dtype=torch.float64).exp()
+    found = torch.tensor([chances(Recursive(), children, logits, number)[0] for number in range(1000)])
+    assert abs(found.mean() - torch.minimum(p, q).sum()) < 4 * found.std() / 1000**0.5
+
+
+def test_all_tokens_without_replacement_keep_one() -> None:
+    """Where the target says nothing outside the draft vocabulary and all of it is drawn, some child is kept for sure."""
+    logits = torch.full((7 * VOCAB,), float("-inf"))
+    logits[7 * torch.arange(VOCAB) + 3] = torch.randn(VOCAB)
+    for number in range(50):
+        found = chances(Recursive(), "without_replacement", logits, number)
+        assert min(found) >= 0 and sum(found) == pytest.approx(1)
+        assert sum(chances(Match(), "without_replacement", logits, number)) == pytest.approx(1)
+
+
+def test_calibrate_prepares_what_needs_it(tiny: Target, prompts: list, eagle3: Eagle3) -> None:
+    """Builders that need hits share those of the deepest one and search their own trees; a chain needs nothing."""
+    builders = [Static(depth=2, budget=5), Chain(7), Sequoia(depth=3, budget=6)]
+    calibration = calibrate(tiny, eagle3, builders, Greedy(), prompts, LIMIT)
+    assert calibration is not None and calibration.latency is None
+    forced = run_forced(tiny, eagle3, Chain(3), Greedy(), prompts, LIMIT)
+    assert (calibration.hits, calibration.counts) == (forced.hits, forced.counts)
+    for builder, fresh in ((builders[0], Static(depth=2, budget=5)), (builders[2], Sequoia(depth=3, budget=6))):
+        assert isinstance(builder, Static) and builder.paths
+        assert set(builder.paths) == set(fresh.search(calibration)) and len(builder.paths) < fresh.budget
+    assert calibrate(tiny, eagle3, [Chain(2), Static(paths=[[0], [1]])], Greedy(), prompts, LIMIT) is None
+
+
+def test_calibrate_times_what_needs_it(tiny: Target, prompts: list, eagle3: Eagle3) -> None:
+    """A builder that weighs costs gets the latency of nodes up to its budget, and then decodes greedily."""
+    builder = Cast(depth=2, budget=3, top_k=2)
+    calibration = calibrate(tiny, eagle3, [builder, Chain(4)], Greedy(), prompts, LIMIT)
+    assert calibration is not None and calibration.latency is builder.latency is not None
+    assert not calibration.hits and {tuple(table) for table in builder.latency.verify_seconds.values()} == {(1, 2, 3)}
+    plain = decode(tiny, prompts, Greedy(), LIMIT)
+    found = decode(tiny, prompts, Greedy(), LIMIT, eagle3, builder)
+    assert [drafted.output for drafted in found] == [alone.output for alone in plain]
+
+
+@pytest.mark.parametrize("budget, sizes", [(2, [1, 2]), (4, [1, 2, 4]), (11, [1, 2, 4, 8, 11])])
+def test_every_size_is_timed(tiny: Target, prompts: list, eagle3: Eagle3, budget: int, sizes: list[int]) -> None:
+    """Behind the shortest and the longest prompt, each size up to the budget has a positive time."""
+    latency = measure_latency(tiny, eagle3, prompts, Eagle2(3, budget), repeats=2)
+    contexts = sorted(len(prompt) + 3 * len(sizes) for prompt in prompts)
+    for table in (latency.verify_seconds, latency.step_seconds):
+        assert sorted(table) == [contexts[0], contexts[-1]]
+        for seconds in table.values():
+            assert list(seconds) == sizes and min(seconds.values()) > 0
+    assert latency.start_seconds > 0

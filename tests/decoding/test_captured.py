@@ -1,0 +1,277 @@
+"""The engine that never asks the device gives what the loop gives."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from spectrain.decoding.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.calibration import Forced, Known
+from spectrain.decoding.captured import KEPT, Engine, State
+from spectrain.decoding.loop import Generation, decode
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.causal import Causal
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.early_exit import EarlyExit
+from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.hydra import Hydra
+from spectrain.drafters.kangaroo import Kangaroo
+from spectrain.drafters.layer_skip import LayerSkipping
+from spectrain.drafters.medusa import Medusa
+from spectrain.drafters.ngram import Ngram
+from spectrain.drafters.pard import Pard
+from spectrain.errors import UserError
+from spectrain.models.loading import load_tiny
+from spectrain.models.replaced_forward import compiled_layers
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, TreeBuilder
+from spectrain.trees.dynamic import Entropy, OptTree
+from spectrain.trees.fixed import Static
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 10], [100, 3, 44, 8]]
+
+
+def busy_gated_lora(target: Target) -> Drafter:
+    """Mask tokens whose LoRA does something."""
+    drafter = GatedLora(target, num_masks=3)
+    for factors in drafter.factors:
+        torch.nn.init.normal_(factors.lora_B.weight, std=0.05)  # type: ignore[arg-type,union-attr]
+    return drafter
+
+
+DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
+    "eagle3": lambda target: Eagle3(target, vocab_size=512),
+    "medusa": lambda target: Medusa(target, num_heads=3, vocab_size=512),
+    "hydra": lambda target: Hydra(target, num_heads=3, vocab_size=512),
+    "hydra++": lambda target: Hydra(target, num_heads=3, vocab_size=512, prefix_attention=True),
+    "causal": lambda target: Causal(target, num_layers=6),
+    "early_exit": lambda target: EarlyExit(target, exit_layer=4),
+    "layer_skip": lambda target: LayerSkipping(target, skipped=[3, 5]),
+    "kangaroo": lambda target: Kangaroo(target, exit_layer=4),
+    "gated_lora": busy_gated_lora,
+    "pard": lambda target: Pard(target, num_drafts=4, num_layers=6),
+}
+BUILDERS: dict[str, Callable[[], TreeBuilder]] = {
+    "chain": lambda: Chain(3),
+    "eagle2": lambda: Eagle2(3, 10, 3),
+    "entropy": lambda: Entropy(3, 8, 3),
+    "static": lambda: Static(paths=[[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]),
+}
+
+
+def facts(generations: list[Generation]) -> list[tuple[object, ...]]:
+    """All that does not depend on the clock."""
+    return [(g.prompt, g.output, g.accepted, g.depths, g.nodes, g.idle, g.cut, g.done, g.batch) for g in generations]
+
+
+def same(target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None, rounds: int = 4) -> Engine:
+    """Check batches of several sizes and lengths, decoded one after another by one engine."""
+    engine = Engine(target, rule, drafter, builder, rounds)
+    for prompts, limit in ((PROMPTS, 24), (PROMPTS[:1], 40), (PROMPTS[:2], 7), (PROMPTS, 23), (PROMPTS[:1], 2)):
+        rows = list(range(3, 3 + len(prompts)))
+        for ignore_eos in (False, True):
+            expected = decode(target, prompts, rule, limit, drafter, builder, rows, ignore_eos=ignore_eos)
+            assert facts(engine.decode(prompts, limit, rows, ignore_eos)) == facts(expected)
+    return engine
+
+
+@pytest.mark.parametrize("builder", BUILDERS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_family_and_tree_equals_the_loop(tiny: Target, drafter: str, builder: str) -> None:
+    """Tokens, accepted lengths, depths and sizes of every round equal those of the loop that asks the device."""
+    made = DRAFTERS[drafter](tiny).eval()
+    if made.settles_drafts and not BUILDERS[builder]().keeps_drafted:
+        with pytest.raises(UserError, match=f"tree={builder} leaves out nodes that drafter=[a-z]* has run"):
+            Engine(tiny, Greedy(), made, BUILDERS[builder]())
+        return
+    engine = same(tiny, Greedy(), made, BUILDERS[builder]())
+    assert max(max(one.accepted) for one in engine.decode(PROMPTS, 24)) > (
+        drafter in ("causal", "pard", "early_exit", "layer_skip")
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "builder"),
+    [
+        (Match(0.8, seed=3), Eagle2(3, 10, 3)),
+        (Match(1.3, top_k=40, top_p=0.9), Chain(3, "sampled", seed=5)),
+        (Recursive(0.9, top_p=0.95, seed=2), Static(paths=[[0], [1], [0, 0], [1, 0]], children="without_replacement")),
+        (Recursive(), Static(paths=[[0], [1], [0, 0], [1, 0]], children="sampled", temperature=0.7)),
+        (SpeculativeSampling(seed=9), Chain(3, "sampled")),
+    ],
+    ids=["match-eagle2", "match-drawn", "without-replacement", "with-replacement", "speculative-sampling"],
+)
+@pytest.mark.parametrize("drafter", ["eagle3", "causal", "gated_lora"])
+def test_drawn_tokens_equal_those_of_the_loop(tiny: Target, drafter: str, rule: AcceptanceRule, builder: TreeBuilder) -> None:
+    """Random numbers come from counters of sequence and place, so both draw the same trees and tokens."""
+    same(tiny, rule, DRAFTERS[drafter](tiny).eval(), builder)
+
+
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_rounds_that_can_be_captured_are_counted(tiny: Target, drafter: str | None) -> None:
+    """All of them, but for the one in which a drafter reads the prompt: a capture waits for two."""
+    made = None if drafter is None else DRAFTERS[drafter](tiny).eval()
+    engine = Engine(tiny, Greedy(), made, None if made is None else Chain(2), rounds=1)
+    (done,) = engine.decode(PROMPTS[:1], 12, ignore_eos=True)
+    (state,) = engine.states.values()
+    assert state.warm == len(done.accepted) - (made is not None)
+
+
+@pytest.mark.parametrize("rounds", [1, 3, 8])
+def test_autoregressive_decoding_equals_the_loop(tiny: Target, rounds: int) -> None:
+    """However seldom the host looks."""
+    same(tiny, Greedy(), None, None, rounds)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("drafter", "builder", "models"),
+    [
+        (None, None, 1),
+        ("eagle3", "eagle2", 1),
+        ("medusa", "static", 1),
+        ("hydra++", "chain", 1),
+        ("causal", "chain", 3),
+        ("early_exit", "chain", 2),
+        ("kangaroo", "chain", 2),
+    ],
+)
+def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None, models: int, backend: str) -> None:
+    """All layers of a model that run the same shape share one compilation, and nothing that is compiled is cut in two."""
+    torch._dynamo.reset()
+    counters.clear()
+    target = load_tiny()
+    made = None if drafter is None else DRAFTERS[drafter](target).eval()
+    shape = None if builder is None else BUILDERS[builder]()
+    expected = decode(target, PROMPTS[:2], Greedy(), 16, made, shape)
+    engine = Engine(target, Greedy(), made, shape, backend=backend)
+    for _ in range(2):
+        assert facts(engine.decode(PROMPTS[:2], 16)) == facts(expected)
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == models + (made is not None and not engine._models and not made.settles_drafts)
+
+
+def test_a_drafter_that_others_use_in_between_finds_its_caches_again(tiny: Target) -> None:
+    """Two engines and the loop share a drafter, in turn: each gives what it gives alone."""
+    drafter, builders = Eagle3(tiny, vocab_size=512).eval(), (Chain(2), Eagle2(3, 10, 3))
+    engines = [Engine(tiny, Greedy(), drafter, builder) for builder in builders]
+    held: list[object] = []
+    for _ in range(3):
+        for engine, builder in zip(engines, builders):
+            expected = decode(tiny, PROMPTS, Greedy(), 12, drafter, builder)
+            assert facts(engine.decode(PROMPTS, 12)) == facts(expected)
+            (state,) = engine.states.values()
+            held.append(state.carried["cache"].storage.data_ptr())
+    assert held == held[:2] * 3 and held[0] != held[1]
+
+
+def test_layers_that_are_not_compiled_do_not_shift_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only some layers of a forward are compiled, as beyond the limit of shapes, every one attends in its own place."""
+    torch._dynamo.reset()
+    target = load_tiny()
+    expected = decode(target, PROMPTS[:1], Greedy(), 12)
+    forwards = [layer.forward for layer in target.layers]
+    with compiled_layers([target], "eager"):
+        for layer, forward in list(zip(target.layers, forwards))[::2]:
+            layer.forward = forward
+        found = decode(target, PROMPTS[:1], Greedy(), 12)
+    assert facts(found) == facts(expected)
+
+
+@pytest.mark.parametrize("drafter", [None, "eagle3", "gated_lora"])
+def test_an_interrupted_decode_leaves_nothing_behind(
+    tiny: Target, drafter: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the middle of rounds that the host has not looked at, the next decode gives what it would have given."""
+    made = None if drafter is None else DRAFTERS[drafter](tiny).eval()
+    builder = None if made is None else Chain(3)
+    expected = decode(tiny, PROMPTS, Greedy(), 20, made, builder)
+    engine = Engine(tiny, Greedy(), made, builder)
+    rounds, verify = [0], engine._verify
+
+    def stopped(state: State) -> None:
+        rounds[0] += 1
+        if rounds[0] == 4:
+            raise KeyboardInterrupt
+        verify(state)
+
+    monkeypatch.setattr(engine, "_verify", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        engine.decode(PROMPTS, 20)
+    if made is not None:
+        decode(tiny, PROMPTS, Greedy(), 9, made, builder)  # takes the drafter's attributes for itself
+    for _ in range(2):
+        assert facts(engine.decode(PROMPTS, 20)) == facts(expected)
+
+
+def test_a_drafter_keeps_its_settings(tiny: Target) -> None:
+    """Between decodes an engine gives a drafter its caches back and nothing else."""
+    drafter = Eagle3(tiny, vocab_size=64)
+    engine = Engine(tiny, Greedy(), drafter, Chain(2))
+    engine.decode(PROMPTS[:1], 6)
+    drafter.progress, drafter.training = 0.5, True
+    engine.decode(PROMPTS[:1], 6)
+    assert drafter.progress == 0.5 and drafter.training
+    copied = copy.deepcopy(drafter)
+    assert copied.cache is not None and copied.cache.number != drafter.cache.number and copied.cache.storage is None
+
+
+@pytest.mark.parametrize("drafter", ["eagle3", "causal", "early_exit", "hydra"])
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_what_is_known_is_kept_whole(drafter: str, backend: str | None) -> None:
+    """With every draft right a round emits as deep as the drafter reaches and one more, batch after batch."""
+    torch._dynamo.reset()
+    target = load_tiny()
+    made, builder = DRAFTERS[drafter](target).eval(), Chain(3)
+    forced = Forced({}, builder, Greedy())
+    engine = Engine(target, Greedy(), made, Known(forced), backend=backend)
+    for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS):
+        plain = decode(target, prompts, Greedy(), 24, ignore_eos=True)
+        forced.sequences = dict(enumerate(one.prompt + one.output for one in plain))
+        found = engine.decode(prompts, 17, ignore_eos=True)
+        assert [one.output for one in found] == [one.output[:17] for one in plain]
+        assert all(one.accepted == [4] * 4 for one in found)
+
+
+def test_old_sizes_are_given_up(tiny: Target) -> None:
+    """Of many sizes of batches the latest stay."""
+    engine = Engine(tiny, Greedy())
+    for batch in (1, 2, 1, 3, 4, 5):
+        engine.decode([[5, 6]] * batch, 3)
+    assert [batch for batch, _ in engine.states] == [1, 3, 4, 5][-KEPT:]
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafter", "builder", "words"),
+    [
+        (Block(), None, None, "acceptance=block judges on the host"),
+        (Greedy(), Ngram, Chain(2), "drafter=ngram asks the device"),
+        (Greedy(), Eagle3, OptTree(3, 8), "tree=opt decides on the host"),
+        (Greedy(), Eagle3, Chain(3, stop=0.5), "tree=chain decides on the host"),
+    ],
+)
+def test_what_cannot_be_held_in_a_graph_is_refused(
+    tiny: Target, rule: AcceptanceRule, drafter: Callable[[Target], Drafter] | None, builder: TreeBuilder | None, words: str
+) -> None:
+    """With the reason, and what to do."""
+    with pytest.raises(UserError, match=f"eval.engine=captured: {words}.*use eval.engine=eager"):
+        Engine(tiny, rule, None if drafter is None else drafter(tiny), builder)
+
+
+def test_a_target_that_asks_the_device_is_refused() -> None:
+    """A dynamic rotary embedding looks at the longest position in every forward."""
+    target = load_tiny()
+    target.config.rope_parameters = {**target.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
+    with pytest.raises(UserError, match="eval.engine=captured: target tiny asks the device.*use eval.engine=eager"):
+        Engine(target, Greedy())
+
+
+def test_time_is_shared_out_without_a_rest(tiny: Target) -> None:
+    """Parts are those of the loop, none is negative, and a row that is done earlier has fewer of them."""
+    one, other = Engine(tiny, Greedy()).decode([[5, 6, 7], [8, 9]], 9, ignore_eos=True)
+    assert one.seconds.keys() == {"prefill", "draft", "verify", "accept", "other"}
+    assert all(value >= 0 for value in one.seconds.values())
+    assert len(one.times) == len(other.times) == 8
+    assert one.decode_seconds == pytest.approx(one.finish_seconds)

@@ -1,0 +1,192 @@
+"""The guard keeps decoding from being much slower, and switching drafting on and off changes nothing else."""
+
+from typing import cast
+
+import pytest
+import torch
+
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.guard import Guard
+from spectrain.decoding.loop import decode
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.errors import UserError
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, TreeBuilder
+from tests.decoding.test_loop import Oracle, assert_same, stop_at
+
+STEP, LIMIT = 0.02, 24  # seconds of a round without a draft
+TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
+BUILDERS = (Chain(3), Eagle2(depth=4, budget=8, top_k=3))
+
+
+def stream(guard: Guard, gain: float, cost: float, num_tokens: int) -> tuple[list[bool], float]:
+    """Which rounds of so many tokens drafted, and what all took, in steps; a drafted round emits `gain` tokens for `cost`."""
+    drafted, emitted, spent = [], 0.0, 0.0
+    while emitted < num_tokens:
+        drafted.append(guard.drafts())
+        tokens, steps = (gain, cost) if drafted[-1] else (1.0, 1.0)
+        guard.record(drafted[-1], tokens, steps * STEP)
+        emitted, spent = emitted + tokens, spent + steps
+    return drafted, spent
+
+
+@pytest.mark.parametrize("gain, cost", [(1.2, 1.1), (3.0, 1.5), (4.0, 3.9)])
+def test_rounds_that_pay_never_fall_back(gain: float, cost: float) -> None:
+    """After two rounds that measure a step, every round drafts."""
+    drafted, _ = stream(Guard(), gain, cost, 500)
+    assert drafted == [False, False] + [True] * (len(drafted) - 2)
+
+
+@pytest.mark.parametrize("cost", [1.05, 1.2, 1.5, 3.0, 16.0])
+def test_rounds_that_never_pay_cost_little(cost: float) -> None:
+    """Over 2,000 tokens a drafter of which nothing is kept costs at most 5 % of decoding without it, and is tried again."""
+    drafted, spent = stream(Guard(), 1.0, cost, 2000)
+    assert any(drafted[1000:])
+    assert spent <= 1.05 * 2000
+
+
+@pytest.mark.parametrize("allowance", [0.02, 0.2])
+def test_the_allowance_is_kept(allowance: float) -> None:
+    """The same for other allowances, over as many tokens as it takes for the first rounds not to count."""
+    _, spent = stream(Guard(allowance), 1.0, 1.5, 4000)
+    assert spent <= (1 + allowance) * 4000
+
+
+@pytest.mark.parametrize("bad", [1.2, 3.0, 16.0])
+def test_drafting_comes_back_when_it_pays(bad: float) -> None:
+    """After a stretch that does not pay one that does is drafted again, to its end."""
+    guard = Guard()
+    before, _ = stream(guard, 1.0, bad, 600)
+    after, _ = stream(guard, 3.0, 1.5, 3000)
+    assert sum(before) < len(before) / 2
+    assert all(after[-900:]) and not guard.fallen
+
+
+@pytest.mark.parametrize("allowance", [0.0, 1.0, -0.1])
+def test_guard_refuses(allowance: float) -> None:
+    """An allowance that is no share is refused."""
+    with pytest.raises(UserError, match=f"guard allowance={allowance}"):
+        Guard(allowance)
+
+
+class Switch:
+    """A guard that drafts by a fixed pattern and keeps what it is told."""
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern, self.cost = pattern, None
+        self.recorded: list[tuple[bool, float]] = []
+
+    def drafts(self) -> bool:
+        return self.pattern[len(self.recorded) % len(self.pattern)] == "d"
+
+    def record(self, drafted: bool, tokens: float, cost: float, proposed: bool = True) -> None:
+        assert cost > 0
+        self.recorded.append((drafted, tokens))
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny: Target) -> list[list[int]]:
+    """Three prompts of different lengths."""
+    return [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def eagle3(tiny: Target) -> Eagle3:
+    """A drafter that guesses badly."""
+    torch.manual_seed(0)
+    drafter = Eagle3(tiny, vocab_size=512)
+    drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+    return drafter.to(tiny.device, tiny.dtype).eval()
+
+
+@pytest.mark.parametrize("pattern", ["..d", "d.", ".d..dd", "...."])
+@pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_switching_keeps_the_output(
+    tiny: Target, prompts: list, eagle3: Eagle3, pattern: str, builder: TreeBuilder, batch: int
+) -> None:
+    """Output is greedy whichever rounds draft; a round that does not has a tree of depth 0 and emits one token."""
+    switch = Switch(pattern)
+    plain = decode(tiny, prompts[:batch], Greedy(), LIMIT)
+    found = decode(tiny, prompts[:batch], Greedy(), LIMIT, eagle3, builder, guard=cast(Guard, switch))
+    for prompt, alone, drafted in zip(prompts, plain, found):
+        assert_same(tiny, prompt, drafted.output, alone.output)
+        for turn, (depth, count) in enumerate(zip(drafted.depths, drafted.accepted)):
+            assert (depth > 0) == switch.recorded[turn][0] and count <= depth + 1
+    for turn, (_, tokens) in enumerate(switch.recorded):
+        counts = [row.accepted[turn] for row in found if turn < len(row.accepted)]
+        assert tokens == pytest.approx(sum(counts) / len(counts))
+
+
+@pytest.mark.parametrize("pattern", ["..d", "d.", ".d..dd"])
+@pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_proposals_after_skipped_rounds_depend_on_the_tokens_only(
+    tiny: Target, prompts: list, eagle3: Eagle3, monkeypatch: pytest.MonkeyPatch, pattern: str, builder: TreeBuilder, batch: int
+) -> None:
+    """Where rows keep several tokens or none and rounds are skipped, a tree is that of a fresh decode of its prefix."""
+    stop_at(monkeypatch)
+    prompts, switch = prompts[:batch], Switch(pattern)
+    plain = decode(tiny, prompts, Greedy(), LIMIT + builder.depth + 1)
+    texts = [prompt + found.output for prompt, found in zip(prompts, plain)]
+    followed = Oracle(texts, slips=True, inner=eagle3)
+    generations = decode(tiny, prompts, Greedy(), LIMIT, followed, builder, guard=cast(Guard, switch))
+    turns = [turn for turn, (drafted, _) in enumerate(switch.recorded) if drafted]
+    assert len(turns) == len(followed.trees) > 2
+    for row, found in enumerate(generations):
+        assert found.output == texts[row][len(prompts[row]) :][:LIMIT] and max(found.accepted) > 1
+        for turn, tree in zip(turns, followed.trees):
+            if turn < len(found.accepted):
+                prefix = texts[row][: len(prompts[row]) + sum(found.accepted[:turn])]
+                fresh = Oracle([texts[row]], inner=eagle3)
+                decode(tiny, [prefix], Greedy(), 2, fresh, builder)
+                assert torch.equal(tree.tokens[row], fresh.trees[0].tokens[0])
+                assert torch.equal(tree.parents[row], fresh.trees[0].parents[0])
+
+
+def test_random_tokens_cost_little(tiny: Target) -> None:
+    """After prompts of random tokens, an untrained drafter with a dear tree costs at most 5 % more target work than none."""
+    torch.manual_seed(3)
+    drafter = Eagle3(tiny, vocab_size=512).eval()
+    drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+
+    def cost(nodes: int) -> float:
+        return 1 + 0.05 * (nodes - 1)
+
+    guard = Guard(cost=cost)
+    work = unguarded = steps = 0.0
+    for row in range(10):
+        prompt = torch.randint(3, tiny.head.vocab_size, (20,)).tolist()
+        options = {"rows": [row], "ignore_eos": True}
+        (plain,) = decode(tiny, [prompt], Greedy(), 48, **options)
+        (free,) = decode(tiny, [prompt], Greedy(), 48, drafter, Eagle2(4, 16, 4), **options)
+        (found,) = decode(tiny, [prompt], Greedy(), 48, drafter, Eagle2(4, 16, 4), guard=guard, **options)
+        assert found.output == plain.output == free.output
+        work += sum(map(cost, found.nodes))
+        unguarded += sum(map(cost, free.nodes))
+        steps += len(plain.nodes)
+    assert work <= 1.05 * steps < unguarded
+
+
+def test_a_round_that_gets_ready_is_judged_with_the_next() -> None:
+    """A drafter that needs a round before it can draft, and then pays, is tried again and goes on drafting."""
+    guard, ready, drafted = Guard(window=4), False, 0
+    for number in range(400):
+        pays = number > 100
+        if guard.drafts():
+            guard.record(True, (3.0 if pays else 1.0) if ready else 1.0, 1.5, proposed=ready)
+            drafted, ready = drafted + (number > 300), True
+        else:
+            guard.record(False, 1.0, 1.0)
+            ready = False  # a plain round leaves it with nothing
+    assert drafted == 99 and not guard.summary()["fallen_back"]
+
+
+def test_a_drafter_that_never_proposes_costs_no_more_than_the_allowance() -> None:
+    """Rounds that propose nothing and cost more than a step are counted like any others."""
+    guard, cost = Guard(), 0.0
+    for _ in range(4000):
+        drafts = guard.drafts()
+        guard.record(drafts, 1.0, 1.5 if drafts else 1.0, proposed=False)
+        cost += 1.5 if drafts else 1.0
+    assert cost <= 1.05 * 4000

@@ -1,0 +1,365 @@
+"""Drafted decoding gives the very tokens of autoregressive decoding, and counts them right."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy, Match
+from spectrain.decoding.loop import Context, Generation, decode
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.ngram import Ngram
+from spectrain.errors import UserError
+from spectrain.eval.baselines import generate, plain_model
+from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
+from spectrain.features.batch import Batch, Features
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, Rollout, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+
+LIMIT = 24
+TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
+RULES = (Greedy(), Match(seed=3))
+BUILDERS = (Chain(3), Eagle2(depth=4, budget=8, top_k=3))
+
+
+class Oracle(Drafter):
+    """Proposes what it was told comes next, with a wrong token now and then where it `slips`.
+
+    With an `inner` drafter it asks that one too, as any drafter is asked, and keeps its trees.
+    """
+
+    def __init__(self, texts: list[list[int]], slips: bool = False, inner: Drafter | None = None) -> None:
+        super().__init__()
+        self.texts, self.slips, self.inner = texts, slips, inner
+        self.layers = () if inner is None else inner.layers
+        self.trees: list[TokenTree] = []
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        if self.inner is not None:
+            self.trees.append(self.inner.propose(context, budget))
+        rows = []
+        for row, (text, length) in enumerate(zip(self.texts, context.cache.lengths.tolist())):
+            rows.append(text[length : length + budget.depth + 1])
+            if self.slips:
+                rows[-1][1 + (context.round + 2 * row) % budget.depth] ^= 1
+        return TokenTree.chain(torch.tensor(rows))
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        if self.inner is not None:
+            self.inner.commit(context, accepted)
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny: Target) -> list[list[int]]:
+    """Three prompts of different lengths."""
+    encoded = [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    assert len(set(map(len, encoded))) == 3
+    return encoded
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny: Target, prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers' own generate says after each prompt."""
+    with plain_model(tiny) as model:
+        return [generate(model, prompt, LIMIT, tiny.stop_ids) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def drafters(tiny: Target) -> dict[str, Drafter]:
+    """Drafters that guess badly."""
+    torch.manual_seed(0)
+    eagle3 = Eagle3(tiny, vocab_size=512)
+    eagle3.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+    return {"ngram": Ngram(tiny), "eagle3": eagle3.to(tiny.device, tiny.dtype).eval()}
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, *ids: int) -> None:
+    """Let these tokens, and no others, end an answer."""
+    monkeypatch.setattr(Target, "stop_ids", frozenset(ids))
+
+
+def assert_same(target: Target, prompt: list[int], output: list[int], wanted: list[int]) -> None:
+    """Two greedy outputs are equal, but for a first difference between two nearly equal logits."""
+    position = first_difference(output, wanted)
+    assert position is None or logit_gap(target, prompt + wanted[:position]) < NEAR_TIE
+
+
+def assert_counted(generation: Generation, limit: int, stop_ids: frozenset[int]) -> None:
+    """Rounds, output and the cut belong together, and nothing passes EOS or the limit."""
+    output, accepted = generation.output, generation.accepted
+    assert all(1 <= count <= depth + 1 for count, depth in zip(accepted, generation.depths, strict=True))
+    assert 1 + sum(accepted[:-1]) < len(output) <= 1 + sum(accepted) or (not accepted and len(output) == 1)
+    assert generation.cut == (len(output) < 1 + sum(accepted))
+    assert len(output) <= limit and not stop_ids & set(output[:-1])
+    assert len(output) == limit or output[-1] in stop_ids
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3"])
+@pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_greedy_drafting_equals_generate(
+    tiny: Target, prompts: list, greedy: list, drafters: dict, name: str, builder: TreeBuilder, batch: int
+) -> None:
+    """Drafted greedy output is that of transformers' generate and of autoregressive decoding, alone and in a batch."""
+    plain = decode(tiny, prompts[:batch], Greedy(), LIMIT)
+    drafted = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafters[name], builder)
+    for prompt, wanted, alone, found in zip(prompts, greedy, plain, drafted):
+        assert_same(tiny, prompt, alone.output, wanted)
+        assert_same(tiny, prompt, found.output, wanted)
+        assert_same(tiny, prompt, found.output, alone.output)
+        assert_counted(found, LIMIT, tiny.stop_ids)
+        assert alone.accepted == [1] * (len(alone.output) - 1) and alone.depths == [0] * (len(alone.output) - 1)
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3"])
+@pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_match_drafting_equals_autoregressive_sampling(
+    tiny: Target, prompts: list, drafters: dict, name: str, builder: TreeBuilder, batch: int
+) -> None:
+    """With the same seed, drafted sampling draws the tokens of autoregressive sampling."""
+    rule = Match(temperature=0.8, top_k=50, top_p=0.95, seed=5)
+    plain = decode(tiny, prompts[:batch], rule, LIMIT)
+    drafted = decode(tiny, prompts[:batch], rule, LIMIT, drafters[name], builder)
+    assert [found.output for found in drafted] == [alone.output for alone in plain]
+    for found in drafted:
+        assert_counted(found, LIMIT, tiny.stop_ids)
+
+
+def test_a_batch_equals_its_rows_alone(tiny: Target, prompts: list, drafters: dict) -> None:
+    """Sampling depends on the row key, not on what else is in the batch; other keys draw other tokens."""
+    rule = Match(seed=1)
+    together = decode(tiny, prompts, rule, LIMIT, drafters["eagle3"], BUILDERS[1], rows=[4, 9, 2])
+    for prompt, row, found in zip(prompts, [4, 9, 2], together):
+        (alone,) = decode(tiny, [prompt], rule, LIMIT, drafters["eagle3"], BUILDERS[1], rows=[row])
+        assert (found.output, found.accepted) == (alone.output, alone.accepted)
+    assert [found.output for found in decode(tiny, prompts, rule, LIMIT)] != [found.output for found in together]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_perfect_drafter_fills_every_round(
+    tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, rule: AcceptanceRule, batch: int
+) -> None:
+    """An oracle of depth d emits d + 1 tokens a round, and the output does not change."""
+    stop_at(monkeypatch)
+    depth, prompts = 3, prompts[:batch]
+    plain = [found.output for found in decode(tiny, prompts, rule, LIMIT + depth + 1)]
+    oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)])
+    limit = 1 + 5 * (depth + 1)
+    for found, wanted in zip(decode(tiny, prompts, rule, limit, oracle, Chain(depth)), plain):
+        assert found.output == wanted[:limit] and found.accepted == [depth + 1] * 5 and not found.cut
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_partly_right_drafts_keep_the_output(
+    tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, rule: AcceptanceRule
+) -> None:
+    """Where each row of a ragged batch keeps its own number of drafted tokens, counts and outputs are as expected."""
+    stop_at(monkeypatch)
+    depth = 3
+    plain = [found.output for found in decode(tiny, prompts, rule, LIMIT + depth + 1)]
+    oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)], slips=True)
+    for row, found in enumerate(decode(tiny, prompts, rule, LIMIT, oracle, Chain(depth))):
+        assert found.output == plain[row][:LIMIT]
+        assert found.accepted == [1 + (turn + 2 * row) % depth for turn in range(len(found.accepted))]
+        assert_counted(found, LIMIT, frozenset())
+
+
+@pytest.mark.parametrize("depth", [1, 4])
+@pytest.mark.parametrize("limit", [1, 2, 5, 6, 7])
+def test_the_limit_is_kept(tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, depth: int, limit: int) -> None:
+    """Output stops at the limit; the last round is cut where it would have gone past it."""
+    stop_at(monkeypatch)
+    (plain,) = decode(tiny, prompts[:1], Greedy(), limit + depth + 1)
+    (found,) = decode(tiny, prompts[:1], Greedy(), limit, Oracle([prompts[0] + plain.output]), Chain(depth))
+    assert found.output == plain.output[:limit]
+    assert found.accepted == [depth + 1] * -(-(limit - 1) // (depth + 1))
+    assert found.cut == ((limit - 1) % (depth + 1) != 0)
+    assert found.whole_rounds == [depth + 1] * ((limit - 1) // (depth + 1))
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_eos_inside_an_accepted_run(tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """EOS is the last token wherever in a round it falls, and the round is cut unless EOS was its last token."""
+    stop_at(monkeypatch)
+    rule, depth = Match(temperature=2.0, seed=7), 3  # hot, so that tokens do not repeat
+    (plain,) = decode(tiny, prompts[:1], rule, 20)
+    place = plain.output.index(plain.output[place])
+    stop_at(monkeypatch, plain.output[place])
+    (found,) = decode(tiny, prompts[:1], rule, 12, Oracle([prompts[0] + plain.output]), Chain(depth))
+    assert found.output == plain.output[: place + 1]
+    assert found.accepted == [depth + 1] * -(-place // (depth + 1))
+    assert found.cut == (place % (depth + 1) != 0)
+    assert_counted(found, 12, tiny.stop_ids)
+
+
+@pytest.mark.parametrize("name", ["ngram", "eagle3"])
+@pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
+def test_a_row_that_ends_early_leaves_the_others_alone(
+    tiny: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch, name: str, builder: TreeBuilder
+) -> None:
+    """Rows that end at once, after a few tokens and at the limit give what each gives alone."""
+    stop_at(monkeypatch)
+    rule = Match(temperature=2.0, seed=7)
+    plain = decode(tiny, prompts, rule, LIMIT)
+    stop_at(monkeypatch, plain[0].output[0], plain[1].output[4])
+    drafted = decode(tiny, prompts, rule, LIMIT, drafters[name], builder)
+    assert drafted[0].output == plain[0].output[:1] and drafted[0].accepted == []
+    assert len(drafted[1].output) <= 5
+    for row, found in enumerate(drafted):
+        assert found.output == plain[row].output[: len(found.output)]
+        assert_counted(found, LIMIT, tiny.stop_ids)
+
+
+@pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
+def test_eagle3_proposals_depend_on_the_tokens_only(
+    tiny: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch, builder: TreeBuilder
+) -> None:
+    """Whatever rounds led there, a proposal is the one that is made straight after the same tokens."""
+    stop_at(monkeypatch)
+    texts = [
+        prompt + found.output for prompt, found in zip(prompts, decode(tiny, prompts, Greedy(), LIMIT + builder.depth + 1))
+    ]
+    followed = Oracle(texts, slips=True, inner=drafters["eagle3"])
+    generations = decode(tiny, prompts, Greedy(), LIMIT, followed, builder)
+    assert {count for found in generations for count in found.whole_rounds} == set(range(1, builder.depth + 1))
+    for row, found in enumerate(generations):
+        for turn in range(len(found.accepted)):
+            prefix = texts[row][: len(prompts[row]) + sum(found.accepted[:turn])]
+            fresh = Oracle([texts[row]], inner=drafters["eagle3"])
+            decode(tiny, [prefix], Greedy(), 2, fresh, builder)
+            assert torch.equal(followed.trees[turn].tokens[row], fresh.trees[0].tokens[0])
+            assert torch.equal(followed.trees[turn].parents[row], fresh.trees[0].parents[0])
+
+
+class Given(Eagle2):
+    """Drafts a fixed tree, two levels below the root, and keeps the drafter's distribution after every path."""
+
+    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+        after = torch.cat(
+            [
+                rollout.start(),
+                rollout.extend(torch.tensor([[20, 21]]), torch.tensor([[0, 0]])),
+                rollout.extend(torch.tensor([[30, 31, 32]]), torch.tensor([[2, 1, 2]])),
+            ],
+            dim=1,
+        )[0]
+        self.log_q = dict(zip([(), (20,), (21,), (21, 30), (20, 31), (21, 32)], after))
+        return TokenTree.chain(context.root[:, None])
+
+
+@pytest.mark.parametrize("num_rounds", [1, 4])
+def test_eagle3_decodes_as_it_was_trained(
+    tiny: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch, num_rounds: int
+) -> None:
+    """After every path of a tree, the cached distribution is the one that the loss unrolls over the whole sequence."""
+    stop_at(monkeypatch)
+    eagle3, builder = drafters["eagle3"], Given(depth=2, budget=6, top_k=3)
+    (found,) = decode(tiny, prompts[:1], Greedy(), num_rounds + 1, eagle3, builder)
+    logits: list[Tensor] = []
+    hook = eagle3.norm.register_forward_hook(lambda module, args, output: logits.append(eagle3.lm_head(output)))
+    for path, log_q in builder.log_q.items():
+        tokens = torch.tensor([prompts[0] + found.output[:-1] + list(path) + [0]])
+        mask = torch.zeros_like(tokens, dtype=torch.bool)
+        mask[:, -1] = True  # step k then has one row, whose index lies k + 2 before the end
+        logits.clear()
+        with torch.no_grad():
+            eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny)
+        torch.testing.assert_close(logits[0][len(path)].log_softmax(-1), log_q, rtol=1e-4, atol=1e-4)
+    hook.remove()
+
+
+class Recording(Greedy):
+    """Greedy, and keeps for which sequence and position each token of a path could be chosen."""
+
+    def __init__(self) -> None:
+        self.seen: dict[tuple[int, int], int] = {}
+
+    def choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        choice = super().choose(logits, rows, positions)
+        for row, places, tokens in zip(rows.tolist(), positions.tolist(), choice.tolist()):
+            self.seen |= {(row, place): token for place, token in zip(places, tokens)}
+        return choice
+
+    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
+        self.choose(logits, rows, positions)
+        return super().__call__(tree, logits, rows, positions)
+
+
+def test_a_token_is_drawn_at_its_own_position(tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random draws are keyed by the place of the token in its sequence, so no two tokens share one."""
+    stop_at(monkeypatch)
+    plain = [found.output for found in decode(tiny, prompts, Greedy(), 11)]
+    oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)])
+    for drafter, builder in ((None, None), (oracle, Chain(1))):
+        rule = Recording()
+        decode(tiny, prompts, rule, 9, drafter, builder, rows=[4, 0, 7])
+        assert rule.seen == {
+            (row, len(prompt) + i): output[i] for row, prompt, output in zip([4, 0, 7], prompts, plain) for i in range(9)
+        }
+
+
+def test_eagle3_drafts_within_its_vocabulary(tiny: Target, prompts: list, drafters: dict) -> None:
+    """Every drafted token is one that `prepare` chose."""
+    eagle3 = drafters["eagle3"]
+    recorder = Oracle([prompt + [0] * 8 for prompt in prompts], inner=eagle3)
+    decode(tiny, prompts, Greedy(), 3, recorder, BUILDERS[1])
+    assert len(eagle3.draft_ids) == 512 and set(eagle3.draft_ids.tolist()) == set(eagle3.t2d.nonzero()[:, 0].tolist())
+    for tree in recorder.trees:
+        tree.check()
+        assert tree.tokens.shape == (3, 8)
+        assert eagle3.t2d[tree.tokens[:, 1:]].all()
+
+
+def test_tree_wider_than_its_budget_fits_the_cache(
+    tiny: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree that drafts many more nodes than it keeps decodes up to the limit."""
+    stop_at(monkeypatch)
+    builder = Eagle2(depth=6, budget=4, top_k=8)
+    plain = decode(tiny, prompts[:1], Greedy(), LIMIT)
+    drafted = decode(tiny, prompts[:1], Greedy(), LIMIT, drafters["eagle3"], builder)
+    assert_same(tiny, prompts[0], drafted[0].output, plain[0].output)
+
+
+def looked_up(tokens: list[int], depth: int, longest: int, shortest: int) -> list[int]:
+    """What followed the latest earlier occurrence of the longest suffix that has one."""
+    for size in range(longest, shortest - 1, -1):
+        ends = [end for end in range(size, len(tokens)) if tokens[end - size : end] == tokens[len(tokens) - size :]]
+        if ends and size < len(tokens):
+            return tokens[ends[-1] : ends[-1] + depth]
+    return []
+
+
+@pytest.mark.parametrize("longest, shortest", [(3, 1), (2, 2), (5, 2)])
+def test_ngram_copies_what_followed(tiny: Target, longest: int, shortest: int) -> None:
+    """Over a small alphabet the lookup equals a search over all suffixes."""
+    drafter = Ngram(tiny, longest, shortest)
+    for length in range(1, 40):
+        tokens = torch.randint(0, 4, (length,)).tolist()
+        assert drafter._lookup(tokens, 4) == looked_up(tokens, 4, longest, shortest)
+
+
+@pytest.mark.parametrize("builder", [Chain(5), Eagle2(depth=5, budget=4)], ids=lambda builder: builder.name)
+def test_ngram_keeps_its_budget(tiny: Target, builder: TreeBuilder) -> None:
+    """The draft is a chain as long as the depth and the budget allow."""
+    prompt = [5, 6, 7, 8, 9, 10, 11] * 3
+    cache = tiny.new_cache(1, 64)
+    cache.lengths = torch.tensor([len(prompt) - 1])
+    nothing = Features(torch.zeros(1, 0), (), torch.zeros(1, 0, 0, 0))
+    tree = Ngram(tiny).propose(
+        Context(tiny, cache, torch.tensor([prompt + [0] * 9]), torch.tensor([0]), nothing, torch.tensor([0])), builder
+    )
+    tree.check()
+    drafted = min(builder.depth, builder.budget - 1)
+    assert tree.tokens.tolist() == [[11, *prompt[:drafted]]] and tree.valid.all()
+
+
+@pytest.mark.parametrize("new_tokens", [1, 30])
+def test_prompt_longer_than_the_context_is_refused(tiny: Target, new_tokens: int) -> None:
+    """A prompt that leaves no room for its answer stops with a sentence that says both lengths."""
+    prompt = [5] * (tiny.max_length - new_tokens + 1)
+    with pytest.raises(UserError, match=rf"prompt of {len(prompt)} tokens.*{tiny.max_length} tokens"):
+        decode(tiny, [prompt], Greedy(), new_tokens)

@@ -1,0 +1,706 @@
+"""The acceptance rules in exact arithmetic: what a lossless one emits has the target's distribution, and wrong variants differ.
+
+The rules' own code runs on fractions. Every tree that can be drawn, and every outcome of judging it, is enumerated with its
+probability; the output, continued by the target, is compared as a joint distribution of tokens. V vocabulary.
+"""
+
+import heapq
+import itertools
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from spectrain.decoding import acceptance
+from spectrain.decoding.acceptance import (
+    AcceptanceRule,
+    Block,
+    Dice,
+    Greedy,
+    Match,
+    Recursive,
+    Row,
+    Sampling,
+    SpeculativeSampling,
+    Traversal,
+    Typical,
+    Walking,
+)
+from spectrain.errors import UserError
+from spectrain.trees.token_tree import Children, TokenTree
+from tests.decoding.walking import walk
+
+Path = tuple[int, ...]
+Vector = Any  # [V] numpy array of fractions
+Model = dict[Path, Vector]  # the distribution of the token after each path
+Joint = dict[Path, Fraction]
+T = TypeVar("T")
+
+
+# Enumeration
+
+
+class Script:
+    """Dice that replay the first outcomes, then take the first possible one each, and know the chance of it all."""
+
+    def __init__(self, script: list[int]) -> None:
+        self.script = script
+        self.taken: list[tuple[int, int]] = []  # which of how many possible outcomes, at every turn
+        self.chance = Fraction(1)
+
+    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
+        assert isinstance(chance, (int, Fraction))
+        falls = min(max(Fraction(chance), Fraction(0)), Fraction(1))
+        return bool(self._turn([(1, falls), (0, 1 - falls)]))
+
+    def draw(self, weights: Vector, node: int = 0) -> int:
+        assert sum(weights) == 1 and min(weights) >= 0
+        return self._turn(list(enumerate(weights)))
+
+    def _turn(self, outcomes: list[tuple[int, Any]]) -> int:
+        possible = [(outcome, chance) for outcome, chance in outcomes if chance > 0]
+        turn = len(self.taken)
+        choice = self.script[turn] if turn < len(self.script) else 0
+        self.taken.append((choice, len(possible)))
+        self.chance *= possible[choice][1]
+        return possible[choice][0]
+
+
+def every(play: Callable[[Dice], T]) -> Iterator[tuple[Fraction, T]]:
+    """What `play` returns for every outcome of its dice, with the probability."""
+    script: list[int] = []
+    while True:
+        dice = Script(script)
+        result = play(dice)
+        yield dice.chance, result
+        taken = dice.taken
+        while taken and taken[-1][0] + 1 == taken[-1][1]:
+            taken.pop()
+        if not taken:
+            return
+        script = [choice for choice, _ in taken[:-1]] + [taken[-1][0] + 1]
+
+
+# Models and trees
+
+
+def distribution(draw: random.Random, vocab: int, least: int) -> Vector:
+    """Random fractions; with `least` 0 some are zero."""
+    weights = [draw.randint(least, 4) for _ in range(vocab)]
+    if not any(weights):
+        weights[draw.randrange(vocab)] = 1
+    return np.array([Fraction(weight, sum(weights)) for weight in weights], dtype=object)
+
+
+def scaled(weights: Vector) -> Vector:
+    """The weights as a distribution."""
+    return weights / sum(weights)
+
+
+def taken_out(weights: Vector, token: int) -> Vector:
+    """The distribution once `token` is drawn for good; all zeros where it was the last one."""
+    rest = np.where(np.arange(len(weights)) == token, Fraction(0), weights)
+    return scaled(rest) if sum(rest) > 0 else rest
+
+
+def models(kind: str, vocab: int, length: int, seed: int = 0) -> tuple[Model, Model]:
+    """The target's p and the drafter's q after every path that is shorter than `length`."""
+    draw = random.Random(f"{kind} {vocab} {length} {seed}")
+    paths = [path for size in range(length) for path in itertools.product(range(vocab), repeat=size)]
+    p = {path: distribution(draw, vocab, int(kind == "dense")) for path in paths}
+    q = p if kind == "equal" else {path: distribution(draw, vocab, int(kind == "dense")) for path in paths}
+    if kind == "apart":  # after the empty path and some others, p and q share no token
+        for path in paths:
+            if not path or draw.random() < 0.4:
+                cut = draw.randrange(1, vocab)
+                q[path] = np.array([Fraction(1, cut) if token < cut else Fraction(0) for token in range(vocab)], dtype=object)
+                p[path] = scaled(np.where(q[path] > 0, Fraction(0), p[path] + Fraction(1, 7)))
+    return p, q
+
+
+KINDS = ("dense", "sparse", "equal", "apart")
+
+
+@dataclass
+class Drawn:
+    """A tree: node 0 is the root, `paths` are the tokens from it to every node."""
+
+    paths: list[Path] = field(default_factory=lambda: [()])
+    children: list[list[int]] = field(default_factory=lambda: [[]])
+
+    def add(self, parent: int, token: int) -> int:
+        self.paths.append((*self.paths[parent], token))
+        self.children.append([])
+        self.children[parent].append(len(self.paths) - 1)
+        return len(self.paths) - 1
+
+    @property
+    def tokens(self) -> list[int]:
+        return [path[-1] if path else 0 for path in self.paths]
+
+    def as_tree(self, children: Children, batch: int = 1) -> TokenTree:
+        """The same tree as decoding knows it, `batch` times."""
+        parents = [-1] * len(self.paths)
+        for node, below in enumerate(self.children):
+            for child in below:
+                parents[child] = node
+        tree = TokenTree.of(torch.tensor([self.tokens]).expand(batch, -1), torch.tensor([parents]).expand(batch, -1))
+        return replace(tree, children=children)
+
+
+Shape = tuple[Path, ...]  # paths of ranks, as tree=static has them: (0, 1) is the second child of the first child
+Draft = Callable[[Model, Dice], Drawn]
+
+
+def widths(*counts: int) -> Shape:
+    """The tree in which every node of depth d has counts[d] children."""
+    return tuple(path for size in range(1, len(counts) + 1) for path in itertools.product(*map(range, counts[:size])))
+
+
+CHAINS = {"1": widths(1), "1-1": widths(1, 1), "1-1-1": widths(1, 1, 1)}
+BRANCHING: dict[str, Shape] = {
+    "2": widths(2),
+    "3": widths(3),
+    "2-1": widths(2, 1),
+    "1-2": widths(1, 2),
+    "2-2": widths(2, 2),
+    "lopsided": ((0,), (1,), (0, 0), (0, 1), (0, 0, 0)),
+}
+SHAPES = {**CHAINS, **BRANCHING}
+
+
+def drawn(shape: Shape, children: Children) -> Draft:
+    """Draw a tree of this shape; without replacement a node has no more children than q has tokens."""
+
+    def draft(q: Model, dice: Dice) -> Drawn:
+        tree, nodes, left = Drawn(), {(): 0}, {}
+        for ranks in sorted(shape, key=lambda ranks: (len(ranks), ranks)):
+            if (parent := nodes.get(ranks[:-1])) is None:
+                continue
+            weights = left.get(parent, q[tree.paths[parent]])
+            if sum(weights) == 0:
+                continue
+            token = dice.draw(weights)
+            nodes[ranks] = tree.add(parent, token)
+            if children == "without_replacement":
+                left[parent] = taken_out(weights, token)
+        return tree
+
+    return draft
+
+
+def likeliest(shape: Shape) -> Draft:
+    """The same shape with the likeliest tokens for children: nothing is drawn."""
+
+    def draft(q: Model, dice: Dice) -> Drawn:
+        tree, nodes = Drawn(), {(): 0}
+        for ranks in sorted(shape, key=lambda ranks: (len(ranks), ranks)):
+            if (parent := nodes.get(ranks[:-1])) is None:
+                continue
+            weights = q[tree.paths[parent]]
+            token = sorted(range(len(weights)), key=lambda token: (-weights[token], token))[ranks[-1]]
+            if weights[token] > 0:
+                nodes[ranks] = tree.add(parent, token)
+        return tree
+
+    return draft
+
+
+def best_first(budget: int, depth: int) -> Draft:
+    """DySpec's growth: the open place with the largest value is drawn next, without replacement."""
+
+    def draft(q: Model, dice: Dice) -> Drawn:
+        tree, left = Drawn(), {}
+        places = [(Fraction(-1), 0)]
+        while places and len(tree.paths) <= budget:
+            value, parent = heapq.heappop(places)
+            weights = left.get(parent, q[tree.paths[parent]])
+            token = dice.draw(weights)
+            node = tree.add(parent, token)
+            if len(tree.paths[node]) < depth:
+                heapq.heappush(places, (value * weights[token], node))
+            if weights[token] < 1:
+                left[parent] = taken_out(weights, token)
+                heapq.heappush(places, (value * (1 - weights[token]), parent))
+        return tree
+
+    return draft
+
+
+def stopping(depth: int, least: Fraction) -> Draft:
+    """A chain that ends before a token is drawn from a q without a likely token, as tree=chain with `stop` does."""
+
+    def draft(q: Model, dice: Dice) -> Drawn:
+        tree = Drawn()
+        while len(tree.paths) <= depth and max(q[tree.paths[-1]]) >= least:
+            tree.add(len(tree.paths) - 1, dice.draw(q[tree.paths[-1]]))
+        return tree
+
+    return draft
+
+
+# The proof
+
+
+def as_row(tree: Drawn, p: Model, q: Model, without_replacement: bool) -> Row:
+    """The tree as a rule walks it."""
+    return Row(tree.tokens, tree.children, lambda n: p[tree.paths[n]], lambda n: q[tree.paths[n]], without_replacement)
+
+
+def outcomes(
+    rule: Walking, draft: Draft, p: Model, q: Model, without_replacement: bool
+) -> Iterator[tuple[Fraction, Path, int]]:
+    """Of every outcome of a round: its probability, the tokens of the kept nodes, the token after them."""
+    for chance, tree in every(partial(draft, q)):
+        for share, (path, bonus) in every(partial(rule.judge, as_row(tree, p, q, without_replacement))):
+            assert all(child in tree.children[node] for node, child in zip(path, path[1:])) and path[0] == 0
+            yield chance * share, tree.paths[path[-1]], bonus
+
+
+def continued(heads: Joint, p: Model, length: int) -> Joint:
+    """The joint distribution of the first tokens where the target goes on after each of `heads`."""
+    joint: Joint = defaultdict(Fraction)
+    waiting = list(heads.items())
+    while waiting:
+        path, chance = waiting.pop()
+        if len(path) == length:
+            joint[path] += chance
+        else:
+            waiting += [((*path, token), chance * weight) for token, weight in enumerate(p[path]) if weight > 0]
+    return dict(joint)
+
+
+def emitted(rule: Walking, draft: Draft, p: Model, q: Model, without_replacement: bool, length: int) -> Joint:
+    """The joint distribution of the first tokens of a round and what the target says after it."""
+    heads: Joint = defaultdict(Fraction)
+    for chance, kept, bonus in outcomes(rule, draft, p, q, without_replacement):
+        heads[(*kept, bonus)] += chance
+    return continued(heads, p, length)
+
+
+def target_joint(p: Model, length: int) -> Joint:
+    """The joint distribution of the target's first tokens."""
+    return continued({(): Fraction(1)}, p, length)
+
+
+def accepted_lengths(rule: Walking, draft: Draft, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
+    """How many drafted tokens a round keeps, with the probability of each number."""
+    lengths: dict[int, Fraction] = defaultdict(Fraction)
+    for chance, kept, _ in outcomes(rule, draft, p, q, without_replacement):
+        lengths[len(kept)] += chance
+    return dict(lengths)
+
+
+def mean(lengths: dict[int, Fraction]) -> Fraction:
+    """The expected number."""
+    return sum((length * chance for length, chance in lengths.items()), start=Fraction(0))
+
+
+def trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
+    """Random p, q and the tokens that a round can emit, over vocabularies of 2 to 4: more of them for smaller trees."""
+    length = max(map(len, shape)) + 1
+    seeds = {2: 2, 3: 1, 4: 0} if len(shape) > 4 else {2: 4, 3: 4, 4: 0} if len(shape) > 2 else {2: 6, 3: 6, 4: 6}
+    for vocab, count in seeds.items():
+        for seed in range(count):
+            yield *models(kind, vocab, length, seed), length
+
+
+# What is lossless
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
+def test_drawn_chains_are_lossless(rule: Walking, name: str, kind: str) -> None:
+    """Judging a drawn chain, then going on with the target, gives the target's joint distribution exactly."""
+    for p, q, length in trials(kind, CHAINS[name]):
+        for children in ("sampled", "without_replacement"):
+            found = emitted(rule, drawn(CHAINS[name], children), p, q, children == "without_replacement", length)
+            assert found == target_joint(p, length)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("children", ["sampled", "without_replacement"])
+@pytest.mark.parametrize("name", BRANCHING)
+@pytest.mark.parametrize("rule", [Recursive(), Traversal()], ids=lambda rule: rule.name)
+def test_drawn_trees_are_lossless(rule: Walking, name: str, children: Children, kind: str) -> None:
+    """Judging a drawn tree, then going on with the target, gives the target's joint distribution exactly."""
+    for p, q, length in trials(kind, BRANCHING[name]):
+        found = emitted(rule, drawn(BRANCHING[name], children), p, q, children == "without_replacement", length)
+        assert found == target_joint(p, length)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", [2, 3, 4])
+@pytest.mark.parametrize("rule", [Recursive(), Traversal()], ids=lambda rule: rule.name)
+def test_trees_grown_best_first_are_lossless(rule: Walking, budget: int, kind: str) -> None:
+    """A tree whose shape follows the tokens drawn so far, as DySpec's does, leaves the target's joint distribution exact."""
+    for seed in range(6):
+        p, q = models(kind, 3, 3, seed)
+        assert emitted(rule, best_first(budget, 2), p, q, True, 3) == target_joint(p, 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
+def test_chains_that_stop_before_a_draw_are_lossless(rule: Walking, kind: str) -> None:
+    """Ending a chain for what q looks like, before its token is drawn, leaves the target's joint distribution exact."""
+    draft = stopping(2, Fraction(1, 2))
+    depths = set()
+    for seed in range(10):
+        p, q = models(kind, 3, 3, seed)
+        assert emitted(rule, draft, p, q, False, 3) == target_joint(p, 3)
+        depths |= {len(tree.paths) for _, tree in every(partial(draft, q))}
+    assert len(depths) > 1, "some chains must have stopped and some not"
+
+
+def choice_tables(tree: Drawn, p: Model) -> tuple[list[Fraction], torch.Tensor]:
+    """Every way to draw the target's token after each path, with its probability; nodes of one path share the draw."""
+    distinct = sorted(set(tree.paths))
+    possible = [[token for token, weight in enumerate(p[path]) if weight > 0] for path in distinct]
+    tables = list(itertools.product(*possible))
+    weights = [math.prod((p[path][token] for path, token in zip(distinct, table)), start=Fraction(1)) for table in tables]
+    return weights, torch.tensor(tables)[:, [distinct.index(path) for path in tree.paths]]
+
+
+MATCHED: dict[str, Shape] = {name: SHAPES[name] for name in ("1-1-1", "2", "3", "2-1", "1-2", "2-2", "lopsided")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
+@pytest.mark.parametrize("name", MATCHED)
+def test_sample_and_match_is_lossless(name: str, children: Children, kind: str) -> None:
+    """Following the target's own draws through any tree, drawn or not, gives the target's joint distribution exactly."""
+    shape = MATCHED[name]
+    length = max(map(len, shape)) + 1
+    p, q = models(kind, 2 if len(shape) > 4 else 3, length)
+    heads: Joint = defaultdict(Fraction)
+    draft = likeliest(shape) if children == "deterministic" else drawn(shape, children)
+    for chance, tree in every(partial(draft, q)):
+        weights, choice = choice_tables(tree, p)
+        batch = tree.as_tree(children, len(weights))
+        batch.check()
+        accepted = walk(batch, choice)
+        for weight, count, tokens in zip(weights, accepted.counts.tolist(), accepted.emitted(batch).tolist()):
+            heads[tuple(tokens[:count])] += chance * weight
+    assert continued(heads, p, length) == target_joint(p, length)
+
+
+@pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
+@pytest.mark.parametrize("name", MATCHED)
+def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> None:
+    """Every tree keeps as much of the target's greedy continuation as it holds, and the next token of it follows."""
+    shape = MATCHED[name]
+    length = max(map(len, shape)) + 1
+    for seed in range(3):
+        p, q = models("dense", 2 if len(shape) > 4 else 3, length, seed)
+        logits = {path: torch.tensor(weights.astype(float)) + 1e-3 * torch.rand(len(weights)) for path, weights in p.items()}
+        greedy: Path = ()
+        while len(greedy) < length:
+            greedy = (*greedy, int(logits[greedy].argmax()))
+        draft = likeliest(shape) if children == "deterministic" else drawn(shape, children)
+        for _, tree in every(partial(draft, q)):
+            batch = tree.as_tree(children)
+            seen = torch.stack([logits[path] for path in tree.paths])[None]
+            accepted = Greedy()(batch, seen, torch.zeros(1, dtype=torch.int64), batch.depths).trimmed()
+            held = max(len(path) for path in tree.paths if path == greedy[: len(path)])
+            assert tuple(accepted.emitted(batch)[0].tolist()) == greedy[: held + 1]
+
+
+# Which rule keeps more
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CHAINS)
+def test_block_keeps_at_least_what_the_chain_rule_keeps(name: str, kind: str) -> None:
+    """Block verification never expects fewer accepted tokens; on paths of two or more it sometimes expects more."""
+    gains = []
+    for seed in range(12 if len(CHAINS[name]) < 3 else 4):
+        p, q = models(kind, 3, len(CHAINS[name]) + 1, seed)
+        draft = drawn(CHAINS[name], "sampled")
+        block, chain = (mean(accepted_lengths(rule, draft, p, q, False)) for rule in (Block(), SpeculativeSampling()))
+        gains.append(block - chain)
+    assert min(gains) >= 0
+    if len(CHAINS[name]) == 1 or kind == "equal":
+        assert max(gains) == 0
+    elif kind == "dense":
+        assert max(gains) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CHAINS)
+def test_traversal_of_a_chain_is_block_verification(name: str, kind: str) -> None:
+    """On chains both keep each number of tokens with the same probability."""
+    draft = drawn(CHAINS[name], "sampled")
+    for p, q, _ in trials(kind, CHAINS[name]):
+        assert accepted_lengths(Traversal(), draft, p, q, False) == accepted_lengths(Block(), draft, p, q, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("children", ["sampled", "without_replacement"])
+@pytest.mark.parametrize("name", ["2", "3", "2-1", "1-2", "2-2", "lopsided"])
+def test_traversal_keeps_at_least_what_recursion_keeps(name: str, children: Children, kind: str) -> None:
+    """Traversal verification never expects fewer accepted tokens; one level deep it expects just as many."""
+    shape, without_replacement = BRANCHING[name], children == "without_replacement"
+    for p, q, length in trials(kind, shape):
+        rates = [
+            mean(accepted_lengths(rule, drawn(shape, children), p, q, without_replacement))
+            for rule in (Recursive(), Traversal())
+        ]
+        assert rates[0] == rates[1] if length == 2 else rates[0] <= rates[1]
+
+
+# The proof catches what is wrong
+
+
+def changed(draft: Draft, change: Callable[[Drawn, Model], None]) -> Draft:
+    """A draft whose tree is tampered with after the draws."""
+
+    def tampered(q: Model, dice: Dice) -> Drawn:
+        tree = draft(q, dice)
+        change(tree, q)
+        return tree
+
+    return tampered
+
+
+def sort_siblings(tree: Drawn, q: Model) -> None:
+    """Siblings by q, not in the order they were drawn."""
+    for node, children in enumerate(tree.children):
+        children.sort(key=lambda child: -q[tree.paths[node]][tree.paths[child][-1]])
+
+
+def skip_duplicates(tree: Drawn, q: Model) -> None:
+    """Of equal siblings only the first stays."""
+    for children in tree.children:
+        first = {tree.paths[child]: child for child in reversed(children)}
+        children[:] = [child for child in children if first[tree.paths[child]] == child]
+
+
+def discard_unlikely(tree: Drawn, q: Model) -> None:
+    """A chain is cut where the drawn token turned out unlikely."""
+    for node, children in enumerate(tree.children):
+        children[:] = [child for child in children if q[tree.paths[node]][tree.paths[child][-1]] >= Fraction(1, 4)]
+
+
+def unnormalised(weights: Vector, otherwise: Vector) -> Vector:
+    """A residual that is not normalised: what it lacks goes to the distribution before it."""
+    return weights + (1 - weights.sum()) * otherwise
+
+
+def leave_as_is(q: Vector, token: int) -> Vector:
+    """q without the token, not normalised."""
+    left = q + 0
+    left[token] = 0
+    return left
+
+
+def rate_itself(mass: Any, rate: Any) -> Any:
+    """The coin of a middle token of block verification shows b in place of h."""
+    return rate
+
+
+class SharpBonus(Recursive):
+    """The token after a whole path is drawn at another temperature than the rest."""
+
+    def judge(self, row: Row, dice: Dice) -> tuple[list[int], int]:
+        def p(node: int) -> Vector:
+            return row.p(node) if row.children[node] else scaled(row.p(node) ** 2)
+
+        return super().judge(replace(row, p=p), dice)
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A rule, the draft that it judges and what is replaced in the rule's module, one of them wrong."""
+
+    name: str
+    rule: Walking
+    draft: Draft
+    without_replacement: bool = False
+    patch: tuple[str, Callable[..., Any]] | None = None
+
+
+PAIR, TWO_ONE, CHAIN = widths(2), widths(2, 1), widths(1, 1)
+WRONG = [
+    Wrong("likeliest-child-chain", SpeculativeSampling(), likeliest(CHAIN)),
+    Wrong("likeliest-child-block", Block(), likeliest(CHAIN)),
+    Wrong("likeliest-children-recursive", Recursive(), likeliest(PAIR), True),
+    Wrong("likeliest-children-traversal", Traversal(), likeliest(TWO_ONE), True),
+    Wrong("sorted-siblings-recursive-without", Recursive(), changed(drawn(PAIR, "without_replacement"), sort_siblings), True),
+    Wrong("sorted-siblings-recursive-with", Recursive(), changed(drawn(PAIR, "sampled"), sort_siblings)),
+    Wrong("sorted-siblings-traversal-without", Traversal(), changed(drawn(PAIR, "without_replacement"), sort_siblings), True),
+    Wrong("sorted-siblings-traversal-with", Traversal(), changed(drawn(PAIR, "sampled"), sort_siblings)),
+    Wrong("residual-not-normalised-chain", SpeculativeSampling(), drawn(CHAIN, "sampled"), patch=("normalised", unnormalised)),
+    Wrong("residual-not-normalised-recursive", Recursive(), drawn(PAIR, "sampled"), patch=("normalised", unnormalised)),
+    Wrong("residual-not-normalised-block", Block(), drawn(CHAIN, "sampled"), patch=("normalised", unnormalised)),
+    Wrong("residual-not-normalised-traversal", Traversal(), drawn(PAIR, "sampled"), patch=("normalised", unnormalised)),
+    Wrong("q-keeps-the-drawn-recursive", Recursive(), drawn(PAIR, "without_replacement"), False),
+    Wrong("q-keeps-the-drawn-traversal", Traversal(), drawn(PAIR, "without_replacement"), False),
+    Wrong("q-not-normalised-recursive", Recursive(), drawn(PAIR, "without_replacement"), True, ("without", leave_as_is)),
+    Wrong("q-not-normalised-traversal", Traversal(), drawn(PAIR, "without_replacement"), True, ("without", leave_as_is)),
+    Wrong("q-loses-the-replaced-recursive", Recursive(), drawn(PAIR, "sampled"), True),
+    Wrong("duplicates-skipped-recursive", Recursive(), changed(drawn(PAIR, "sampled"), skip_duplicates)),
+    Wrong("duplicates-skipped-traversal", Traversal(), changed(drawn(PAIR, "sampled"), skip_duplicates)),
+    Wrong("bonus-at-another-temperature", SharpBonus(), drawn(PAIR, "sampled")),
+    Wrong("unlikely-draw-discarded-chain", SpeculativeSampling(), changed(drawn(CHAIN, "sampled"), discard_unlikely)),
+    Wrong("unlikely-draw-discarded-block", Block(), changed(drawn(CHAIN, "sampled"), discard_unlikely)),
+    Wrong("middle-h-is-b-block", Block(), drawn(CHAIN, "sampled"), patch=("share", rate_itself)),
+    Wrong("middle-h-is-b-traversal", Traversal(), drawn(TWO_ONE, "sampled"), patch=("share", rate_itself)),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
+def test_a_wrong_variant_is_caught(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof finds another joint distribution than the target's, and still one that sums to 1."""
+    if wrong.patch is not None:
+        monkeypatch.setattr(acceptance, *wrong.patch)
+    caught = 0
+    for seed in range(6):
+        p, q = models("dense", 4, 3, seed)
+        found = emitted(wrong.rule, wrong.draft, p, q, wrong.without_replacement, 3)
+        assert sum(found.values()) == 1
+        caught += found != target_joint(p, 3)
+    assert caught >= 3
+
+
+# Refusals
+
+LIKELIEST = TokenTree.chain(torch.tensor([[0, 1, 2]]))
+BRANCHED = TokenTree(
+    torch.tensor([[0, 1, 2]]), torch.tensor([[-1, 0, 0]]), *[torch.ones(1, 3, dtype=torch.bool)] * 2,
+    children="sampled", q=torch.full((1, 3, 3), 1 / 3),
+)  # fmt: skip
+
+
+def judged(rule: AcceptanceRule, tree: TokenTree) -> acceptance.Accepted:
+    """A round at a uniform target."""
+    return rule(tree, torch.zeros(1, 3, 3), torch.zeros(1, dtype=torch.int64), tree.depths)
+
+
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
+def test_rules_that_need_drawn_children_refuse_others(rule: Walking) -> None:
+    """Deterministic children are refused under the rule's name, with two ways out; the same chain, drawn, is judged."""
+    with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree\.children=sampled .*acceptance=match"):
+        judged(rule, LIKELIEST)
+    sampled = replace(LIKELIEST, children="sampled", q=torch.full((1, 3, 3), 1 / 3))
+    assert judged(rule, sampled).counts.tolist() == [3]
+
+
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), Block()], ids=lambda rule: rule.name)
+def test_rules_for_one_path_refuse_branches(rule: Walking) -> None:
+    """A tree that branches is refused under the rule's name, with two ways out."""
+    with pytest.raises(UserError, match=rf"^acceptance={rule.name}: .*use tree=chain or acceptance=recursive"):
+        judged(rule, BRANCHED)
+
+
+@pytest.mark.parametrize("rule", [Recursive(), Traversal(), Match(), Greedy(), Typical()], ids=lambda rule: rule.name)
+def test_rules_for_trees_take_branches(rule: AcceptanceRule) -> None:
+    """A drawn tree that branches is judged by every other rule."""
+    assert 1 <= judged(rule, BRANCHED).counts.item() <= 2
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("temperature", 0.0), ("temperature", -1.0), ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1)],
+)
+@pytest.mark.parametrize("rule", [Match, SpeculativeSampling, Recursive, Block, Traversal, Typical])
+def test_bad_settings_are_refused(rule: type[Sampling], key: str, value: float) -> None:
+    """A setting that means nothing is refused under its own name, with what to use."""
+    with pytest.raises(UserError, match=rf"^acceptance\.{key}={value}: use "):
+        rule(**{key: value})
+
+
+@pytest.mark.parametrize("key", ["epsilon", "delta"])
+@pytest.mark.parametrize("value", [0.0, -0.1, 1.01, math.nan])
+def test_typical_refuses_bad_thresholds(key: str, value: float) -> None:
+    """Both thresholds are more than 0 and at most 1."""
+    with pytest.raises(UserError, match=rf"^acceptance\.{key}={value}: use more than 0 and at most 1"):
+        Typical(**{key: value})
+
+
+# Typical acceptance
+
+
+class Likeliest:
+    """Dice that draw the likeliest token and have no coin."""
+
+    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
+        raise AssertionError("typical acceptance tosses no coin")
+
+    def draw(self, weights: torch.Tensor, node: int) -> int:
+        return int(weights.argmax())
+
+
+def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: Typical) -> tuple[Path, int]:
+    """The tokens that typical acceptance keeps of a tree, and the one after them."""
+    tree = Drawn()
+    for path in sorted(paths, key=len):
+        tree.add(tree.paths.index(path[:-1]), path[-1])
+    row = Row(
+        tree.tokens, tree.children, lambda node: torch.tensor(p[tree.paths[node]], dtype=torch.float64), lambda node: None
+    )
+    kept, bonus = rule.judge(row, Likeliest())
+    return tree.paths[kept[-1]], bonus
+
+
+def test_only_typical_says_that_it_is_lossy() -> None:
+    """Typical acceptance is not lossless and says so; every other rule is."""
+    assert not Typical.lossless
+    assert all(rule.lossless for rule in (Greedy, Match, SpeculativeSampling, Recursive, Block, Traversal))
+
+
+@pytest.mark.parametrize(
+    "p, epsilon, delta, kept",
+    [
+        pytest.param([0.5, 0.3, 0.1, 0.06, 0.04], 0.09, 1.0, {0, 1, 2}, id="epsilon-binds"),
+        pytest.param([0.5, 0.3, 0.1, 0.06, 0.04], 0.9, 0.4, {0, 1}, id="entropy-binds"),
+        pytest.param([0.5, 0.3, 0.1, 0.06, 0.04], 0.05, 0.3, {0, 1, 2, 3}, id="low-epsilon"),
+        pytest.param([0.2, 0.2, 0.2, 0.2, 0.2], 0.9, 1.0, set(), id="uniform-is-its-own-threshold"),
+        pytest.param([0.2, 0.2, 0.2, 0.2, 0.2], 0.9, 0.9, {0, 1, 2, 3, 4}, id="uniform"),
+    ],
+)
+def test_typical_keeps_what_is_likely_enough(p: list[float], epsilon: float, delta: float, kept: set[int]) -> None:
+    """Of single children exactly those with p(x) > min(epsilon, delta exp(-H)) are kept."""
+    threshold = min(epsilon, delta * math.exp(sum(x * math.log(x + 1e-5) for x in p)))
+    assert {token for token, chance in enumerate(p) if chance > threshold} == kept
+    rule = Typical(epsilon=epsilon, delta=delta)
+    after = {(): p, **{(token,): [0.0, 0.0, 0.0, 0.0, 1.0] for token in range(5)}}
+    for token in range(5):
+        assert typical_path([(token,)], after, rule) == (((token,), 4) if token in kept else ((), 0))
+
+
+def test_typical_keeps_the_longest_path_then_the_likeliest() -> None:
+    """A longer kept path wins over a likelier one; of two equally long ones the likelier wins, in any order of siblings."""
+    p = {
+        (): [0.5, 0.4, 0.1],
+        (0,): [0.02, 0.03, 0.95],
+        (1,): [0.3, 0.6, 0.1],
+        (1, 0): [0.0, 0.0, 1.0],
+        (1, 1): [0.0, 1.0, 0.0],
+    }
+    rule = Typical()
+    assert typical_path([(0,), (1,)], p, rule) == ((0,), 2)
+    assert typical_path([(1,), (0,)], p, rule) == ((0,), 2)
+    assert typical_path([(0,), (1,), (0, 0), (1, 0)], p, rule) == ((1, 0), 2)
+    assert typical_path([(0,), (1,), (1, 0), (1, 1)], p, rule) == ((1, 1), 1)
+    assert typical_path([(0,), (1,), (1, 1), (1, 0)], p, rule) == ((1, 1), 1)
+
+
+def test_typical_is_greedy_where_the_target_is_sure() -> None:
+    """At a low temperature it keeps what greedy acceptance keeps, and the same token follows."""
+    tokens = torch.randint(0, 4, (50, 4))
+    tree = TokenTree.chain(tokens)
+    logits = torch.stack([torch.stack([torch.randperm(4) for _ in range(4)]) for _ in range(50)]).float()
+    rows = torch.arange(50)
+    greedy, typical = (rule(tree, logits, rows, tree.depths) for rule in (Greedy(), Typical(temperature=0.05)))
+    assert len(set(greedy.counts.tolist())) > 1
+    assert torch.equal(typical.counts, greedy.counts) and torch.equal(typical.bonus, greedy.bonus)
+    assert torch.equal(typical.emitted(tree), greedy.emitted(tree))

@@ -1,0 +1,282 @@
+"""Pruned trees hold what an early exit finds likely, and decoding with them gives the very tokens that it gives without."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.decoding.acceptance import (
+    AcceptanceRule,
+    Block,
+    Greedy,
+    Interleaved,
+    Match,
+    Recursive,
+    SpeculativeSampling,
+    Traversal,
+    Typical,
+)
+from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.pruning import Pruning
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.early_exit import EarlyExit
+from spectrain.drafters.kangaroo import Kangaroo
+from spectrain.drafters.layer_skip import LayerSkipping
+from spectrain.drafters.lookahead import Lookahead
+from spectrain.drafters.ngram import Ngram
+from spectrain.errors import UserError
+from spectrain.features.batch import Layer
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
+from spectrain.trees.token_tree import Children, TokenTree
+from tests.trees.tables import Path, paths
+
+LIMIT = 16
+TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
+EXITS = {"early_exit": 5, "layer_skip": 6, "kangaroo": 2}  # where the drafter has been when the tree is pruned
+DRAFTERS = ("ngram", "eagle3", *EXITS)
+TREE = Eagle2(depth=4, budget=10, top_k=3)
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny: Target) -> list[list[int]]:
+    """Three prompts of different lengths."""
+    return [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def drafters(tiny: Target) -> dict[str, Drafter]:
+    """Some draft with a part of the target, some do not; the trainable ones are untrained."""
+    torch.manual_seed(0)
+    eagle3, kangaroo = Eagle3(tiny, vocab_size=512), Kangaroo(tiny, EXITS["kangaroo"])
+    for drafter in (eagle3, kangaroo):
+        drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+    skipping = LayerSkipping(tiny, skipped=[EXITS["layer_skip"]])
+    exiting = EarlyExit(tiny, EXITS["early_exit"])
+    return {"ngram": Ngram(tiny), "eagle3": eagle3, "early_exit": exiting, "layer_skip": skipping, "kangaroo": kangaroo}
+
+
+class Watched(Pruning):
+    """Keeps every text with the tree before and after."""
+
+    def __init__(self, layer: int, top_k: int) -> None:
+        super().__init__(layer, top_k)
+        self.rounds: list[tuple[list[list[int]], TokenTree, TokenTree]] = []
+
+    def __call__(self, context: Context, tree: TokenTree, layers: tuple[Layer, ...]) -> TokenTree:
+        pruned = super().__call__(context, tree, layers)
+        ends = context.cache.lengths.tolist()
+        texts = [tokens[: end + 1] for tokens, end in zip(context.tokens.tolist(), ends)]
+        self.rounds.append((texts, tree, pruned))
+        return pruned
+
+
+def kept(target: Target, text: list[int], found: list[Path], layer: int, top_k: int) -> list[Path]:
+    """The paths whose every token is among the likeliest `top_k` that the first layers name after the text so far."""
+    likely: dict[Path, list[int]] = {}
+
+    def stays(path: Path) -> bool:
+        if not path:
+            return True
+        if path[:-1] not in likely:
+            logits = target.run(torch.tensor([[*text, *path[:-1]]]), last=layer, logits=True).logits
+            assert logits is not None
+            likely[path[:-1]] = logits[0, -1].topk(top_k).indices.tolist()
+        return path[-1] in likely[path[:-1]] and stays(path[:-1])
+
+    return [path for path in found if stays(path)]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("layer", [3, 6])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_kept_nodes_are_the_likely_ones(
+    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, layer: int, batch: int
+) -> None:
+    """What stays is, in its order, what runs of the first layers over every whole path name; a layer that drafting has been
+    through is refused."""
+    if layer < EXITS.get(name, 0):
+        with pytest.raises(UserError, match=f"use {EXITS[name]} or more"):
+            decode(tiny, prompts[:batch], Greedy(), 8, drafters[name], TREE, pruning=Pruning(layer, 2))
+        return
+    pruning = Watched(layer, top_k=2 if name in EXITS else 20)
+    decode(tiny, prompts[:batch], Greedy(), 8, drafters[name], TREE, pruning=pruning, ignore_eos=True)
+    for texts, tree, pruned in pruning.rounds:
+        pruned.check()
+        assert pruned.tokens.shape[1] == pruned.valid.sum(1).max()
+        for row, text in enumerate(texts):
+            assert paths(pruned, row) == kept(tiny, text, paths(tree, row), layer, pruning.top_k)
+    sizes = [(tree.valid.sum(), pruned.valid.sum()) for _, tree, pruned in pruning.rounds]
+    assert any(after < before for before, after in sizes) and any(after > batch for _, after in sizes)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("rule", [Greedy(), Match(temperature=0.8, top_k=50, top_p=0.95, seed=5)], ids=lambda rule: rule.name)
+def test_pruned_decoding_equals_autoregressive(
+    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, batch: int, rule: AcceptanceRule
+) -> None:
+    """Whatever is pruned, the output is that of decoding without a drafter, with the same random draws."""
+    rows = [4, 9, 2][:batch]
+    plain = decode(tiny, prompts[:batch], rule, LIMIT, rows=rows)
+    for layer, top_k in ((max(4, EXITS.get(name, 0)), 1), (7, 4)):
+        pruned = decode(tiny, prompts[:batch], rule, LIMIT, drafters[name], TREE, rows=rows, pruning=Pruning(layer, top_k))
+        assert [found.output for found in pruned] == [alone.output for alone in plain]
+
+
+@pytest.mark.parametrize("name", ["ngram", "early_exit", "eagle3", "kangaroo"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_whole_vocabulary_prunes_nothing(
+    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, batch: int
+) -> None:
+    """Where every token is likely, rounds, depths and nodes are those of decoding without pruning."""
+    plain = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafters[name], TREE)
+    for top_k in (tiny.head.vocab_size, tiny.head.vocab_size + 1):
+        found = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafters[name], TREE, pruning=Pruning(6, top_k))
+        for one, other in zip(found, plain):
+            assert (one.output, one.accepted, one.depths, one.nodes) == (
+                other.output, other.accepted, other.depths, other.nodes
+            )  # fmt: skip
+            assert one.pruned == other.pruned == [0] * len(one.accepted)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["ngram", "early_exit"])
+def test_nodes_and_pruned_nodes_add_up(
+    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, batch: int
+) -> None:
+    """A round's nodes are those that are left, its pruned ones the others, together all that was proposed."""
+    pruning = Watched(6, 2)
+    found = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafters[name], TREE, pruning=pruning)
+    for row, generation in enumerate(found):
+        trees = [paths(tree, row) for _, tree, _ in pruning.rounds][: len(generation.accepted)]
+        left = [paths(pruned, row) for _, _, pruned in pruning.rounds][: len(generation.accepted)]
+        assert generation.nodes == [len(nodes) for nodes in left]
+        assert generation.depths == [max(map(len, nodes)) for nodes in trees]  # of what was proposed
+        assert [sum(pair) for pair in zip(generation.nodes, generation.pruned, strict=True)] == [len(nodes) for nodes in trees]
+    assert any(sum(generation.pruned) for generation in found)
+
+
+@pytest.mark.parametrize("children", ["sampled", "without_replacement"])
+@pytest.mark.parametrize("name", ["eagle3", "early_exit"])
+def test_drawn_trees_are_pruned_too(
+    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], name: str, children: Children
+) -> None:
+    """Siblings that were drawn, equal ones among them, stay or leave by their tokens, and the output is greedy decoding's."""
+    drawn = [[0], [1], [2], [0, 0], [1, 0], [1, 1], [2, 0], [0, 0, 0], [1, 0, 0]]
+    pruning, builder = Watched(6, 20), Static(paths=drawn, children=children, temperature=0.3)
+    found = decode(tiny, prompts, Greedy(), LIMIT, drafters[name], builder, pruning=pruning)
+    assert [one.output for one in found] == [one.output for one in decode(tiny, prompts, Greedy(), LIMIT)]
+    twins = 0
+    for texts, tree, pruned in pruning.rounds:
+        for row, text in enumerate(texts):
+            wanted = kept(tiny, text, paths(tree, row), 6, pruning.top_k)
+            assert paths(pruned, row) == wanted
+            twins += len(wanted) - len(set(wanted))
+    assert (twins > 0) == (children == "sampled")
+
+
+REFUSED: list[AcceptanceRule] = [Recursive(), SpeculativeSampling(), Block(), Traversal(), Typical(), Interleaved()]
+
+
+@pytest.mark.parametrize("rule", REFUSED, ids=lambda rule: rule.name)
+def test_rules_that_weigh_drafts_are_refused(
+    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], rule: AcceptanceRule
+) -> None:
+    """A rule that keeps a node by its probability would be wrong about what is left; the message says what to use."""
+    with pytest.raises(UserError, match=f"acceptance={rule.name}: .*acceptance=greedy or match"):
+        Pruning(2, 4).check(rule, tiny)
+    with pytest.raises(UserError, match=f"acceptance={rule.name}"):
+        decode(tiny, prompts[:1], rule, 4, drafters["early_exit"], Chain(2, "sampled"), pruning=Pruning(2, 4))
+
+
+def test_trees_with_nodes_that_only_draft_are_refused(tiny: Target, prompts: list[list[int]]) -> None:
+    """Lookahead's window holds no tokens of the text, so likely ones cannot be picked from it."""
+    with pytest.raises(UserError, match="eval.prune_layer"):
+        decode(tiny, prompts[:1], Greedy(), 8, Lookahead(tiny), TREE, pruning=Pruning(2, 4))
+
+
+@pytest.mark.parametrize(("layer", "top_k", "message"), [
+    (0, 4, "eval.prune_layer=0"), (-1, 4, "eval.prune_layer=-1"), (2, 0, "eval.prune_top=0"),
+    (8, 4, "eval.prune_layer=8: tiny has 8 layers"), (9, 4, "eval.prune_layer=9: tiny has 8 layers"),
+])  # fmt: skip
+def test_settings_out_of_range_are_refused(
+    tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter], layer: int, top_k: int, message: str
+) -> None:
+    """The message names the setting, its value and, where it depends on the target, how many layers that has."""
+    with pytest.raises(UserError, match=message):
+        decode(tiny, prompts[:1], Greedy(), 4, drafters["ngram"], TREE, pruning=Pruning(layer, top_k))
+
+
+def test_pruned_and_unpruned_rounds_begin_alike(tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]) -> None:
+    """The first tree is the one that is proposed without pruning: pruning sees it and does not shape it."""
+    pruning, whole = Watched(6, 2), Watched(6, tiny.head.vocab_size)
+    for each in (pruning, whole):
+        decode(tiny, prompts, Greedy(), 4, drafters["early_exit"], TREE, pruning=each)
+    assert [paths(pruning.rounds[0][1], row) for row in range(3)] == [paths(whole.rounds[0][2], row) for row in range(3)]
+
+
+# Parts of trees
+
+
+def random_tree(random: Random, batch: int, num_nodes: int) -> TokenTree:
+    """A tree with padding and nodes that only draft, every node with another token and distribution."""
+    tokens = torch.stack([torch.randperm(1000)[:num_nodes] for _ in range(batch)])
+    parents = torch.tensor([[random.randrange(node) if node else -1 for node in range(num_nodes)] for _ in range(batch)])
+    whole = TokenTree.of(tokens, parents)
+    valid = closed(whole, torch.rand(batch, num_nodes) < 0.8)
+    q, ids = torch.rand(batch, num_nodes, 5), torch.arange(5) * 7
+    return replace(whole, valid=valid, emitted=torch.rand(batch, num_nodes) < 0.7, children="sampled", q=q, draft_ids=ids)
+
+
+def closed(tree: TokenTree, marked: Tensor) -> Tensor:
+    """Those marked nodes whose ancestors are marked, the root always."""
+    marked = marked.clone()
+    marked[:, 0] = True
+    return (marked[:, None] | ~tree.ancestors).all(-1)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("num_nodes", [1, 2, 9, 70])
+def test_a_selected_tree_holds_the_marked_nodes(batch: int, num_nodes: int) -> None:
+    """Every marked node, and none but padding beside them, in the same order with the same path, q, validity and emission."""
+    for seed in range(4):
+        tree = random_tree(Random(seed), batch, num_nodes)
+        keep = closed(tree, torch.rand(batch, num_nodes) < 0.8)
+        part = tree.select(keep)
+        part.check()
+        assert part.tokens.shape[1] == keep.sum(1).max()
+        assert part.children == tree.children and part.draft_ids is tree.draft_ids
+        assert part.q is not None and tree.q is not None
+        for row in range(batch):
+            marked = keep[row].nonzero()[:, 0]
+            new = slice(0, len(marked))
+            assert not part.valid[row, len(marked) :].any()
+            for name in ("tokens", "valid", "emitted", "q"):
+                assert torch.equal(getattr(part, name)[row, new], getattr(tree, name)[row, marked])
+            for place, node in enumerate(marked.tolist()):
+                above = tree.ancestors[row, node]
+                assert torch.equal(
+                    part.tokens[row, part.ancestors[row, place]], tree.tokens[row, above]
+                ) and part.ancestors[row, place, new].sum() == above.sum()  # fmt: skip
+
+
+def test_all_of_a_tree_is_the_tree() -> None:
+    """Marking every node changes nothing; marking the root leaves a tree of one node."""
+    tree = random_tree(Random(0), 3, 12)
+    every = tree.select(torch.ones(3, 12, dtype=torch.bool))
+    for name in ("tokens", "parents", "valid", "emitted", "q"):
+        assert torch.equal(getattr(every, name), getattr(tree, name))
+    root = tree.select(torch.arange(12).expand(3, -1) == 0)
+    assert torch.equal(root.tokens, tree.tokens[:, :1]) and root.parents.tolist() == [[-1]] * 3
+
+
+def test_a_chosen_tree_needs_no_distributions() -> None:
+    """Deterministic children have no q, and their part has none either."""
+    chain: TreeBuilder = Chain(3)
+    tree = TokenTree.chain(torch.arange(3, 3 + chain.budget)[None])
+    part = tree.select(torch.tensor([[True, True, False, False]]))
+    assert part.q is None and part.is_chain and part.tokens.tolist() == [[3, 4]]

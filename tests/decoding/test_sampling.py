@@ -1,0 +1,185 @@
+"""Drafted decoding draws from the target: chi-squared tests on the real decoding path. Shapes: V vocabulary."""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.decoding.acceptance import (
+    AcceptanceRule,
+    Accepted,
+    Block,
+    Match,
+    Recursive,
+    Sampling,
+    SpeculativeSampling,
+    Traversal,
+    Typical,
+)
+from spectrain.decoding.loop import Context, Generation, decode
+from spectrain.drafters.base import Drafter
+from spectrain.models.target import Target
+from spectrain.trees import Chain, DySpec, Eagle2, Rollout, Static, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+
+LENGTH, TOP_K = 4, 3  # 81 outcomes: the first token, which the prefill yields, and three more
+BATCH, BATCHES = 250, 6
+PATHS = [[0], [1], [0, 0], [1, 0]]
+SEED = 11
+
+Path = tuple[int, ...]
+
+
+class Table(Drafter):
+    """Drafts from the last token alone."""
+
+    def __init__(self, log_q: Tensor) -> None:
+        super().__init__()
+        self.log_q = log_q  # [V, V]
+
+    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+        return budget.grow(context, _Lookup(self.log_q, context.root))
+
+
+class _Lookup(Rollout):
+    def __init__(self, log_q: Tensor, root: Tensor) -> None:
+        self.log_q, self.root = log_q, root
+
+    def start(self) -> Tensor:
+        return self.log_q[self.root[:, None]]
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        return self.log_q[tokens]
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The exact joint distribution of the first tokens after a prompt, and a drafter that guesses it roughly."""
+
+    prompt: list[int]
+    joint: dict[Path, float]
+    drafter: Table
+
+
+@pytest.fixture(scope="module")
+def truth(tiny: Target) -> Truth:
+    """Every continuation of a prompt under the target's three likeliest tokens, by plain forward passes."""
+    prompt: list[int] = tiny.tokenizer("The bees find the", add_special_tokens=False)["input_ids"]
+    rule = Recursive(top_k=TOP_K)
+    vocab = tiny.head.vocab_size
+    joint: dict[Path, float] = {(): 1.0}
+    guesses = torch.full((vocab, vocab), 0.0)
+    for _ in range(LENGTH):
+        paths = list(joint)
+        logits = tiny.run(torch.tensor([[*prompt, *path] for path in paths]), logits=True).logits
+        assert logits is not None
+        p = rule.shape(logits[:, -1]).double().softmax(-1)
+        for path, weights in zip(paths, p):
+            guesses[(*prompt, *path)[-1]] += weights.float()
+        joint = {
+            (*path, token): joint[path] * float(weights[token])
+            for path, weights in zip(paths, p)
+            for token in weights.nonzero()[:, 0].tolist()
+        }
+    assert len(joint) == TOP_K**LENGTH
+    somewhere = guesses.sum(0)
+    here = torch.where(guesses.sum(-1, keepdim=True) > 0, guesses, somewhere)
+    skewed = (here / 2.0).clamp(max=1).sqrt() * (1.0 + torch.arange(vocab) % 3)  # flatter than p, and leaning elsewhere
+    q = 0.6 * skewed / skewed.sum(-1, keepdim=True) + 0.4 * somewhere / somewhere.sum()
+    assert (q == 0).any() and not torch.isclose(q.sum(-1), torch.zeros(())).any()
+    log_q = q.log().log_softmax(-1)
+    return Truth(prompt, joint, Table(log_q))
+
+
+def decoded(
+    tiny: Target, truth: Truth, rule: AcceptanceRule, builder: TreeBuilder | None, batches: int = BATCHES
+) -> list[Generation]:
+    """The prompt continued once for each of many row keys."""
+    generations = []
+    for batch in range(batches):
+        rows = list(range(batch * BATCH, (batch + 1) * BATCH))
+        drafter = None if builder is None else truth.drafter
+        generations += decode(tiny, [truth.prompt] * BATCH, rule, LENGTH, drafter, builder, rows, ignore_eos=True)
+    return generations
+
+
+def p_value(outputs: list[Path], joint: dict[Path, float]) -> float:
+    """The chance of a fit this bad or worse, by Pearson's chi-squared test; rare outcomes are judged as one."""
+    found = Counter(outputs)
+    assert set(found) <= set(joint), "a token came up that the target cannot say"
+    pairs = sorted((chance * len(outputs), found[path]) for path, chance in joint.items())
+    rare = [pair for pair in pairs if pair[0] < 5]
+    cells = [pair for pair in pairs if pair[0] >= 5] + [(sum(e for e, _ in rare), sum(o for _, o in rare))]
+    expected, observed = torch.tensor([cell for cell in cells if cell[0] > 0], dtype=torch.float64).T
+    statistic = ((observed - expected) ** 2 / expected).sum()
+    return float(torch.special.gammaincc(torch.tensor((len(expected) - 1) / 2, dtype=torch.float64), statistic / 2))
+
+
+def outputs_of(generations: list[Generation]) -> list[Path]:
+    """What was generated."""
+    assert all(len(generation.output) == LENGTH for generation in generations)
+    return [tuple(generation.output) for generation in generations]
+
+
+def settings(rule: type[Sampling]) -> Any:
+    """The rule under test, at the target's three likeliest tokens."""
+    return rule(top_k=TOP_K, seed=SEED)
+
+
+PAIRS = [
+    pytest.param(SpeculativeSampling, Chain(2, "sampled", seed=SEED), id="chain-chain"),
+    pytest.param(Block, Chain(2, "sampled", seed=SEED), id="block-chain"),
+    pytest.param(Block, Chain(3, "sampled", seed=SEED, stop=0.1), id="block-chain-that-stops"),
+    pytest.param(Recursive, Static(paths=PATHS, children="without_replacement", seed=SEED), id="recursive-without"),
+    pytest.param(Recursive, Static(paths=PATHS, children="sampled", seed=SEED), id="recursive-sampled"),
+    pytest.param(
+        Recursive,
+        Static(paths=PATHS, children="without_replacement", temperature=0.001, seed=SEED),
+        id="recursive-nearly-one-hot-q",
+    ),
+    pytest.param(Traversal, Static(paths=PATHS, children="without_replacement", seed=SEED), id="traversal-without"),
+    pytest.param(Traversal, Static(paths=PATHS, children="sampled", seed=SEED), id="traversal-sampled"),
+    pytest.param(Recursive, DySpec(2, 5, seed=SEED), id="recursive-dyspec"),
+    pytest.param(Match, Eagle2(2, 4, 2), id="match-eagle2"),
+]
+
+
+@pytest.mark.parametrize("rule, builder", PAIRS)
+def test_drafted_decoding_draws_from_the_target(tiny: Target, truth: Truth, rule: type[Sampling], builder: TreeBuilder) -> None:
+    """Sequences decoded with a rough drafter have the target's joint distribution; drafts were both kept and rejected."""
+    generations = decoded(tiny, truth, settings(rule), builder)
+    assert p_value(outputs_of(generations), truth.joint) > 1e-4
+    kept = Counter(count for generation in generations for count in generation.accepted)
+    assert min(kept[1], kept[2]) > 200
+
+
+@pytest.mark.parametrize("rule", [SpeculativeSampling, Block, Traversal])
+def test_plain_decoding_draws_from_the_target(tiny: Target, truth: Truth, rule: type[Sampling]) -> None:
+    """Without a drafter, as the reference and guarded rounds decode, rules for drawn trees draw from the target too."""
+    assert p_value(outputs_of(decoded(tiny, truth, settings(rule), None)), truth.joint) > 1e-4
+
+
+class OtherTemperature(Recursive):
+    """Weighs p against a q at another temperature than the one that the children were drawn at."""
+
+    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
+        assert tree.q is not None
+        other = tree.q**0.3
+        other = other / other.sum(-1, keepdim=True).clamp(min=1e-9)
+        return super().__call__(replace(tree, q=other), logits, rows, positions)
+
+
+WRONG = [
+    pytest.param(OtherTemperature, Chain(2, "sampled", seed=SEED), id="another-q-chain"),
+    pytest.param(OtherTemperature, Static(paths=PATHS, children="without_replacement", seed=SEED), id="another-q-tree"),
+    pytest.param(Typical, Eagle2(2, 4, 2), id="typical"),
+]
+
+
+@pytest.mark.parametrize("rule, builder", WRONG)
+def test_a_wrong_rule_is_caught(tiny: Target, truth: Truth, rule: type[Sampling], builder: TreeBuilder) -> None:
+    """The same test, on as many sequences, rejects a rule that is not lossless."""
+    assert p_value(outputs_of(decoded(tiny, truth, settings(rule), builder)), truth.joint) < 1e-6

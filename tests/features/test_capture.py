@@ -1,0 +1,174 @@
+"""`data store` and `data verify`: a whole set is stored, goes on where it stopped, and what is damaged is made again."""
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from safetensors.torch import save_file
+
+from spectrain.data.dataset import Dataset
+from spectrain.data.readers import Embedded
+from spectrain.errors import RunError, UserError
+from spectrain.features.capture import capture, verify
+from spectrain.features.sources import Stored
+from spectrain.features.store import FeatureStore
+from spectrain.models.target import Target
+from spectrain.runs.run import train
+from spectrain.settings.build import build, check_config
+from spectrain.settings.keys import TRAIN_KEYS
+from spectrain.training.trainer import Trainer
+
+SETTINGS = ("recipe=eagle3", "target=tiny", "data.limit=12", "+data.max_length=128", "+drafter.ttt_steps=2", "eval=none")
+
+
+def composed(*overrides: str, name: str = "train", known: tuple[str, ...] = TRAIN_KEYS) -> Any:
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = compose(name, overrides=[override.replace("+", "++", 1) for override in overrides])
+    return check_config(config, known)
+
+
+def stored(path: Path, *more: str) -> None:
+    capture(composed(*SETTINGS, "source=store", f"source.path={path}", *more))
+
+
+def verified(path: Path, drop: bool = False) -> None:
+    verify(composed(f"path={path}", f"drop={drop}", name="verify", known=("path", "drop")))
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def harmed(path: Path) -> list[str]:
+    """Delete one shard, cut one, change a byte of another; their names."""
+    files = sorted(path.glob("*.safetensors"))
+    files[0].unlink()
+    files[1].write_bytes(files[1].read_bytes()[:-1])
+    data = bytearray(files[2].read_bytes())
+    data[len(data) // 2] ^= 4
+    files[2].write_bytes(data)
+    return [file.name for file in files[:3]]
+
+
+def test_a_training_reads_what_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored before or computed live, the loss curve is the same bit for bit, and the target's forward is not run again."""
+    stored(tmp_path / "store")
+    settings = (*SETTINGS, "trainer.epochs=1", "+trainer.log_every=1")
+    train(composed(*settings, f"run={tmp_path / 'live'}"), [])
+    monkeypatch.setattr(Target, "features", lambda *args: pytest.fail("the target was run"))
+    train(composed(*settings, "source=store", f"source.path={tmp_path / 'store'}", f"run={tmp_path / 'read'}"), [])
+    assert losses(tmp_path / "live") == losses(tmp_path / "read") and len(losses(tmp_path / "read")) > 2
+
+
+def test_a_stopped_capture_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stopped after a batch, it keeps that; the next capture computes the others only, and one more computes nothing."""
+    ran: list[int] = []
+    batch = Stored.batch
+
+    def counted(self: Stored, examples: Any, *args: Any, **options: Any) -> Any:
+        if len(ran) == 1:
+            ran.append(0)
+            raise KeyboardInterrupt
+        ran.append(len(examples))
+        return batch(self, examples, *args, **options)
+
+    monkeypatch.setattr(Stored, "batch", counted)
+    with pytest.raises(KeyboardInterrupt):
+        stored(tmp_path)
+    kept = len(FeatureStore(tmp_path).home)
+    assert 0 < kept == sum(ran) < 12
+    stored(tmp_path)
+    assert sum(ran) == 12 and len(FeatureStore(tmp_path).home) == 12
+    stored(tmp_path)
+    assert sum(ran) == 12
+    told = capsys.readouterr().out
+    assert "0 are stored" in told and f"{kept} are stored" in told and "12 are stored" in told
+    verified(tmp_path)
+    assert "12 sequences, layers 2, 4, 5, final in float32" in capsys.readouterr().out
+
+
+def test_many_processes_share_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each captures its own batches, and together these are all."""
+    for rank in range(2):
+        process = SimpleNamespace(process_index=rank, num_processes=2, is_main_process=not rank, wait_for_everyone=lambda: None)
+        monkeypatch.setattr(Trainer, "accelerator", lambda self, process=process: process)
+        with pytest.raises(RunError, match="sequences are still missing"):
+            stored(tmp_path / str(rank))  # in truth in one folder, both beginning before either has written
+    halves = [FeatureStore(tmp_path / str(rank)).home for rank in range(2)]
+    assert not set(halves[0]) & set(halves[1]) and len(halves[0] | halves[1]) == 12
+
+
+def test_damaged_shards_are_named_and_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`data verify` names a deleted, a cut and a changed shard, and with drop=true the next `data store` mends them all."""
+    stored(tmp_path, "+source.shard_mb=0.2", "+source.dtype=int8", "+source.supervised_only=true")
+    names = harmed(tmp_path)
+    with pytest.raises(RunError, match="3 files are missing or damaged") as error:
+        verified(tmp_path)
+    assert all(name in str(error.value) for name in names)
+    with pytest.raises(RunError, match="run spectrain data store again"):
+        verified(tmp_path, drop=True)
+    verified(tmp_path)
+    missing = 12 - len(FeatureStore(tmp_path).home)
+    assert missing >= 3
+    capsys.readouterr()
+    stored(tmp_path)
+    assert f"{12 - missing} are stored" in capsys.readouterr().out
+    verified(tmp_path)
+    assert len(FeatureStore(tmp_path).home) == 12
+
+
+def test_what_cannot_be_stored_is_said(tmp_path: Path, tiny: Target) -> None:
+    """Another source, a family without features, and another project's folder; verifying wants a folder."""
+    with pytest.raises(UserError, match="say which feature store"):
+        verify(composed(name="verify", known=("path", "drop")))
+    with pytest.raises(UserError, match="say source=store"):
+        capture(composed(*SETTINGS))
+    with pytest.raises(UserError, match="reads no features"):
+        capture(composed("recipe=gated_lora", "target=tiny", "data.limit=2", "source=store", f"source.path={tmp_path}"))
+    example = Dataset.build(Embedded(limit=1, max_length=128), tiny.tokenizer).examples[0]
+    tokens = torch.tensor(example.tokens)
+    states = tiny.features(tokens[None], (2, 4, 5, 8)).hidden[0].contiguous()
+    (tmp_path / "hidden_states").mkdir()
+    save_file({"hidden_states": states, "token_ids": tokens}, tmp_path / "hidden_states" / "hs_0.safetensors")
+    with pytest.raises(UserError, match="another project's"):
+        stored(tmp_path)
+
+
+@pytest.mark.slow
+def test_two_thousand_conversations(tmp_path: Path) -> None:
+    """All embedded conversations: stored, shards deleted, cut and changed at random, found by name, made again, read whole."""
+    settings = ("recipe=eagle3", "target=tiny", "data.limit=null", "+trainer.batch_tokens=4096", "source=store",
+                f"source.path={tmp_path}", "+source.dtype=int8", "+source.shard_mb=4")  # fmt: skip
+    capture(composed(*settings))
+    store = FeatureStore(tmp_path)
+    sequences = len(store.home)
+    assert sequences > 2000
+    dataset = Dataset.build(build(composed(*settings).data), build(composed(*settings).target).tokenizer)
+    sample = dataset.examples[::8]
+    before = [store.read(example, store.layers, torch.empty(0)) for example in sample]
+    files = sorted(tmp_path.glob("*.safetensors"))
+    draw = random.Random(0)
+    hurt = draw.sample(files, 6)
+    for number, file in enumerate(hurt):
+        data = bytearray(file.read_bytes())
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        if number % 3 == 0:
+            file.unlink()
+        else:
+            file.write_bytes(data if number % 3 == 1 else data[: draw.randrange(len(data))])
+    with pytest.raises(RunError, match="6 files") as error:
+        verified(tmp_path, drop=True)
+    assert all((file.name in str(error.value)) == (file in hurt) for file in files)
+    capture(composed(*settings))
+    verified(tmp_path)
+    store = FeatureStore(tmp_path)
+    assert len(store.home) == sequences
+    for example, was in zip(sample, before):
+        found = store.read(example, store.layers, torch.empty(0))
+        assert found is not None and was is not None
+        assert ((found - was).norm() / was.norm()) < 0.02  # captured in other company: a rounding step at most here and there

@@ -1,0 +1,378 @@
+"""Sources: what is written anew is what the target, the drafter or both would write, and everything else is the data's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.decoding.acceptance import Greedy, Interleaved, Row
+from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.replay import Recorder
+from spectrain.drafters.causal import Causal
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch
+from spectrain.features.sources import Generated, Live, Source, evaluating
+from spectrain.models.target import Target
+from spectrain.training.trainer import Trainer
+from spectrain.trees import Chain
+
+COLD = 1e-4
+ANSWER = 10
+LENGTHS = (5, 9, 7, 6)
+WAYS = ["drafter", "target", "interleaved"]
+
+
+def dataset(answers: tuple[int, ...] = (ANSWER,) * 4) -> Dataset:
+    """Prompts of unequal length with answers of these lengths; the first example goes on with a second turn."""
+    torch.manual_seed(5)
+    found = []
+    for number, (prompt, answer) in enumerate(zip(LENGTHS, answers)):
+        row = torch.randint(3, 2000, (prompt + answer,)).tolist()
+        mask = [place >= prompt for place in range(len(row))]
+        if number == 0 and answer > 6:
+            mask[prompt + 3 : prompt + 5] = [False, False]
+        found.append(Example(row, mask))
+    return Dataset(found, len(found), 0, 0)
+
+
+PROMPTS = [example.tokens[:length] for example, length in zip(dataset().examples, LENGTHS)]
+EVERY = list(range(4))
+
+
+def make(tiny: Target) -> Causal:
+    """A drafter that is often right: the target without two of its layers."""
+    return Causal(tiny, num_layers=6)
+
+
+def written(batch: Batch) -> list[list[int]]:
+    """The new answers: what is supervised, which must be all behind the prompt."""
+    found = []
+    for tokens, mask, length in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), LENGTHS):
+        end = length + sum(mask)
+        assert mask == [length <= place < end for place in range(len(mask))]
+        found.append(tokens[length:end])
+    return found
+
+
+def greedy(target: Target, prompts: list[list[int]], limit: int = ANSWER) -> list[list[int]]:
+    """What a model writes by itself at temperature 0, each prompt alone."""
+    return [decode(target, [prompt], Greedy(), limit)[0].output for prompt in prompts]
+
+
+# What is written
+
+
+@pytest.mark.parametrize("by", [*WAYS, "replay"])
+def test_without_a_fraction_it_is_the_data(tiny: Target, by: Any) -> None:
+    """fraction=0 gives the tokens, the mask and the features of source=live; by=replay, nothing of it rejected."""
+    layers = ("final",)
+    mine = Generated(0.0, by).batch(dataset()[EVERY], tiny, layers, make(tiny), 3)
+    theirs = Live().batch(dataset()[EVERY], tiny, layers)
+    assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.loss_mask, theirs.loss_mask)
+    assert mine.features is not None and theirs.features is not None
+    assert torch.equal(mine.features.hidden, theirs.features.hidden)
+    assert (mine.distance is None) == (by != "replay") and (mine.distance is None or bool((mine.distance == -1).all()))
+
+
+@pytest.mark.parametrize("by", ["target", "drafter", "interleaved"])
+def test_a_cold_writer_writes_greedily(tiny: Target, by: Any) -> None:
+    """Near temperature 0 each writes its greedy text; interleaved with top_k=1, that is the target's."""
+    drafter = make(tiny)
+    batch = Generated(1.0, by, temperature=COLD, top_k=1).batch(dataset()[EVERY], tiny, (), drafter, 2)
+    assert [row[:length] for row, length in zip(batch.tokens.tolist(), LENGTHS)] == PROMPTS
+    assert written(batch) == greedy(drafter.model if by == "drafter" else tiny, PROMPTS)
+    assert greedy(drafter.model, PROMPTS) != greedy(tiny, PROMPTS)
+    assert batch.features is None and batch.distance is None
+
+
+@pytest.mark.parametrize("by", [*WAYS, "replay"])
+def test_features_are_those_of_the_new_tokens(tiny: Target, by: Any) -> None:
+    """A drafter that reads features gets the target's over what was written."""
+    batch = Generated(1.0, by).batch(dataset()[EVERY], tiny, (4, "final"), make(tiny), 2)
+    assert batch.features is not None and torch.equal(batch.features.tokens, batch.tokens)
+    for row, tokens in enumerate(batch.tokens):
+        length = int(batch.loss_mask[row].nonzero().max()) + 1
+        alone = tiny.features(tokens[None, :length], (4, "final"))
+        torch.testing.assert_close(batch.features.hidden[row, :length], alone.hidden[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("by", WAYS)
+@pytest.mark.parametrize(("answers", "most", "expected"), [((4, 4, 4, 4), 128, 4), ((9, 9, 9, 9), 3, 3)])
+def test_answers_have_a_limit(tiny: Target, by: Any, answers: tuple[int, ...], most: int, expected: int) -> None:
+    """An answer is as long as the data's or max_new_tokens, whichever is less, unless it ends before."""
+    batch = Generated(1.0, by, max_new_tokens=most).batch(dataset(answers)[EVERY], tiny, (), make(tiny), 1)
+    for answer in written(batch):
+        assert len(answer) == expected or (answer[-1] in tiny.stop_ids and len(answer) < expected)
+
+
+@pytest.mark.parametrize("by", [*WAYS, "replay"])
+def test_a_prompt_that_nearly_fills_the_context_is_no_accident(tiny: Target, by: Any) -> None:
+    """Training does not stop at a conversation that the data cut right behind its prompt, at the target's longest."""
+    length = tiny.max_length
+    data = Dataset([Example([5, 6] * (length // 2), [place == length - 1 for place in range(length)])], 1, 0, 0)
+    batch = Generated(1.0, by).batch(data[[0]], tiny, (), make(tiny), 0)
+    assert batch.tokens[0, : length - 1].tolist() == data.examples[0].tokens[:-1]
+
+
+def rounds_of(tiny: Target, drafter: Causal, source: Generated, step: int) -> tuple[list[Generation], Recorder]:
+    """The decoding that a source does in a step, with every round on record."""
+    seed = source.seed + 1_000_003 * step
+    recorder = Recorder(Chain(source.block, "sampled", source.temperature, seed))
+    rule = Interleaved(source.temperature, source.top_k, seed)
+    rows = [int(example.key[:7], 16) for example in dataset().examples]
+    return decode(tiny, PROMPTS, rule, ANSWER, drafter, recorder, rows), recorder
+
+
+@pytest.mark.parametrize("top_k", [3, 25])
+def test_interleaved_keeps_what_is_among_the_top_k(tiny: Target, top_k: int) -> None:
+    """In every round the drafted tokens before the end are among the target's top_k, and the one it replaced is not."""
+    drafter, replaced, kept = make(tiny).eval(), 0, 0
+    source = Generated(1.0, "interleaved", top_k=top_k, block=3)
+    found, recorder = rounds_of(tiny, drafter, source, 4)
+    assert written(source.batch(dataset()[EVERY], tiny, (), drafter, 4)) == [one.output for one in found]
+    for one, rounds in zip(found, recorder.rounds):
+        text = one.prompt + one.output
+        end = len(one.prompt) + 1
+        for drafted, count in rounds:
+            logits = tiny.run(torch.tensor([text[:end] + drafted]), logits=True).logits
+            assert logits is not None
+            ranks = [int((logits[0, end - 1 + n] > logits[0, end - 1 + n, token]).sum()) for n, token in enumerate(drafted)]
+            assert all(rank < top_k for rank in ranks[: count - 1])
+            assert count == len(drafted) + 1 or ranks[count - 1] >= top_k
+            assert text[end : end + count - 1] == drafted[: count - 1][: len(text) - end]
+            kept, replaced, end = kept + count - 1, replaced + (count <= len(drafted)), end + count
+    assert kept > 3 and replaced > 3
+
+
+def test_interleaved_with_every_token_allowed_is_the_drafters_text(tiny: Target) -> None:
+    """With top_k the whole vocabulary nothing is replaced: block tokens of the drafter's own, then one of the target's."""
+    drafter, block = make(tiny).eval(), 3
+    source = Generated(1.0, "interleaved", temperature=COLD, top_k=tiny.head.vocab_size, block=block)
+    found, _ = rounds_of(tiny, drafter, source, 0)
+    answers = written(source.batch(dataset()[EVERY], tiny, (), drafter, 0))
+    assert answers == [one.output for one in found]
+    for one in found:
+        assert set(one.accepted) == {block + 1}
+        for begin in range(0, len(one.output) - 1, block + 1):  # a token of the target, then a draft
+            text = one.prompt + one.output[:begin]
+            assert one.output[begin : begin + 1] == greedy(tiny, [text], 2)[0][:1]
+            draft = one.output[begin + 1 : begin + 1 + block]
+            assert draft == greedy(drafter.model, [text + one.output[begin : begin + 1]], block)[0][: len(draft)]
+
+
+# Chance
+
+
+@pytest.mark.parametrize("by", WAYS)
+def test_a_step_repeats_and_steps_differ(tiny: Target, by: Any) -> None:
+    """The same step gives the same batch from another source of the same seed; another step or seed gives another."""
+    drafter = make(tiny)
+
+    def tokens(seed: int, step: int) -> list[list[int]]:
+        return written(Generated(1.0, by, temperature=2.0, seed=seed).batch(dataset()[EVERY], tiny, (), drafter, step))
+
+    first = tokens(0, 3)
+    assert tokens(0, 3) == first
+    for other in (tokens(0, 4), tokens(1, 3)):
+        assert all(mine != theirs for mine, theirs in zip(first, other))
+
+
+@pytest.mark.parametrize("by", WAYS)
+def test_an_answer_does_not_depend_on_its_batch(tiny: Target, by: Any) -> None:
+    """Each sequence's draws are its own: alone in a batch it is written the same, and no two share their draws."""
+    drafter, source = make(tiny), Generated(1.0, by, temperature=2.0)
+    together = written(source.batch(dataset()[EVERY], tiny, (), drafter, 1))
+    for index in EVERY:
+        alone = source.batch(dataset()[[index]], tiny, (), drafter, 1)
+        assert alone.tokens[0, LENGTHS[index] :].tolist() == together[index]
+    one = dataset().examples[1]
+    other = Example([*one.tokens[:-1], 5], one.mask)  # the same prompt
+    twins = source.batch([one, other], tiny, (), drafter, 1).tokens
+    assert not torch.equal(twins[0], twins[1])
+
+
+class Marked(Generated):
+    """Writes 7 in place of every answer."""
+
+    def _write(self, examples: list[Example], target: Target, drafter: Any, step: int) -> list[Example]:
+        return [Example([7] * len(example.tokens), example.mask) for example in examples]
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 0.9])
+def test_a_fraction_of_the_sequences_is_new(tiny: Target, fraction: float) -> None:
+    """Each sequence is drawn by itself: the number of new ones in a batch of 4 has the binomial's mean and variance."""
+    source, data, drafter = Marked(fraction), dataset(), make(tiny)
+    batches = [source.batch(data[EVERY], tiny, (), drafter, step) for step in range(400)]
+    new = torch.stack([(batch.tokens[:, 0] == 7) for batch in batches]).float()
+    assert new.mean().item() == pytest.approx(fraction, abs=0.04)
+    assert new.sum(1).var().item() == pytest.approx(4 * fraction * (1 - fraction), rel=0.25)
+    assert (new.mean(0) - fraction).abs().max() < 0.08
+    for batch, flags in zip(batches[:20], new):
+        for row, example in enumerate(data.examples):
+            old = batch.tokens[row, : len(example.tokens)].tolist() == example.tokens
+            assert old == (flags[row] == 0)
+
+
+def test_only_what_was_drawn_is_written(tiny: Target) -> None:
+    """In a mixed batch the other sequences are the data's, in their order."""
+    drafter, data = make(tiny), dataset()
+    for step in range(10):
+        batch = Generated(0.5, "target", temperature=COLD).batch(data[EVERY], tiny, (), drafter, step)
+        marked = Marked(0.5).batch(data[EVERY], tiny, (), drafter, step)
+        for row, example in enumerate(data.examples):
+            expected = example.tokens
+            if marked.tokens[row, 0] == 7:
+                expected = PROMPTS[row] + greedy(tiny, [PROMPTS[row]])[0]
+            assert batch.tokens[row, : len(expected)].tolist() == expected
+
+
+# The drafter that writes
+
+
+@pytest.mark.parametrize("by", [*WAYS, "replay"])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_drafters_mode_is_restored(tiny: Target, by: Any, training: bool) -> None:
+    """It writes in evaluation mode, and comes back as it was."""
+    drafter, modes = make(tiny).train(training), []
+    handle = drafter.model.decoder.register_forward_hook(lambda *_: modes.append(drafter.training))
+    Generated(1.0, by).batch(dataset()[EVERY], tiny, (), drafter, 0)
+    handle.remove()
+    assert drafter.training is training and drafter.model.model.training is training
+    assert not any(modes) and bool(modes) == (by != "target")
+
+
+def test_the_mode_is_restored_after_an_error(tiny: Target) -> None:
+    """An error while writing leaves the drafter in training mode."""
+    drafter = make(tiny).train()
+    with pytest.raises(KeyError), evaluating(drafter):
+        assert not drafter.training
+        raise KeyError
+    assert drafter.training
+
+
+def test_a_family_that_cannot_write_is_refused(tiny: Target) -> None:
+    """source.by=drafter wants a drafter that is a model by itself; the other ways take any."""
+    drafter = Eagle3(tiny, vocab_size=2048)
+    with pytest.raises(UserError, match=r"source\.by=drafter: this family cannot write"):
+        Generated(1.0, "drafter").batch(dataset()[EVERY], tiny, (), drafter, 0)
+    batch = Generated(1.0, "interleaved", temperature=COLD, top_k=1).batch(dataset()[EVERY], tiny, (), drafter, 0)
+    assert written(batch) == greedy(tiny, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("fraction", -0.1), ("fraction", 1.1), ("temperature", 0.0), ("max_new_tokens", 0), ("top_k", 0), ("block", 0)],
+)
+def test_bad_settings_are_refused(key: str, value: Any) -> None:
+    """A setting out of range is refused under its own key."""
+    with pytest.raises(UserError, match=rf"source\.{key}={value}"):
+        Generated(**{key: value})
+
+
+# Training
+
+
+def fit(tiny: Target, run: Path, source: Source, kill: int | None = None) -> Causal:
+    """Six steps over small batches; with `kill`, broken off after that step and gone on with by a fresh drafter."""
+    trainer = Trainer(lr=1e-3, max_steps=6, batch_tokens=60, log_every=1, save_every=2)
+    torch.manual_seed(3)
+    drafter = Causal(tiny, num_layers=2)
+
+    def stop(step: int) -> None:
+        if step == kill:
+            raise InterruptedError
+
+    if kill is not None:
+        with pytest.raises(InterruptedError):
+            trainer.fit(drafter, tiny, dataset(), source, run, on_step=stop)
+        drafter = Causal(tiny, num_layers=2)
+    trainer.fit(drafter, tiny, dataset(), source, run)
+    return drafter
+
+
+@pytest.mark.parametrize("by", [*WAYS, "replay"])
+def test_trainings_repeat_and_resume(tiny: Target, tmp_path: Path, by: Any) -> None:
+    """Two runs of one seed end in identical weights, and so does one that was killed on the way."""
+    runs = [fit(tiny, tmp_path / str(n), Generated(0.7, by, max_new_tokens=6), kill) for n, kill in enumerate((None, None, 3))]
+    other = fit(tiny, tmp_path / "live", Live())
+    for name, value in runs[0].state_dict().items():
+        assert torch.equal(value, runs[1].state_dict()[name]) and torch.equal(value, runs[2].state_dict()[name]), name
+    assert any(not torch.equal(value, other.state_dict()[name]) for name, value in runs[0].state_dict().items())
+
+
+# The rule
+
+
+def row(tokens: list[int], logits: list[list[float]], temperature: float = 1.0) -> Row:
+    """A chain of drafted tokens behind a root, and the target's logits after every node."""
+    count = len(tokens) + 1
+    scores = torch.tensor(logits, dtype=torch.float64) / temperature
+    children = [[node + 1] if node + 1 < count else [] for node in range(count)]
+    return Row([9, *tokens], children, lambda node: scores[node].softmax(-1), lambda node: scores[node].softmax(-1),
+               False, lambda node: scores[node])  # fmt: skip
+
+
+class Likeliest:
+    """Dice that always give the likeliest token and never toss a coin."""
+
+    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
+        raise AssertionError("the rule tosses no coin")
+
+    def draw(self, weights: Tensor, node: int) -> int:
+        return int(weights.argmax())
+
+
+FALLING = [4.0, 3.0, 2.0, 1.0]  # token v is the target's choice number v
+RISING = FALLING[::-1]
+CASES = [
+    ([0, 0], [FALLING, FALLING, RISING], 1, 3, 3),  # all likeliest: kept, and the bonus is the target's
+    ([1, 0], [FALLING, FALLING, RISING], 1, 1, 0),  # the second choice is not among the top 1
+    ([1, 0], [FALLING, FALLING, RISING], 2, 3, 3),
+    ([0, 1, 3, 0], [FALLING, FALLING, RISING, FALLING, RISING], 1, 2, 0),  # what follows the replaced token is dropped
+    ([2, 2, 3], [FALLING, FALLING, FALLING, RISING], 3, 3, 0),
+    ([3, 3], [FALLING, FALLING, RISING], 4, 3, 3),  # everything is among the top of the vocabulary
+    ([], [RISING], 1, 1, 3),  # a root alone
+    ([2, 0], [[1.0, 1.0, 1.0, 0.0], FALLING, RISING], 1, 3, 3),  # of equal ones none is likelier
+]
+
+
+@pytest.mark.parametrize(("tokens", "logits", "top_k", "kept", "following"), CASES)
+def test_interleaved_on_rows_by_hand(tokens: list[int], logits: Any, top_k: int, kept: int, following: int) -> None:
+    """A path is kept up to the first token outside the top_k, which the target's own draw replaces."""
+    assert Interleaved(top_k=top_k).judge(row(tokens, logits), Likeliest()) == (list(range(kept)), following)
+
+
+@pytest.mark.parametrize("temperature", [5.0, 1.0, 0.1, 1e-2, 1e-3])
+def test_interleaved_judges_by_rank_at_any_temperature(temperature: float) -> None:
+    """Temperature shapes the target's draw only: what is kept does not depend on it, however small probabilities become."""
+    logits = [[20.0, 10.0, 5.0, 0.0]] * 4
+    assert Interleaved(temperature, top_k=2).judge(row([1, 3, 0], logits, temperature), Likeliest())[0] == [0, 1]
+
+
+def test_interleaved_draws_from_the_tempered_target() -> None:
+    """The replacement is drawn from the target's whole distribution, top_k left out of it."""
+    seen: list[Tensor] = []
+
+    class Asked(Likeliest):
+        def draw(self, weights: Tensor, node: int) -> int:
+            seen.append(weights)
+            return 0
+
+    Interleaved(2.0, top_k=1).judge(row([1], [FALLING, RISING], 2.0), Asked())
+    torch.testing.assert_close(seen[0], (torch.tensor(FALLING, dtype=torch.float64) / 2).softmax(-1))
+    assert Interleaved(2.0, top_k=1).shape(torch.tensor(FALLING)).isfinite().all()
+
+
+def test_interleaved_says_what_it_is() -> None:
+    """It is not lossless, judges drawn and deterministic chains, and refuses a tree that branches."""
+    rule = Interleaved()
+    assert not rule.lossless
+    rule.check("deterministic", True)
+    rule.check("sampled", True)
+    with pytest.raises(UserError, match="judges one path"):
+        rule.check("sampled", False)

@@ -1,0 +1,142 @@
+"""The cache of the speculators project: its features are read as they are, its layers found, and what does not fit refused."""
+
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.errors import UserError
+from spectrain.features.sources import Live, Stored
+from spectrain.features.speculators import Prepared, SpeculatorsCache, hidden_states_folder
+from spectrain.models.target import Target
+from spectrain.training.trainer import Trainer
+
+AUX = (2, 4, 5)
+
+
+def examples(count: int = 4) -> list[Example]:
+    torch.manual_seed(3)
+    rows = torch.randint(3, 2000, (count, 40)).tolist()
+    return [Example(row[: 40 - 3 * n], [i >= 7 for i in range(40 - 3 * n)]) for n, row in enumerate(rows)]
+
+
+def cached(
+    folder: Path, target: Target, rows: list[Example], aux: tuple[int, ...] = AUX, last: int | str = 8, noise: float = 0.0
+) -> Path:
+    """Files as speculators writes them: the streams entering `aux`, then the last state, un-normed."""
+    hidden_states = folder / "hidden_states"
+    hidden_states.mkdir(parents=True, exist_ok=True)
+    for number, example in enumerate(rows):
+        tokens = torch.tensor(example.tokens)
+        states = target.features(tokens[None], (*aux, last)).hidden[0]  # type: ignore[arg-type]
+        states = states + noise * states.norm(dim=-1, keepdim=True) * torch.randn_like(states) / states.shape[-1] ** 0.5
+        save_file({"hidden_states": states.contiguous(), "token_ids": tokens}, hidden_states / f"hs_{number}.safetensors")
+    return folder
+
+
+def drafter(tiny: Target, layers: tuple[int, ...] = AUX) -> Eagle3:
+    return Eagle3(tiny, layers=list(layers))
+
+
+def test_its_features_are_the_targets(tiny: Target, tmp_path: Path) -> None:
+    """Whatever order it holds them in, a batch has the features of source=live, the last state through the final norm."""
+    rows = examples()
+    source = Stored(str(cached(tmp_path, tiny, rows[::-1])))
+    told = source.prepare(drafter(tiny), tiny, rows)
+    assert "layers 2, 4, 5, 8, final, 4 of 4 sequences" in told
+    made = drafter(tiny)
+    found, live = source.batch(rows, tiny, made.layers, made), Live().batch(rows, tiny, made.layers)
+    assert found.features is not None and live.features is not None and found.features.layers == live.features.layers
+    for row, example in enumerate(rows):
+        length = len(example.tokens)
+        torch.testing.assert_close(
+            found.features.hidden[row, :length], live.features.hidden[row, :length], rtol=1e-4, atol=1e-4
+        )
+        assert not found.features.hidden[row, length:].any()
+    assert torch.equal(found.tokens, live.tokens) and torch.equal(found.loss_mask, live.loss_mask)
+
+
+def test_a_whole_folder_of_it_is_trained_on(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens and masks are taken as they are, and every one has its features, so that the target is not run."""
+    rows = examples()
+    cached(tmp_path, tiny, rows)
+    columns = [{"input_ids": e.tokens, "loss_mask": list(map(int, e.mask)), "seq_len": len(e.tokens)} for e in rows]
+    datasets.Dataset.from_list(columns).with_format("torch").save_to_disk(tmp_path)
+    dataset = Dataset.build(Prepared(str(tmp_path)), tiny.tokenizer)
+    assert dataset.examples == rows
+    source, made = Stored(str(tmp_path), capture=False), drafter(tiny)
+    source.prepare(made, tiny, dataset.examples)
+    made.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
+    monkeypatch.setattr(tiny, "features", lambda *args: pytest.fail("the target was run"))
+    Trainer(lr=1e-3, epochs=1, batch_tokens=90, log_every=1).fit(made, tiny, dataset, source, tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count('"loss"') == 2
+
+
+def test_what_it_did_not_prepare_is_refused(tmp_path: Path) -> None:
+    """A folder that is none, and rows whose mask has another length."""
+    with pytest.raises(UserError, match="datasets could not load it"):
+        Prepared(str(tmp_path)).conversations()
+    datasets.Dataset.from_list([{"input_ids": [1, 2, 3], "loss_mask": [0, 1]}]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(UserError, match="row 0: it has 3 input_ids and 2 loss_mask"):
+        Prepared(str(tmp_path / "saved")).conversations()
+
+
+def test_layers_are_found_through_noise(tiny: Target, tmp_path: Path) -> None:
+    """A hundredth of noise, as bfloat16 makes, does not mislead; order and number of the layers are free."""
+    for aux in ((1, 2, 3), (0, 6, 7, 8), (5,)):
+        cache = SpeculatorsCache(cached(tmp_path / str(aux), tiny, examples(1), aux, noise=0.01) / "hidden_states", tiny)
+        assert cache.stored == (*aux, 8) and cache.layers[-1] == "final"
+
+
+def test_other_layers_are_refused(tiny: Target, tmp_path: Path) -> None:
+    """A drafter that reads another layer hears which there are."""
+    source = Stored(str(cached(tmp_path, tiny, examples())))
+    with pytest.raises(UserError, match="holds layers 2, 4, 5, 8, final, and the drafter reads 3, 6 too"):
+        source.prepare(drafter(tiny, (3, 5, 6)), tiny, examples())
+
+
+def test_a_normed_last_state_is_refused(tiny: Target, tmp_path: Path) -> None:
+    """So is one of any layer but the last: transformers' own list of hidden states ends in a normed one."""
+    for last in ("final", 6):
+        with pytest.raises(UserError, match="un-normed"):
+            SpeculatorsCache(cached(tmp_path / str(last), tiny, examples(1), last=last) / "hidden_states", tiny)
+    with pytest.raises(UserError, match="is not that of tiny"):
+        SpeculatorsCache(cached(tmp_path / "noise", tiny, examples(1), noise=1.0) / "hidden_states", tiny)
+
+
+def test_what_it_lacks_is_run_live(tiny: Target, tmp_path: Path) -> None:
+    """It is said before, the features are the target's, and nothing is added to the folder; none at all is refused."""
+    rows = examples()
+    folder = cached(tmp_path, tiny, rows[:2])
+    (folder / "hidden_states" / "hs_9.safetensors").write_bytes(b"cut")
+    before = sorted(folder.rglob("*"))
+    source, made = Stored(str(folder)), drafter(tiny)
+    told = source.prepare(made, tiny, rows)
+    assert "2 of 4 sequences" in told and "hs_9.safetensors cannot be read" in told and "run for the other 2" in told
+    found, live = source.batch(rows, tiny, made.layers, made), Live().batch(rows, tiny, made.layers)
+    assert found.features is not None and live.features is not None
+    length = len(rows[3].tokens)
+    torch.testing.assert_close(found.features.hidden[3, :length], live.features.hidden[3, :length], rtol=1e-4, atol=1e-4)
+    source.flush()
+    assert sorted(folder.rglob("*")) == before
+    with pytest.raises(UserError, match="2 of 4 sequences are not in it"):
+        Stored(str(folder), capture=False).prepare(made, tiny, rows)
+    with pytest.raises(UserError, match="none of the 2 sequences is in it"):
+        Stored(str(folder)).prepare(made, tiny, rows[2:])
+
+
+def test_files_of_another_shape_are_refused(tiny: Target, tmp_path: Path) -> None:
+    """A width that is not the target's, or fewer layers than the other files hold, names the file."""
+    folder = cached(tmp_path, tiny, examples()) / "hidden_states"
+    for shape, reason in (((5, 4, 7), "expected"), ((6, 4, 128), "expected"), ((5, 3, 128), "holds 3 layers")):
+        wrong = {"hidden_states": torch.zeros(shape), "token_ids": torch.arange(5)}
+        save_file(wrong, folder / "hs_7.safetensors")
+        with pytest.raises(UserError, match=f"hs_7.*{reason}"):
+            SpeculatorsCache(folder, tiny)
+    assert hidden_states_folder(tmp_path) == hidden_states_folder(folder) == folder
+    assert hidden_states_folder(tmp_path.parent / "nowhere") is None

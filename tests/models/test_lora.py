@@ -1,0 +1,95 @@
+"""LoRA on the target: starts as nothing, switches off bit by bit, merges into an ordinary model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+
+from spectrain.models.loading import load_hf, load_tiny
+from spectrain.models.lora import adapters_off, inject_lora, lora_layers, merge_lora
+from spectrain.models.target import Target
+
+LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+PACKED = pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
+
+
+def target(packed: bool = False) -> Target:
+    """A target of the test's own."""
+    loaded = load_tiny()
+    if packed:
+        loaded.pack()
+    return loaded
+
+
+@torch.no_grad()
+def fill(parameters: list[torch.nn.Parameter]) -> None:
+    """Adapters that change what the target says."""
+    for parameter in parameters:
+        parameter.normal_(std=0.05)
+
+
+@torch.no_grad()
+def seen(target: Target) -> Tensor:
+    """Every layer's features and the logits of a fixed text, side by side."""
+    tokens = torch.arange(40).reshape(2, 20) * 13 + 5
+    features = target.run(tokens, layers=(*range(target.num_layers + 1), "final"), logits=True)
+    assert features.logits is not None
+    return torch.cat([features.hidden.flatten(2), features.logits], dim=-1)
+
+
+@PACKED
+def test_adapters_start_as_nothing_on_every_linear_of_the_layers(packed: bool) -> None:
+    """Right after injection features and logits are those of the target; head, embedding and norms have no adapter."""
+    adapted = target(packed)
+    before = seen(adapted)
+    added = inject_lora(adapted, rank=4, alpha=8.0)
+    assert torch.equal(seen(adapted), before)
+    names = [name for name, module in adapted.named_modules() if isinstance(module, LoraLayer)]
+    assert len(names) == len(LINEARS) * adapted.num_layers and {name.rsplit(".", 1)[1] for name in names} == LINEARS
+    assert len(added) == 2 * len(names) and {id(p) for p in added} == {
+        id(p) for layer in lora_layers(adapted) for name, p in layer.named_parameters() if "lora_" in name
+    }
+
+
+@PACKED
+def test_off_is_the_original_bit_by_bit_and_on_again_differs(packed: bool) -> None:
+    """With adapters off every feature and logit equals the unadapted target's; afterwards they are as before, errors or not."""
+    adapted = target(packed)
+    before = seen(adapted)
+    added = inject_lora(adapted, rank=4, alpha=8.0)
+    fill(added)
+    on = seen(adapted)
+    assert not torch.allclose(on, before, atol=1e-2)
+    with adapters_off(adapted):
+        assert torch.equal(seen(adapted), before)
+    assert torch.equal(seen(adapted), on)
+    with pytest.raises(ZeroDivisionError), adapters_off(adapted):
+        raise ZeroDivisionError
+    assert torch.equal(seen(adapted), on)
+
+
+@PACKED
+@pytest.mark.parametrize("alpha", [2.0, 16.0])
+def test_merged_says_what_adapted_said(packed: bool, alpha: float) -> None:
+    """Merging leaves no adapter and the original's parameters by name, and the logits are those with adapters on."""
+    adapted = target(packed)
+    names = [name for name, _ in adapted.named_parameters()]
+    before = seen(adapted)
+    fill(inject_lora(adapted, rank=4, alpha=alpha))
+    on = seen(adapted)
+    merge_lora(adapted)
+    assert not any(isinstance(module, LoraLayer) for module in adapted.modules())
+    assert [name for name, _ in adapted.named_parameters()] == names
+    torch.testing.assert_close(seen(adapted), on, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(on, before, atol=1e-2)
+
+
+def test_merged_target_is_saved_and_loads_as_an_ordinary_model(tmp_path: Path) -> None:
+    """What load_hf reads from a saved merged target says the same."""
+    adapted = target()
+    fill(inject_lora(adapted, rank=4, alpha=8.0))
+    merge_lora(adapted)
+    adapted.save(tmp_path / "target")
+    torch.testing.assert_close(seen(load_hf(str(tmp_path / "target"))), seen(adapted), rtol=1e-4, atol=1e-4)

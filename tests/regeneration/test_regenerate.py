@@ -1,0 +1,448 @@
+"""Regeneration by our engine: an answer is the target's own, and the set is the same however often it was interrupted."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_module
+
+from spectrain.data.chat import render
+from spectrain.data.dataset import Dataset
+from spectrain.data.readers import Data, Embedded, Jsonl
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.loop import decode
+from spectrain.drafters.ngram import Ngram
+from spectrain.errors import RunError, UserError
+from spectrain.models.target import Target
+from spectrain.regeneration import writers
+from spectrain.regeneration.regenerate import Regeneration, regenerate
+from spectrain.regeneration.shards import Row, Shard, Shards
+from spectrain.regeneration.writers import Add, EngineWriter, Sampling, Writer
+from spectrain.runs.run import save_drafter
+from spectrain.settings.build import build
+from spectrain.trees import Chain
+
+LIMIT = 10
+SHORT: dict[str, Any] = {"max_new_tokens": 6, "seed": 3}
+
+
+def make(out: Path, target: Target, data: Data | None = None, **settings: Any) -> dict[int, Row]:
+    """Regenerate into a folder; the rows by number."""
+    sampling = Sampling(**{**SHORT, **settings.pop("sampling", {})})
+    writer = EngineWriter(sampling, target, **settings.pop("writer", {}))
+    Regeneration(**{"shard_size": 4, **settings}).run(out, data or Embedded(limit=LIMIT), sampling, writer)
+    return rows(out)
+
+
+def rows(out: Path) -> dict[int, Row]:
+    shards = Shards(out)
+    return {row.id: row for name in shards.names for row in shards.read(name)}
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.glob("part-*"))}
+
+
+class Stuck(EngineWriter):
+    """Gets no further than two conversations."""
+
+    def _converse(self, batch: list[Any]) -> Any:
+        self.asked = [*getattr(self, "asked", []), *batch]
+        if len(self.asked) > 2:
+            time.sleep(600)
+        return super()._converse(batch)
+
+
+def forked(out: Path, target: Target, rank: int) -> Any:
+    """One of two ranks, with a batch for each conversation; the second gets stuck, to be killed."""
+
+    def child() -> None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+        sampling = Sampling(**SHORT)
+        writer = (Stuck if rank else EngineWriter)(sampling, target, batch_tokens=1)
+        Regeneration(shard_size=4).run(out, Embedded(limit=LIMIT), sampling, writer)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    return process
+
+
+class Commanded:
+    """The same as a command, with the manner of a forked process."""
+
+    def __init__(self, out: Path, target: Target, rank: int) -> None:
+        command = [sys.executable, "-m", "spectrain", "data", "regenerate", "target=tiny", f"data.limit={LIMIT}", f"out={out}",
+                   "regenerate.shard_size=4", "sampling.max_new_tokens=6", "sampling.seed=3",
+                   "writer.batch_tokens=1"]  # fmt: skip
+        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, env=env)
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def join(self) -> None:
+        self.process.wait(timeout=600)
+
+    @property
+    def exitcode(self) -> int | None:
+        return self.process.returncode
+
+
+class Listed(Data):
+    """Conversations that a test has at hand."""
+
+    name = "listed"
+
+    def __init__(self, chats: list[list[dict[str, str]]]) -> None:
+        super().__init__()
+        self.chats = chats
+
+    def read(self) -> Iterator[list[dict[str, str]]]:
+        yield from self.chats
+
+
+@pytest.fixture(scope="session")
+def whole(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The set as one process makes it that nothing interrupts."""
+    out = tmp_path_factory.mktemp("regenerated") / "whole"
+    make(out, tiny)
+    return out
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, temperature: float) -> None:
+    """Every answer is what decoding that conversation alone gives, turn by turn, greedy or drawn with the same key."""
+    regeneration, data = Regeneration(), Embedded(limit=LIMIT)
+    found = make(tmp_path / "out", tiny, sampling={"temperature": temperature})
+    rule = Match(temperature, seed=SHORT["seed"]) if temperature else Greedy()
+    assert sorted(found) == list(range(LIMIT)) and any(len(row.num_tokens) > 1 for row in found.values())
+    for number, source in enumerate(data.conversations()):
+        wanted, row = regeneration.wanted(number, source), found[number]
+        assert [message["role"] for message in row.messages] == [message["role"] for message in source]
+        places = [at for at, message in enumerate(source) if message["role"] == "assistant"]
+        for at, size, reason in zip(places, row.num_tokens, row.finish_reason, strict=True):
+            prompt: Any = tiny.tokenizer(render(tiny.tokenizer, row.messages[:at], prompt=True), add_special_tokens=False)
+            (alone,) = decode(tiny, [prompt["input_ids"]], rule, SHORT["max_new_tokens"], rows=[wanted.key])
+            text = tiny.tokenizer.decode(alone.output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            ended = alone.output[-1] in tiny.stop_ids
+            assert (row.messages[at]["content"], size, reason) == (text, len(alone.output), "stop" if ended else "length")
+
+
+@pytest.mark.parametrize("change", ["shards", "batches", "drafted", "captured"])
+def test_answers_depend_on_no_batching_and_no_drafter(change: str, tmp_path: Path, tiny: Target, whole: Path) -> None:
+    """Other shards, other batches, a drafter or captured rounds: the same rows."""
+    how: dict[str, Any] = {
+        "shards": {"shard_size": 7},
+        "batches": {"writer": {"batch_tokens": 1}},
+        "drafted": {"writer": {"drafter": Ngram(tiny), "builder": Chain(3)}},
+        "captured": {"writer": {"engine": "captured"}},
+    }
+    assert make(tmp_path / "out", tiny, **how[change]) == rows(whole)
+
+
+def command(*overrides: str) -> None:
+    """`spectrain data regenerate` in this process."""
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        regenerate(compose("regenerate", overrides=list(overrides)))
+
+
+def test_a_run_drafts_and_names_its_target(tmp_path: Path, tiny: Target, whole: Path) -> None:
+    """With run=DIR target, drafter and tree are the run's, and the answers those without it; a tree without it is refused."""
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        began = compose("train", overrides=["recipe=eagle3", "target=tiny"])
+    drafter = build(began.drafter, target=tiny)
+    drafter.prepare(tiny, Dataset.build(Embedded(limit=LIMIT), tiny.tokenizer).token_counts(tiny.head.vocab_size))
+    save_drafter(tmp_path / "drafter", drafter, began)
+    settings = ["++sampling.max_new_tokens=6", "++sampling.seed=3", "++regenerate.shard_size=4", f"++data.limit={LIMIT}"]
+    command(f"++run={tmp_path / 'drafter'}", f"++out={tmp_path / 'out'}", *settings)
+    assert rows(tmp_path / "out") == rows(whole)
+    with pytest.raises(UserError, match=r"^tree: .*run=runs/NAME"):
+        command("target=tiny", "tree=chain", f"++out={tmp_path / 'other'}", *settings)
+
+
+def test_check_only_looks(tmp_path: Path, tiny: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    """check=true names what is not whole, fails if anything is, and writes nothing."""
+    make(tmp_path / "out", tiny)
+    check = (f"++out={tmp_path / 'out'}", "++check=true")
+    command(*check)
+    (tmp_path / "out" / "part-00002.jsonl").unlink()
+    with pytest.raises(RunError, match="not whole: part-00002.jsonl;"):
+        command(*check)
+    assert f"{tmp_path / 'out' / 'part-00002.jsonl'}: missing" in capsys.readouterr().out
+    assert len(contents(tmp_path / "out")) == 2
+
+
+@pytest.mark.parametrize("start", [forked, pytest.param(Commanded, marks=pytest.mark.slow)], ids=["forked", "commands"])
+def test_killed_processes_leave_what_one_would(start: Any, tmp_path: Path, tiny: Target, whole: Path) -> None:
+    """Two ranks share the shards; one is killed by SIGKILL in the middle of a shard. What is finished is not made again, a
+    torn line is dropped, and in the end the bytes are those of one process that nothing interrupted."""
+    out = tmp_path / "out"
+    ranks = [start(out, tiny, rank) for rank in range(2)]
+    journal = out / "unfinished" / "part-00001.jsonl"  # of the second rank
+    while ranks[1].is_alive() and (not journal.exists() or journal.read_bytes().count(b"\n") < 2):
+        time.sleep(0.0002)
+    ranks[1].kill()
+    ranks[1].join()
+    kept = journal.read_bytes() if journal.exists() else b""
+    if kept:
+        journal.write_bytes(kept + b'{"id": 7, "messa')
+    ranks[0].join()
+    assert (ranks[0].exitcode, ranks[1].exitcode) == (0, -signal.SIGKILL)
+    before = {path.name: path.stat().st_mtime_ns for path in out.glob("part-*")}
+    asked: list[int] = []
+
+    class Counting(EngineWriter):
+        def _converse(self, batch: list[Any]) -> Any:
+            asked.extend(wanted.id for wanted in batch)
+            return super()._converse(batch)
+
+    sampling = Sampling(**SHORT)
+    Regeneration(shard_size=4).run(out, Embedded(limit=LIMIT), sampling, Counting(sampling, tiny, batch_tokens=1))
+    assert contents(out) == contents(whole)
+    assert {name: (out / name).stat().st_mtime_ns for name in before} == before and len(before) >= 2
+    assert len(asked) <= 4 - kept.count(b"\n") <= 2
+
+
+def test_terminated_softly(tmp_path: Path, tiny: Target, whole: Path) -> None:
+    """SIGTERM ends the run in one sentence, keeps every finished row, and leaves the set to be finished."""
+
+    class Terminated(EngineWriter):
+        def _converse(self, batch: list[Any]) -> Any:
+            yield from super()._converse(batch)
+            if batch[0].id >= 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    out, sampling, before = tmp_path / "out", Sampling(**SHORT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RunError, match="stopped; what is finished is kept"):
+        Regeneration(shard_size=4).run(out, Embedded(limit=LIMIT), sampling, Terminated(sampling, tiny, batch_tokens=1))
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert (out / "unfinished" / "part-00001.jsonl").read_bytes().count(b"\n") == 1
+    make(out, tiny)
+    assert contents(out) == contents(whole)
+
+
+def test_broken_shards_are_found_by_name_and_made_again(
+    tmp_path: Path, tiny: Target, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A deleted shard and one with a single bit turned are named; they, and no others, are written again as they were."""
+    out = tmp_path / "out"
+    make(out, tiny)
+    kept = (out / "part-00001.jsonl").stat().st_mtime_ns
+    (out / "part-00000.jsonl").unlink()
+    turned = bytearray((out / "part-00002.jsonl").read_bytes())
+    turned[40] ^= 1
+    (out / "part-00002.jsonl").write_bytes(turned)
+    assert Shards(out).faults() == {"part-00000.jsonl": "missing", "part-00002.jsonl": "corrupt"}
+    with pytest.raises(UserError, match=r"part-00000\.jsonl: this shard is missing, and 1 more"):
+        Jsonl(str(out)).conversations()
+    capsys.readouterr()
+    make(out, tiny)
+    said = capsys.readouterr().out
+    assert f"{out / 'part-00000.jsonl'}: missing" in said and f"{out / 'part-00002.jsonl'}: corrupt" in said
+    assert contents(out) == contents(whole)
+    assert (out / "part-00001.jsonl").stat().st_mtime_ns == kept
+    assert not Shards(out).faults()
+
+
+def test_killed_before_the_journal_is_gone(tmp_path: Path, tiny: Target, whole: Path) -> None:
+    """A kill between the last steps of a shard costs nothing: its rows are not asked for again, and what was left over goes."""
+    out = tmp_path / "out"
+    make(out, tiny)
+    journals = [out / "unfinished" / f"part-0000{number}.jsonl" for number in range(2)]
+    for journal in journals:  # killed with the first noted in the manifest, and the second not
+        journal.write_bytes((out / journal.name).read_bytes())
+    manifest = json.loads((out / "manifest.json").read_text())
+    del manifest["shards"]["part-00001.jsonl"]
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    sampling = Sampling(**SHORT)
+
+    class Unasked(EngineWriter):
+        def _converse(self, batch: list[Any]) -> Any:
+            raise AssertionError
+
+    Regeneration(shard_size=4).run(out, Embedded(limit=LIMIT), sampling, Unasked(sampling, tiny))
+    assert contents(out) == contents(whole) and not Shards(out).faults()
+    assert not any(journal.exists() for journal in journals)
+
+
+def test_shard_of_another_process_is_left_to_it(tmp_path: Path, tiny: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    """A shard that is being made elsewhere is not made twice, and the last line names it."""
+    out = tmp_path / "out"
+    make(out, tiny)
+    (out / "part-00001.jsonl").unlink()
+    there = Shards(out)
+    elsewhere = there.claim("part-00001.jsonl", [])
+    assert elsewhere is not None
+    make(out, tiny)
+    assert Shards(out).faults() == {"part-00001.jsonl": "missing"}
+    said = capsys.readouterr().out
+    assert f"{LIMIT - 4} of {LIMIT} conversations" in said and "other processes are at part-00001.jsonl" in said
+    there.release(elsewhere)
+    make(out, tiny)
+    assert not Shards(out).faults()
+
+
+def test_bad_conversations_take_nothing_with_them(
+    tmp_path: Path, tiny: Target, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One too long, one that the template refuses, one that the model chokes on: each is told, the others are as ever."""
+    good = [{"messages": messages} for messages in Embedded(limit=LIMIT).conversations()]
+    user = {"role": "user", "content": "poison"}
+    bad = [{"messages": [{**user, "content": "word " * tiny.max_length}, {"role": "assistant", "content": "No."}]},
+           {"messages": [user, {"role": "assistant", "content": "No."}]}]  # fmt: skip
+    mixed = [*good[:3], bad[0], *good[3:6], bad[1], *good[6:]]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    honest, (poison,) = writers.decode, tiny.tokenizer(["poison"], add_special_tokens=False)["input_ids"]
+
+    def choking(target: Target, prompts: list[list[int]], *rest: Any) -> Any:
+        if any(prompt[at : at + len(poison)] == poison for prompt in prompts for at in range(len(prompt))):
+            raise RuntimeError("no memory")
+        return honest(target, prompts, *rest)
+
+    monkeypatch.setattr(writers, "decode", choking)
+    found = make(tmp_path / "out", tiny, Jsonl(str(tmp_path / "chats.jsonl")), shard_size=100, max_failed=0.2)
+    assert [row.messages for row in found.values()] == [row.messages for row in rows(whole).values()]
+    lost = [json.loads(line) for line in (tmp_path / "out" / "failed" / "part-00000.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["kind"], row["messages"]) for row in lost] == [
+        (3, "too_long", bad[0]["messages"]),
+        (7, "failed", bad[1]["messages"]),
+    ]
+    assert "no memory" in lost[1]["error"]
+    monkeypatch.undo()
+    again = make(tmp_path / "out", tiny, Jsonl(str(tmp_path / "chats.jsonl")), shard_size=100, retry_failed=True)
+    assert sorted(set(again) - set(found)) == [7] and {number: again[number] for number in found} == found
+
+
+def test_too_many_failures_fail_the_run(tmp_path: Path, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where everything fails the run stops at once, and with a patience for that it ends as a failed one."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(writers, "decode", broken)
+    with pytest.raises(RunError, match=r"3 conversations failed one after another.*no device"):
+        make(tmp_path / "out", tiny, stop_after=3)
+    assert not Shards(tmp_path / "out").manifest["shards"]
+    with pytest.raises(RunError, match=f"not one of {LIMIT}"):
+        make(tmp_path / "out", tiny, stop_after=100)
+
+
+def test_first_turn_and_system_prompt(tmp_path: Path, tiny: Target) -> None:
+    """turns=first ends after one answer; a system prompt is asked with and written down."""
+    found = make(tmp_path / "out", tiny, turns="first", system="Be brief.")
+    sources = Embedded(limit=LIMIT).conversations()
+    for number, row in found.items():
+        assert row.messages[:-1] == [{"role": "system", "content": "Be brief."}, sources[number][0]]
+        assert len(row.num_tokens) == 1
+
+
+def test_cut_answers_are_marked_or_left_out(tmp_path: Path, tiny: Target) -> None:
+    """What max_new_tokens cuts is marked "length"; with keep_cut=false exactly these conversations are left out."""
+    asked = ["Please describe supply and demand using a lemonade stand.", "Say this in plain words: 'The committee met.'",
+             "In simple terms, what does a catalyst do in a chemical reaction?"]  # fmt: skip
+    chats = [[{"role": "user", "content": text}, {"role": "assistant", "content": "No."}] for text in asked * 3]
+    data = Listed([[{**chat[0], "content": f"{chat[0]['content']}{' Please.' * (n // 3)}"}, chat[1]]
+                   for n, chat in enumerate(chats)])  # fmt: skip
+    kept = make(tmp_path / "kept", tiny, data, sampling={"max_new_tokens": 24})
+    cut = {number for number, row in kept.items() if "length" in row.finish_reason}
+    assert 0 < len(cut) < len(kept) == 9
+    assert all(sum(kept[number].num_tokens) == 24 for number in cut)
+    dropped = make(tmp_path / "dropped", tiny, data, sampling={"max_new_tokens": 24, "keep_cut": False})
+    assert dropped == {number: row for number, row in kept.items() if number not in cut}
+
+
+def test_result_is_data(tiny: Target, whole: Path) -> None:
+    """data=jsonl data.path=DIR trains on it: every conversation, in its order, with the target's answers supervised."""
+    data = Jsonl(str(whole))
+    assert data.conversations() == [row.messages for row in rows(whole).values()]
+    dataset = Dataset.build(data, tiny.tokenizer)
+    assert dataset.num_conversations == LIMIT and dataset.num_supervised > 0
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "sampling.seed=4": {"sampling": {"seed": 4}},
+    "sampling.temperature=0.1": {"sampling": {"temperature": 0.1}},
+    "regenerate.turns=first": {"turns": "first"},
+    "regenerate.shard_size=5": {"shard_size": 5},
+    "data=9 conversations": {"data": Embedded(limit=LIMIT - 1)},
+}
+
+
+@pytest.mark.parametrize("told", list(CHANGES))
+def test_other_settings_are_refused(told: str, tiny: Target, whole: Path) -> None:
+    """A set is of one kind: another setting stops with its name and what the set was begun with, and nothing is touched."""
+    before = contents(whole)
+    with pytest.raises(UserError) as caught:
+        make(whole, tiny, **CHANGES[told])
+    assert str(caught.value).startswith(told) and "was begun with" in str(caught.value)
+    assert contents(whole) == before
+
+
+def test_manifest_says_how_it_was_made(tiny: Target, whole: Path) -> None:
+    """Target, sampling, versions, source, and rows and checksum of every shard."""
+    manifest = Shards(whole).manifest
+    settings, records = manifest["settings"], manifest["shards"].values()
+    assert {"target": "tiny", "sampling.temperature": 0.7, "sampling.seed": 3}.items() <= settings.items()
+    assert {"sampling.top_p", "sampling.top_k", "sampling.max_new_tokens", "regenerate.system", "target.dtype"} <= set(settings)
+    assert settings["data"].startswith(f"{LIMIT} conversations, sha256") and "torch" in manifest["made_with"]["versions"]
+    assert [record["rows"] for record in records] == [4, 4, 2]
+    assert sum(record["tokens"] for record in records) == sum(sum(row.num_tokens) for row in rows(whole).values())
+
+
+def test_folder_with_other_files_is_refused(tmp_path: Path, tiny: Target) -> None:
+    """Conversations of somebody else are not mixed with ours."""
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match=r"holds chats\.jsonl but no manifest"):
+        make(tmp_path, tiny)
+
+
+class Idle(Writer):
+    """Writes nothing and must not be asked to."""
+
+    needs_target = False
+
+    def settings(self) -> dict[str, Any]:
+        return {}
+
+    def check(self) -> None:
+        raise UserError("there is nothing to write with")
+
+    def write(self, shards: Iterable[Shard], add: Add) -> None:
+        raise AssertionError
+
+
+def test_nothing_is_written_where_nothing_can_be(tmp_path: Path) -> None:
+    """A writer that cannot work stops the run before the folder exists."""
+    with pytest.raises(UserError, match="nothing to write with"):
+        Regeneration().run(tmp_path / "out", Embedded(limit=2), Sampling(), Idle())
+    assert not (tmp_path / "out").exists()
+
+
+def test_questions_alone_will_do(tiny: Target, tmp_path: Path) -> None:
+    """Bare questions, of one turn or several, get the answers that the same questions get in whole conversations."""
+    whole = [
+        [message for message in messages if message["role"] != "system"][:4] for messages in Embedded(limit=6).conversations()
+    ]
+    asked = [[message["content"] for message in messages if message["role"] == "user"] for messages in whole]
+    lines = [{"turns": texts} if len(texts) > 1 else {"prompt": texts[0]} for texts in asked]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "whole.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in whole))
+    questions = Jsonl(str(tmp_path / "asked.jsonl"))
+    with pytest.raises(UserError, match="holds no conversation"):
+        questions.conversations()  # there is nothing to learn from
+    questions.asks_only = True
+    found = make(tmp_path / "one", tiny, questions)
+    assert {key: row.messages for key, row in found.items()} == {
+        key: row.messages for key, row in make(tmp_path / "two", tiny, Jsonl(str(tmp_path / "whole.jsonl"))).items()
+    }

@@ -1,0 +1,324 @@
+"""Regeneration by a server: a stand-in on this machine that refuses, stalls and talks nonsense as real ones do."""
+
+import asyncio
+import email.utils
+import json
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from spectrain.data.readers import Jsonl
+from spectrain.errors import RunError, UserError
+from spectrain.regeneration import server as server_module
+from spectrain.regeneration.regenerate import Regeneration
+from spectrain.regeneration.server import ServerWriter, retry_after
+from spectrain.regeneration.shards import Row, Shards
+from spectrain.regeneration.writers import Sampling
+
+LIMIT = 12
+Reply = tuple[int, Any, dict[str, str]]
+
+
+def completion(text: str, reason: str = "stop") -> dict[str, Any]:
+    message = {"role": "assistant", "content": text}
+    return {"choices": [{"message": message, "finish_reason": reason}], "usage": {"completion_tokens": len(text.split())}}
+
+
+class StandIn:
+    """Answers "you said X" to X; `misbehave` may reply otherwise, given the last question and how often it was asked."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.asked: Counter[str] = Counter()
+        self.misbehave: Callable[[str, int], Reply | None] = lambda question, attempt: None
+        self.models: Reply = (200, {"data": [{"id": "little"}]}, {})
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.reply(*(outer.models if self.path == "/v1/models" else (404, "nothing here", {})))
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                question = body["messages"][-1]["content"]
+                outer.bodies.append(body)
+                outer.keys.append(self.headers["Authorization"])
+                outer.asked[question] += 1
+                found = outer.misbehave(question, outer.asked[question])
+                self.reply(*(found or (200, completion(f"you said {question}"), {})))
+
+            def reply(self, status: int, content: Any, headers: dict[str, str]) -> None:
+                data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+                try:
+                    self.send_response(status)
+                    for name, value in {"Content-Length": str(len(data)), **headers}.items():
+                        self.send_header(name, value)
+                    self.end_headers()
+                    self.wfile.write(data)
+                except OSError:
+                    pass  # the other side has lost patience
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a test may hang up in mid-sentence
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    monkeypatch.setattr(server_module, "LONGEST_WAIT", 0.01)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    standing = StandIn()
+    yield standing
+    standing.server.shutdown()
+    standing.server.server_close()
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Jsonl:
+    """Conversations of one or two questions."""
+    rows = [[f"question {number}"] + [f"and {number}"] * (number % 2) for number in range(LIMIT)]
+    messages = [
+        [turn for text in row for turn in ({"role": "user", "content": text}, {"role": "assistant", "content": "?"})]
+        for row in rows
+    ]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in messages))
+    return Jsonl(str(tmp_path / "chats.jsonl"))
+
+
+def make(out: Path, server: StandIn, chats: Jsonl, sampling: dict[str, Any] | None = None, **settings: Any) -> dict[int, Row]:
+    """Regenerate by the server; the rows by number."""
+    regeneration = {key: settings.pop(key) for key in ("stop_after", "max_failed", "retry_failed") if key in settings}
+    drawn = Sampling(**(sampling or {}))
+    writer = ServerWriter(drawn, **{"base_url": server.url, "model": "little", "retries": 3, "concurrency": 4, **settings})
+    Regeneration(shard_size=5, **regeneration).run(out, chats, drawn, writer)
+    return rows(out)
+
+
+def rows(out: Path) -> dict[int, Row]:
+    shards = Shards(out)
+    return {row.id: row for name in shards.names for row in shards.read(name)}
+
+
+def expected(chats: Jsonl) -> list[list[dict[str, str]]]:
+    return [
+        [
+            turn if turn["role"] == "user" else {"role": "assistant", "content": f"you said {messages[at - 1]['content']}"}
+            for at, turn in enumerate(messages)
+        ]
+        for messages in chats.conversations()
+    ]
+
+
+def lost(out: Path) -> dict[int, tuple[str, str]]:
+    found = [json.loads(line) for path in (out / "failed").iterdir() for line in path.read_text().splitlines()]
+    return {row["id"]: (row["kind"], row["error"]) for row in found}
+
+
+def test_every_turn_is_asked_with_what_was_answered(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+    """Rows in the source's order, messages sent as they are with the sampling settings, a seed of its own for each turn."""
+    found = make(tmp_path / "out", server, chats, {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7})
+    assert [found[number].messages for number in range(LIMIT)] == expected(chats)
+    assert all(row.finish_reason == ["stop"] * len(row.num_tokens) and set(row.num_tokens) <= {4} for row in found.values())
+    assert sorted((body["messages"] for body in server.bodies), key=str) == sorted(
+        (messages[:at] for messages in expected(chats) for at in range(1, len(messages), 2)), key=str
+    )
+    for body in server.bodies:
+        assert (body["model"], body["temperature"], body["top_p"], body["max_tokens"]) == ("little", 0.5, 0.9, 7)
+        assert "top_k" not in body
+    seeds = {body["seed"] for body in server.bodies}
+    assert len(seeds) == len(server.bodies) == LIMIT + LIMIT // 2
+    server.bodies.clear()
+    make(tmp_path / "again", server, chats, {"temperature": 0.5, "top_k": 3}, extra={"min_p": 0.1}, concurrency=1)
+    assert {body["seed"] for body in server.bodies} == seeds
+    assert all((body["top_k"], body["min_p"]) == (3, 0.1) for body in server.bodies)
+
+
+GARBAGE: dict[str, Reply] = {
+    "429": (429, "slow down", {"Retry-After": "0"}),
+    "500": (500, "oops", {}),
+    "503 until a date": (503, "soon", {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}),
+    "no JSON": (200, "<html>gateway</html>", {}),
+    "no choices": (200, {"choices": []}, {}),
+    "not an object": (200, [1], {}),
+    "broken off": (200, '{"choices"', {"Content-Length": "400", "Connection": "close"}),
+}
+
+
+@pytest.mark.parametrize("kind", list(GARBAGE))
+def test_passing_failures_are_tried_again(kind: str, tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+    """Each question fails twice, then is answered: nothing is lost, and nothing is asked more often than needed."""
+    server.misbehave = lambda question, attempt: GARBAGE[kind] if attempt <= 2 else None
+    found = make(tmp_path / "out", server, chats, timeout=0.3)
+    assert [found[number].messages for number in range(LIMIT)] == expected(chats)
+    assert set(server.asked.values()) == {3} and not lost(tmp_path / "out")
+
+
+def test_a_stalled_request_is_given_up(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+    """A server that does not answer in time is asked again."""
+
+    def stall(question: str, attempt: int) -> None:
+        if question == "question 3" and attempt == 1:
+            time.sleep(1)
+
+    server.misbehave = stall
+    found = make(tmp_path / "out", server, chats, timeout=0.4)
+    assert [found[number].messages for number in range(LIMIT)] == expected(chats) and server.asked["question 3"] == 2
+
+
+def test_a_bad_conversation_takes_nothing_with_it(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+    """Refused, too long, without text, always failing: each is told with its error after as many attempts as make sense."""
+    replies: dict[str, Reply] = {
+        "question 2": (400, "bad role", {}),
+        "and 5": (400, "This model's maximum context length is 8 tokens", {}),
+        "question 6": (200, {"choices": [{"message": {"content": None}, "finish_reason": "tool_calls"}]}, {}),
+        "question 9": (500, "always", {}),
+    }
+    server.misbehave = lambda question, attempt: replies.get(question)
+    found = make(tmp_path / "out", server, chats, max_failed=0.5)
+    assert [found[number].messages for number in sorted(found)] == [
+        messages for number, messages in enumerate(expected(chats)) if number not in (2, 5, 6, 9)
+    ]
+    told = lost(tmp_path / "out")
+    assert {number: kind for number, (kind, _) in told.items()} == {2: "failed", 5: "too_long", 6: "failed", 9: "failed"}
+    assert "status 400: bad role" in told[2][1] and "tool_calls" in told[6][1] and "4 attempts" in told[9][1]
+    assert [server.asked[question] for question in replies] == [1, 1, 1, 4]
+    server.misbehave = lambda question, attempt: None
+    server.asked.clear()
+    found = make(tmp_path / "out", server, chats, retry_failed=True)
+    assert [found[number].messages for number in range(LIMIT)] == expected(chats) and not lost(tmp_path / "out")
+    assert set(server.asked) == {"question 2", "question 5", "and 5", "question 6", "question 9", "and 9"}
+
+
+def test_too_many_failures_end_as_a_failed_run(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+    """Above max_failed the run fails in the end, with every other row in place."""
+    server.misbehave = lambda question, attempt: (400, "no", {}) if question.endswith(("1", "2", "3")) else None
+    with pytest.raises(RunError, match=r"4 of 12 conversations failed.*retry_failed=true"):
+        make(tmp_path / "out", server, chats)
+    assert len(rows(tmp_path / "out")) == LIMIT - 4 and not Shards(tmp_path / "out").faults()
+
+
+def test_a_server_that_dies_is_not_held_against_the_rows(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+    """Failures one after another stop the run; the same command asks for what is missing and for nothing else."""
+    server.misbehave = lambda question, attempt: (503, "gone", {}) if len(server.asked) > 7 else None
+    with pytest.raises(RunError, match=r"3 conversations failed one after another.*gone.*same command"):
+        make(tmp_path / "out", server, chats, stop_after=3, retries=0, concurrency=1)
+    assert not lost(tmp_path / "out")
+    answered = {question for question in list(server.asked)[:7] if question.startswith("question")}
+    server.misbehave = lambda question, attempt: None
+    server.asked.clear()
+    found = make(tmp_path / "out", server, chats, stop_after=3, retries=0, concurrency=1)
+    assert [found[number].messages for number in range(LIMIT)] == expected(chats)
+    assert len(answered - set(server.asked)) >= len(answered) - 1  # the last may have been in its second turn
+
+
+def test_stopped_in_flight(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+    """SIGTERM drops what is in flight at once and keeps what is finished."""
+
+    def stop(question: str, attempt: int) -> None:
+        if question == "question 8":
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            time.sleep(0.5)
+
+    server.misbehave = stop
+    with pytest.raises(RunError, match="stopped; what is finished is kept"):
+        make(tmp_path / "out", server, chats, concurrency=1)
+    server.misbehave = lambda question, attempt: None
+    server.asked.clear()
+    found = make(tmp_path / "out", server, chats)
+    assert [found[number].messages for number in range(LIMIT)] == expected(chats)
+    assert "question 7" not in server.asked and "question 8" in server.asked
+
+
+WRONG: dict[str, tuple[dict[str, Any], Reply | None, str]] = {
+    "model": ({"model": "litle"}, None, r"writer\.model=litle: the server has no such model; the nearest is little"),
+    "address without an interface": ({"base_url": "/v2"}, None, r"writer\.base_url=.*status 404.*/v1"),
+    "nobody there": ({"base_url": "http://127.0.0.1:9/v1"}, None, r"writer\.base_url=.*no server answers there"),
+    "key": ({}, (401, "who are you?", {}), r"writer\.api_key_variable: .*refuses the key.*who are you"),
+    "not a list of models": ({}, (200, "<html>", {}), r"writer\.base_url=.*no list of models"),
+}
+
+
+@pytest.mark.parametrize("kind", list(WRONG))
+def test_a_wrong_server_stops_at_once(kind: str, tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+    """One sentence, before the folder exists and before any conversation is asked."""
+    settings, models, message = WRONG[kind]
+    server.models = models or server.models
+    if settings.get("base_url") == "/v2":
+        settings = {"base_url": server.url.replace("/v1", "/v2")}
+    with pytest.raises(UserError, match=message) as caught:
+        make(tmp_path / "out", server, chats, **settings)
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists() and not server.bodies
+
+
+def test_a_key_that_expires_stops_at_once(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+    """A refusal of the key is nobody's row: the run stops, keeps what it has and holds nothing against the others."""
+    server.misbehave = lambda question, attempt: (401, "expired", {}) if len(server.asked) > 5 else None
+    with pytest.raises(UserError, match="expired"):
+        make(tmp_path / "out", server, chats, concurrency=1)
+    assert sum(server.asked.values()) == 6 and not lost(tmp_path / "out")
+
+
+def test_the_key_comes_from_the_environment(
+    tmp_path: Path, server: StandIn, chats: Jsonl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is sent and written down nowhere; a variable that is not set is named."""
+    monkeypatch.setenv("LITTLE_KEY", "s3cret")
+    make(tmp_path / "out", server, chats, api_key_variable="LITTLE_KEY")
+    assert set(server.keys) == {"Bearer s3cret"}
+    assert all("s3cret" not in path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file())
+    with pytest.raises(UserError, match=r"writer\.api_key_variable=NO_KEY: .*not set"):
+        make(tmp_path / "other", server, chats, api_key_variable="NO_KEY")
+
+
+def test_the_server_says_how_long_to_wait(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry-After in seconds or as a date, bounded; without it each pause is about twice the one before."""
+
+    def asks(value: str | None) -> float | None:
+        return retry_after(httpx.Response(429, headers={} if value is None else {"Retry-After": value}))
+
+    assert (asks("2.5"), asks("-3"), asks("1e9"), asks("soon"), asks(None)) == (2.5, 0.0, 600.0, None, None)
+    later = asks(email.utils.formatdate(time.time() + 100, usegmt=True))
+    assert later is not None and 90 < later <= 100
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(server_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(server_module, "LONGEST_WAIT", 4.0)
+    server.misbehave = lambda question, attempt: (429, "", {"Retry-After": "9"} if attempt == 2 else {})
+    writer = ServerWriter(Sampling(), server.url, "little", retries=4)
+
+    async def ask() -> Any:
+        async with httpx.AsyncClient() as client:
+            return await writer._request(client, {"messages": [{"content": "x"}]})
+
+    with pytest.raises(Exception, match="5 attempts, the last: status 429"):
+        asyncio.run(ask())
+    assert pauses[1] == 9.0
+    for pause, longest in zip(pauses, (1.0, 9.0, 4.0, 4.0), strict=True):
+        assert longest / 2 <= pause <= longest
+
+
+def test_what_the_server_alone_knows_is_recorded(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+    """The model and further fields of the requests are settings of the set; its address is not, for a server may move."""
+    make(tmp_path / "out", server, chats, extra={"min_p": 0.1})
+    settings = Shards(tmp_path / "out").manifest["settings"]
+    assert (settings["writer"], settings["writer.model"], settings["writer.extra"]) == ("openai", "little", {"min_p": 0.1})
+    with pytest.raises(UserError, match=r"writer\.extra=\{\}: the set in .* was begun with"):
+        make(tmp_path / "out", server, chats)

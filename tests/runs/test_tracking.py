@@ -1,0 +1,481 @@
+"""What trackers are given and keep: read back from their own offline files, and equal to metrics.jsonl and summary.json."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+
+from spectrain.cli.defaults import complete
+from spectrain.cli.main import TRAIN_KEYS
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.errors import UserError
+from spectrain.features.sources import Live
+from spectrain.models.target import Target
+from spectrain.runs import tracking
+from spectrain.runs.run import evaluate, train
+from spectrain.runs.tracking import MetricsFile, TensorBoard, Tracker, Wandb, flatten, headline, last_step, tracked
+from spectrain.runs.wandb_file import records
+from spectrain.settings.build import check_config
+from spectrain.training.checkpoints import latest_checkpoint, step_of
+from spectrain.training.trainer import Trainer
+
+CONFIG = {
+    "target": {"_target_": "spectrain.models.loading.load_tiny"},
+    "drafter": {"_target_": "spectrain.drafters.eagle3.Eagle3", "ttt_steps": 2},
+    "recipe_name": "eagle3",
+}
+LOSSLESS = {"rule": "greedy", "checked": 2, "identical": 2}
+SYSTEM = {
+    "label": "drafter, chain",
+    "acceptance_length": {"pooled": 1.5, "ci95": [1.25, 1.75]},
+    "speedup": {"ratio": 1.2, "ci95": None, "predicted": 1.3},
+    "tokens_per_second": {"autoregressive": 50.0, "drafted": 60.0},
+    "lossless": LOSSLESS,
+}
+SUMMARY: dict[str, Any] = {
+    **SYSTEM,
+    "acceptance_by_depth": [0.4, 0.25],
+    "compared": {"ngram": {**SYSTEM, "label": "n-gram lookup", "lossless": None}},
+    "setting": {"prompts": 2},
+}
+COMPARISON: dict[str, Any] = {
+    "setting": {},
+    "rows": [
+        {
+            "name": name, "label": name, "family": name, "trained": True,
+            "systems": [{**SYSTEM, "label": "chain"}, {**SYSTEM, "label": "tree"}], "batched": None,
+            "trained_parameters": 7, "extra_memory": 28, "training_seconds": 1.5, "training_tokens": 64, "lossless_to": "tiny",
+        }
+        for name in ("eagle3", "medusa1")
+    ],
+    "recommendations": [{"goal": "latency", "choice": "eagle3", "because": "it is fastest"}],
+    "caveats": ["2 prompts"],
+}  # fmt: skip
+HEADLINE = {
+    "acceptance_length": 1.5, "acceptance_length_low": 1.25, "acceptance_length_high": 1.75, "speedup": 1.2,
+    "speedup_predicted": 1.3, "tokens_per_second": 60.0, "tokens_per_second_autoregressive": 50.0, "identical": 2, "checked": 2,
+}  # fmt: skip
+DEPTHS = {"acceptance_at_depth/1": 0.4, "acceptance_at_depth/2": 0.25}
+
+needs_tensorboard = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+
+
+def wandb_records(run: Path) -> list[Any]:
+    """Every record of a run folder's offline files, oldest first."""
+    import wandb
+
+    wandb.teardown()  # as at exit: its service may still be writing
+    files = sorted(run.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    return [record for file in files for record in records(file)]
+
+
+def items(entries: Any) -> dict[str, Any]:
+    return {entry.key or "/".join(entry.nested_key): json.loads(entry.value_json) for entry in entries}
+
+
+def wandb_curves(run: Path) -> list[dict[str, Any]]:
+    """The rows of the history that belong to training, without what W&B adds."""
+    rows = [items(record.history.item) for record in wandb_records(run) if record.HasField("history")]
+    assert all(row["_step"] == row["step"] for row in rows if "loss" in row)
+    return [{k: v for k, v in row.items() if not k.startswith(("_", "eval/"))} for row in rows if "loss" in row]
+
+
+def wandb_summary(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for record in wandb_records(run):
+        if record.HasField("summary"):
+            found |= items(record.summary.update)
+    return found
+
+
+def wandb_artifacts(run: Path) -> dict[str, set[str]]:
+    """Type -> the names of the files, of all artifacts; W&B's own ones for tables are left out."""
+    found: dict[str, set[str]] = {}
+    for record in wandb_records(run):
+        if record.HasField("artifact") and record.artifact.type != "run_table":
+            contents = record.artifact.manifest.contents
+            assert all(Path(entry.local_path).is_relative_to(run) for entry in contents)  # a run folder holds all of its run
+            found.setdefault(record.artifact.type, set()).update(entry.path for entry in contents)
+    return found
+
+
+def wandb_table(run: Path, name: str) -> list[dict[str, Any]]:
+    (file,) = run.glob(f"wandb/offline-run-*/files/media/table/{name}_*.table.json")
+    table = json.loads(file.read_text())
+    return [dict(zip(table["columns"], row)) for row in table["data"]]
+
+
+def tensorboard(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0})
+    found.Reload()
+    return found
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    found = tensorboard(folder)
+    return {tag: [(event.step, event.value) for event in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def texts(folder: Path) -> dict[str, str]:
+    found = tensorboard(folder)
+    tags = found.Tags()["tensors"]
+    return {tag.removesuffix("/text_summary"): found.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in tags}
+
+
+def curves(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl as trackers get it."""
+    return [flatten(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class Killed(Exception):
+    """Stands for the end of a process."""
+
+
+def fit(
+    target: Target,
+    run: Path,
+    tracker: Tracker,
+    die_at: int | None = None,
+    then: Callable[[Tracker], None] = lambda tracker: None,
+) -> None:
+    """Six steps with a checkpoint every second one, tracked as a run is; `die_at` ends it there, `then` comes last."""
+
+    def on_step(step: int) -> None:
+        if step == die_at:
+            raise Killed
+
+    torch.manual_seed(0)
+    rows = torch.randint(3, 250, (6, 16)).tolist()
+    dataset = Dataset([Example(row, [place >= 6 for place in range(16)]) for row in rows], len(rows), 0, 0)
+    drafter = Eagle3(target, ttt_steps=2, vocab_size=256)
+    drafter.prepare(target, torch.arange(target.head.vocab_size, 0, -1))
+    begun = latest_checkpoint(run)
+    trainer = Trainer(lr=1e-3, max_steps=6, save_every=2, log_every=1, batch_tokens=32)
+    with tracked(tracker, run, CONFIG, step=0 if begun is None else step_of(begun)):
+        trainer.fit(drafter, target, dataset, Live(), run, tracker, on_step=on_step)
+        then(tracker)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What an evaluation or a comparison leaves behind."""
+    folder = tmp_path / "heldout"
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    (folder / "report.html").write_text("<!doctype html><p>A report</p>")
+    return folder
+
+
+def test_wandb_holds_what_metrics_and_summary_hold(tiny: Target, tmp_path: Path, folder: Path) -> None:
+    """Every number of metrics.jsonl and every setting is in the offline file, exactly; so is what an evaluation found."""
+    run = tmp_path / "run"
+    fit(tiny, run, Wandb(), then=lambda tracker: tracker.scored(SUMMARY, folder))
+    assert len(curves(run)) == 6 and wandb_curves(run) == curves(run)
+    (begun,) = [record.run for record in wandb_records(run) if record.HasField("run")]
+    assert {k: v for k, v in items(begun.config.update).items() if k != "_wandb"} == CONFIG
+    assert (begun.run_group, begun.job_type, begun.display_name) == ("tiny/eagle3", "train", "run")
+    assert set(begun.tags) == {"tiny", "eagle3"}
+    summary = wandb_summary(run)
+    for name, value in {**HEADLINE, **DEPTHS}.items():
+        assert summary[f"eval/heldout/{name}"] == value
+    drafter, ngram = wandb_table(run, "eval/heldout/systems")
+    assert drafter == {"system": "drafter", "label": "drafter, chain", **HEADLINE, **DEPTHS}
+    assert ngram["system"] == "ngram" and ngram["checked"] is None and ngram["speedup"] == 1.2
+    (page,) = run.glob("wandb/offline-run-*/files/media/html/eval/heldout/report_*.html")
+    assert page.read_text() == (folder / "report.html").read_text()
+    assert wandb_artifacts(run) == {"evaluation": {"summary.json", "report.html"}}
+    (ended,) = [record.exit for record in wandb_records(run) if record.HasField("exit")]
+    assert ended.exit_code == 0
+
+
+@pytest.mark.parametrize("kept", [7, 2800, None])
+def test_wandb_goes_on_in_the_same_run(tiny: Target, tmp_path: Path, kept: int | None) -> None:
+    """A resumed run keeps its id and shows every step once, of whatever a kill kept of its file; weights go where asked for."""
+    run = tmp_path / "run"
+    with pytest.raises(Killed):
+        fit(tiny, run, Wandb(checkpoints=True), die_at=5)
+    (told,) = [record.exit.exit_code for record in wandb_records(run) if record.HasField("exit")]
+    assert told == 1
+    (file,) = run.glob("wandb/offline-run-*/*.wandb")
+    file.write_bytes(file.read_bytes()[:kept])
+    (run / "drafter").mkdir()
+    (run / "drafter" / "config.json").write_text("{}")
+    (run / "drafter" / "model.safetensors").write_bytes(b"weights")
+    fit(tiny, run, Wandb(checkpoints=True), then=lambda tracker: tracker.drafter(run / "drafter"))
+    known = json.loads((run / "tracker.json").read_text())["train"]
+    found = wandb_records(run)
+    assert {record.run.run_id for record in found if record.HasField("run")} == {known}
+    assert [record.exit.exit_code for record in found if record.HasField("exit")][-1] == 0
+    for key in ("step", "loss", "lr", "agreement/1"):
+        assert [row[key] for row in wandb_curves(run)] == [row[key] for row in curves(run)]
+    sent = wandb_artifacts(run)
+    assert sent["drafter"] == {"config.json", "model.safetensors"}
+    if kept is None:
+        aliases = [list(record.artifact.aliases) for record in found if record.artifact.type == "checkpoint"]
+        assert [name for one in aliases for name in one if name != "latest"] == ["step-2", "step-4"]
+        assert sent["checkpoint"] == {"model.safetensors", "optimizer.safetensors", "progress.json"}
+
+
+def test_wandb_shows_a_comparison_around_its_runs(tmp_path: Path, folder: Path) -> None:
+    """A comparison stays open while its families train; one row for each way of drafting, the report and the advice."""
+    whole, inner, runs = Wandb(), Wandb(), tmp_path / "all"
+    whole.start(runs, {"target": CONFIG["target"]}, "compare")
+    inner.start(runs / "eagle3", CONFIG)
+    inner.log({"loss": 0.5}, 1)
+    inner.finish()
+    folder = folder.rename(runs / "result")
+    (folder / "comparison.json").write_text(json.dumps(COMPARISON))
+    whole.compared(COMPARISON, folder)
+    whole.finish()
+    (begun,) = [record.run for record in wandb_records(runs) if record.HasField("run")]
+    assert (begun.run_group, begun.job_type) == ("tiny", "compare")
+    assert wandb_curves(runs / "eagle3") == [{"step": 1, "loss": 0.5}]
+    rows = wandb_table(runs, "comparison")
+    assert [(row["name"], row["drafting"]) for row in rows] == [
+        (name, drafting) for name in ("eagle3", "medusa1") for drafting in ("chain", "tree")
+    ]
+    assert all(row[key] == value for row in rows for key, value in HEADLINE.items())
+    assert all(row["trained_parameters"] == 7 and row["lossless_to"] == "tiny" for row in rows)
+    assert wandb_table(runs, "recommendations") == COMPARISON["recommendations"]
+    assert wandb_summary(runs)["recommended/latency"] == "eagle3"
+    expected = {"comparison.json", "report.html", "summary.json", "comparison.table.json"}
+    assert wandb_artifacts(runs) == {"comparison": expected}
+
+
+def test_wandb_runs_of_one_name_differ(tmp_path: Path) -> None:
+    """Two folders of one name have runs of their own; so has every evaluation, while training and comparison keep theirs."""
+    one, two = (Wandb()._identity(tmp_path / place / "eagle3-tiny", "train") for place in "ab")
+    again = Wandb()._identity(tmp_path / "a" / "eagle3-tiny", "train")
+    assert one[0] != two[0] and not one[1] and again == (one[0], True)
+    scores = [Wandb()._identity(tmp_path / "a" / "eagle3-tiny", "eval") for _ in range(2)]
+    assert len({one[0], scores[0][0], scores[1][0]}) == 3 and not scores[1][1]
+
+
+@pytest.mark.parametrize(
+    "asked, machine, key, said, expected",
+    [
+        (None, None, None, "online", "offline"),
+        (None, "github.com", None, "online", "offline"),  # a key for something else
+        (None, "api.wandb.ai", None, "online", "online"),
+        (None, None, "KEY", "online", "online"),
+        (None, None, "KEY", "offline", "offline"),  # wandb offline, or WANDB_MODE
+        ("offline", None, "KEY", "online", "offline"),
+        ("online", None, None, "offline", "offline"),  # it would have to ask
+        ("disabled", None, None, "online", "disabled"),
+    ],
+)
+def test_wandb_is_online_only_with_an_account(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: Any, machine: str | None, key: str | None, said: str, expected: str
+) -> None:
+    """Settings come before the environment, and nobody is asked for a key; a server that is away means offline."""
+    if machine:
+        (tmp_path / "netrc").write_text(f"machine {machine} login user password secret\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    settings = SimpleNamespace(mode=said, api_key=key, identity_token_file=None, base_url="https://api.wandb.ai")
+    monkeypatch.setattr("wandb.setup", lambda: SimpleNamespace(settings=settings))
+    monkeypatch.setattr(httpx, "get", lambda url, timeout: None)
+    assert Wandb(mode=asked)._mode() == expected
+
+    def away(url: str, timeout: float) -> None:
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(httpx, "get", away)
+    assert Wandb(mode=asked)._mode() == ("offline" if expected == "online" else expected)
+
+
+@needs_tensorboard
+@pytest.mark.parametrize("die_at", [None, 1, 4, 5])
+def test_tensorboard_equals_metrics(tiny: Target, tmp_path: Path, die_at: int | None) -> None:
+    """Every number of metrics.jsonl is a point of a curve, in float32, and after a resume no step appears twice."""
+    run = tmp_path / "run"
+    if die_at is not None:
+        with pytest.raises(Killed):
+            fit(tiny, run, TensorBoard(), die_at)
+    fit(tiny, run, TensorBoard())
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for row in curves(run):
+        for name, value in row.items():
+            if name != "step" and value is not None:
+                expected.setdefault(name, []).append((row["step"], float(np.float32(value))))
+    assert len(expected["loss"]) == 6 and scalars(run / "tensorboard") == expected
+    assert "ttt_steps: 2" in texts(run / "tensorboard")["config"] and texts(run / "tensorboard")["status"] == "finished"
+
+
+@needs_tensorboard
+def test_tensorboard_shows_scores_and_comparisons(tmp_path: Path, folder: Path) -> None:
+    """What an evaluation or a comparison found is scalars and tables, in a folder of its own."""
+    for _ in range(2):
+        tracker = TensorBoard()
+        tracker.start(tmp_path, CONFIG, "eval")
+        tracker.scored(SUMMARY, folder)
+        tracker.finish()
+    for number in (1, 2):
+        found = {tag: points[0][1] for tag, points in scalars(tmp_path / "tensorboard" / f"eval-{number}").items()}
+        expected = {**HEADLINE, **DEPTHS}
+        assert found == {f"eval/heldout/{name}": float(np.float32(value)) for name, value in expected.items()}
+    table = texts(tmp_path / "tensorboard" / "eval-1")["eval/heldout/systems"].splitlines()
+    assert table[0].startswith("| system | label | acceptance_length |") and table[3].startswith(
+        "| ngram | n-gram lookup | 1.5 |"
+    )
+    tracker = TensorBoard()
+    tracker.start(tmp_path, {}, "compare")
+    tracker.compared(COMPARISON, folder)
+    tracker.finish(failed=True)
+    said = texts(tmp_path / "tensorboard" / "compare-1")
+    assert len(said["comparison"].splitlines()) == 2 + 4 and "it is fastest" in said["recommendations"]
+    assert said["caveats"] == "- 2 prompts" and said["status"] == "failed"
+
+
+@pytest.mark.parametrize("kind, package", [(Wandb, "wandb"), (TensorBoard, "tensorboard")])
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, kind: Any, package: str) -> None:
+    """A tracker without its package says what to install."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=rf"tracker={package}: .*pip install 'spectrain\[{package}\]'"):
+        kind()
+
+
+def test_nothing_measured_leaves_a_gap() -> None:
+    """A system without interval, identity or speed keeps what it has; nested metrics become curves of their own."""
+    bare = {"acceptance_length": {"pooled": 1.0, "ci95": None}, "speedup": {"ratio": 0.5}, "lossless": None}
+    assert headline(bare) == {"acceptance_length": 1.0, "speedup": 0.5}
+    found = flatten({"loss": 1.0, "agreement": [0.5, 0.25], "time_share": {"target": 0.4}, "a": {"b": [1]}})
+    assert found == {"loss": 1.0, "agreement/1": 0.5, "agreement/2": 0.25, "time_share/target": 0.4, "a/b/1": 1}
+
+
+def test_later_and_broken_lines_are_dropped(tmp_path: Path) -> None:
+    """Steps that will be done again, and a line that a kill cut short, go; earlier ones stay."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 2}\n{"step": 2, "loss": 1}\n{"step": 3, "lo')
+    assert last_step(path) == 2 and last_step(tmp_path / "none.jsonl") == 0
+    MetricsFile(path, 1).write({"step": 2, "loss": 0.5})
+    assert path.read_text() == '{"step": 1, "loss": 2}\n{"step": 2, "loss": 0.5}\n'
+
+
+class Recorder(Tracker):
+    """Notes what it is told."""
+
+    told: ClassVar[list[Any]] = []
+
+    def start(self, run: Path, config: dict[str, Any], kind: str = "train", step: int = 0) -> None:
+        self.told.append(("start", kind, step))
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.told.append(("log", step))
+
+    def scored(self, summary: dict[str, Any], folder: Path) -> None:
+        assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
+        self.told.append(("scored", folder.name))
+
+    def checkpoint(self, path: Path, step: int) -> None:
+        assert (path / "model.safetensors").exists()
+        self.told.append(("checkpoint", step))
+
+    def drafter(self, path: Path) -> None:
+        assert (path / "model.safetensors").exists()
+        self.told.append("drafter")
+
+    def finish(self, failed: bool = False) -> None:
+        self.told.append(("finish", failed))
+
+
+def test_a_run_tells_its_tracker_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training, checkpoints, drafter and score reach one tracker; an evaluation opens its own; a failure is told."""
+    monkeypatch.setattr(tracking, "TensorBoard", Recorder)
+    monkeypatch.setattr(Recorder, "told", told := [])
+    scoring = ["++eval.limit=1", "++eval.max_new_tokens=4", "++eval.baselines=[]"]
+    asked = [
+        "recipe=medusa1", "target=tiny", "tracker=tensorboard", f"run={tmp_path / 'run'}", "++data.limit=4",
+        "++trainer.max_steps=2", "++trainer.save_every=1", "++trainer.log_every=1", "tree=chain", *scoring,
+    ]  # fmt: skip
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = check_config(compose("train", overrides=asked), TRAIN_KEYS)
+        run = train(config, [])
+        trained = [("start", "train", 0), ("log", 1), ("checkpoint", 1), ("log", 2), "drafter"]
+        assert told == [*trained, ("scored", "heldout"), ("finish", False)]
+        told.clear()
+        again, _ = complete(compose("eval", overrides=[f"run={run}", "tracker=tensorboard", "++eval.name=again"]))
+        evaluate(check_config(again, TRAIN_KEYS), run)
+        assert told == [("start", "eval", 0), ("scored", "again"), ("finish", False)]
+    told.clear()
+    shutil.rmtree(run / "drafter")
+    monkeypatch.setattr(Trainer, "fit", lambda *given: 1 / 0)
+    config.trainer.resume = "auto"
+    with pytest.raises(ZeroDivisionError):
+        train(config, [])
+    assert told == [("start", "train", 1), ("finish", True)]
+
+
+class Stuck(BaseHTTPRequestHandler):
+    """A W&B server that opens runs and then answers nothing."""
+
+    def do_GET(self) -> None:
+        self.answer({})
+
+    def do_POST(self) -> None:
+        asked = self.rfile.read(int(self.headers["Content-Length"]))
+        operation = json.loads(asked).get("operationName") if asked[:1] == b"{" else None
+        project = {"id": "p", "name": "spectrain", "entity": {"id": "e", "name": "me"}}
+        bucket = {"id": "b", "name": "run", "displayName": "run", "config": "{}", "project": project, "historyLineCount": 0}
+        answers: dict[str | None, Any] = {
+            "Viewer": {"viewer": {"id": "u", "entity": "me", "username": "me", "flags": "{}", "teams": {"edges": []}}},
+            "ServerFeaturesQuery": {"serverInfo": {"features": []}},
+            "UpsertBucket": {"upsertBucket": {"bucket": bucket, "inserted": True}},
+        }
+        if operation in answers:
+            self.answer({"data": answers[operation]})
+        else:
+            threading.Event().wait()
+
+    def answer(self, content: dict[str, Any]) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *given: Any) -> None:
+        pass
+
+
+@pytest.mark.slow
+def test_wandb_never_hangs_at_exit(tmp_path: Path) -> None:
+    """With a server that stops answering, a run is tracked, `patience` goes by, and the process ends as it should."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Stuck)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code = (
+        "import sys; from pathlib import Path; from spectrain.runs.tracking import Wandb, tracked\n"
+        "with tracked(Wandb(patience=20), Path(sys.argv[1]), {}) as tracker: tracker.log({'loss': 1.0}, 1)"
+    )
+    account = {"WANDB_MODE": "online", "WANDB_API_KEY": "a" * 40, "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}"}
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)],
+            env={**os.environ, **account},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    finally:
+        server.shutdown()
+    assert ended.returncode == 0 and "Timed out finishing run" in ended.stderr, ended.stderr
+    (file,) = tmp_path.glob("wandb/run-*/*.wandb")
+    assert [items(record.history.item)["loss"] for record in records(file) if record.HasField("history")] == [1.0]

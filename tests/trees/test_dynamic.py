@@ -1,0 +1,248 @@
+"""Trees shaped by confidence equal a plain Python construction over random probability tables."""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+import torch
+
+from spectrain.errors import UserError
+from spectrain.randomness import gumbel
+from spectrain.trees import DySpec, Eagle2, Entropy, OptTree, TreeBuilder
+from tests.trees.tables import (
+    ROWS,
+    VOCAB,
+    Path,
+    Scores,
+    Table,
+    assert_rows_alone,
+    best,
+    context,
+    draws,
+    grown,
+    likeliest,
+    paths,
+    random_scores,
+    soft_scores,
+    tied_scores,
+    to_target,
+)  # fmt: skip
+
+EAGLE2 = [(1, 2, 1), (1, 4, 6), (2, 5, 2), (3, 12, 3), (5, 16, 4), (6, 6, 9), (4, 40, 5)]
+
+
+def perplexity(scores: Scores, row: int, path: Path) -> int:
+    """exp(H), rounded."""
+    return round(math.exp(-sum(math.exp(log_q) * log_q for log_q in scores(row, path))))
+
+
+def eagle2(scores: Scores, row: int, builder: Eagle2) -> list[Path]:
+    """EAGLE-2 in plain Python: the paths of the nodes that it keeps, level by level."""
+    nodes: list[tuple[Path, float]] = [((), 0.0)]
+    frontier = nodes
+    for _ in range(builder.depth):
+        children = []
+        for path, score in frontier:
+            width = min(builder.top_k, perplexity(scores, row, path)) if isinstance(builder, Entropy) else builder.top_k
+            children += [(child, score + log_q) for child, log_q in likeliest(scores, row, path, width)]
+        nodes = nodes + children
+        frontier = sorted(children, key=lambda child: -child[1])[: builder.top_k]
+    return best(nodes, builder.budget)
+
+
+@pytest.mark.parametrize("scores", [random_scores, tied_scores])
+@pytest.mark.parametrize("depth, budget, top_k", EAGLE2)
+def test_eagle2_equals_plain_python(scores: Scores, depth: int, budget: int, top_k: int) -> None:
+    """The nodes, in order, are those of the plain construction, alone as in a batch, and none of them is padding."""
+    builder = Eagle2(depth, budget, top_k)
+    tree = grown(lambda: builder, scores)
+    assert tree.valid.all()
+    for row in ROWS:
+        assert paths(tree, row) == eagle2(scores, row, builder)
+    assert_rows_alone(lambda: builder, scores)
+
+
+@pytest.mark.parametrize("budget", [2, 7, 20])
+def test_eagle2_keeps_the_best_paths(budget: int) -> None:
+    """Where nothing is pruned on the way, the nodes are the best-scored of all paths."""
+    tree = grown(lambda: Eagle2(depth=2, budget=budget, top_k=VOCAB))
+    for row in ROWS:
+        assert set(paths(tree, row)) == set(best(every_path(random_scores, row, 2), budget))
+
+
+def test_eagle2_smaller_than_its_budget() -> None:
+    """A drafter that offers fewer nodes than the budget gets them all verified."""
+    assert grown(lambda: Eagle2(depth=2, budget=50, top_k=3)).tokens.shape == (len(ROWS), 1 + 3 + 9)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Eagle2(depth=4, budget=5, top_k=3),
+        lambda: Entropy(depth=4, budget=5, top_k=3),
+        lambda: OptTree(depth=4, budget=5),
+        lambda: DySpec(depth=4, budget=5),
+    ],
+)
+def test_certain_drafter_becomes_a_chain(make: Callable[[], TreeBuilder]) -> None:
+    """Where one token is certain, ties with the root and with impossible tokens still give a well formed tree."""
+    tree = make().grow(context(), Table(lambda row, path: [0.0] + [float("-inf")] * (VOCAB - 1)))
+    tree.check()
+    for row in ROWS:
+        assert paths(tree, row) == [(to_target(0),) * depth for depth in range(5)]
+
+
+@pytest.mark.parametrize("scores", [random_scores, soft_scores])
+@pytest.mark.parametrize("depth, budget, top_k", [*EAGLE2, (2, 100, 6), (3, 100, 3)])
+def test_entropy_equals_plain_python(scores: Scores, depth: int, budget: int, top_k: int) -> None:
+    """A node has as many children as its perplexity says, `top_k` at most; the best nodes are kept."""
+    builder = Entropy(depth, budget, top_k)
+    tree = grown(lambda: builder, scores)
+    for row in ROWS:
+        assert paths(tree, row) == eagle2(scores, row, builder)
+    assert_rows_alone(lambda: builder, scores)
+
+
+def test_entropy_counts_children() -> None:
+    """With room for all, the root and its children have min(top_k, round(exp(H))) children, of more than one number."""
+    tree = grown(lambda: Entropy(depth=2, budget=50, top_k=5))
+    counts = set()
+    for row in ROWS:
+        found = paths(tree, row)
+        for path in [path for path in found if len(path) < 2]:
+            counts.add(sum(child[:-1] == path for child in found if child))
+            assert sum(child[:-1] == path for child in found if child) == min(5, perplexity(random_scores, row, path))
+    assert len(counts) > 2
+
+
+def every_path(scores: Scores, row: int, depth: int) -> list[tuple[Path, float]]:
+    """All paths down to a depth with their scores, level by level."""
+    found: list[tuple[Path, float]] = [((), 0.0)]
+    for level in range(depth):
+        above = [node for node in found if len(node[0]) == level]
+        found += [(child, score + log_q) for path, score in above for child, log_q in likeliest(scores, row, path)]
+    return found
+
+
+def opt(scores: Scores, row: int, builder: OptTree) -> set[Path]:
+    """The best nodes of all paths down to the first level that adds at most `threshold` expected tokens."""
+    expected, kept = 1.0, {()}
+    for depth in range(1, builder.depth + 1):
+        nodes = every_path(scores, row, depth)
+        kept = set(best(nodes, builder.budget))
+        total = sum(math.exp(score) for path, score in nodes if path in kept)
+        if total - expected <= builder.threshold:
+            break
+        expected = total
+    return kept
+
+
+@pytest.mark.parametrize("scores", [random_scores, soft_scores])
+@pytest.mark.parametrize("depth, budget", [(1, 2), (1, 5), (2, 4), (3, 9), (4, 16), (2, 60)])
+def test_opt_tree_keeps_the_best_paths(scores: Scores, depth: int, budget: int) -> None:
+    """Without a threshold the nodes are those of the largest probability among all paths."""
+    tree = grown(lambda: OptTree(depth, budget, threshold=0), scores)
+    for row in ROWS:
+        assert set(paths(tree, row)) == set(best(every_path(scores, row, depth), budget))
+    assert_rows_alone(lambda: OptTree(depth, budget, threshold=0), scores)
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.2, 0.3, 0.5, 0.9])
+def test_opt_tree_stops_where_a_level_adds_little(threshold: float) -> None:
+    """Each row ends with the first level that adds at most `threshold` expected tokens."""
+    builder = OptTree(depth=5, budget=8, threshold=threshold)
+    tree = grown(lambda: builder)
+    for row in ROWS:
+        assert set(paths(tree, row)) == opt(random_scores, row, builder)
+    assert_rows_alone(lambda: builder)
+
+
+def test_opt_tree_rows_stop_apart() -> None:
+    """The thresholds above do end one row of a batch before the other."""
+    found = [[max(map(len, opt(random_scores, row, OptTree(5, 8, t)))) for row in ROWS] for t in (0.05, 0.2, 0.3, 0.5, 0.9)]
+    assert any(one != other for one, other in found)
+
+
+def dyspec(row: int, builder: DySpec) -> list[Path]:
+    """DySpec with the whole table at hand: always fill the best open place."""
+    source = draws(row, builder.seed)
+    found: list[Path] = [()]
+    left = {(): table_q((), row, builder)}
+    places: list[tuple[float, int]] = [(-1.0, 0)]
+    while places and len(found) < builder.budget and -places[0][0] >= builder.threshold:
+        value, parent = heapq.heappop(places)
+        path = found[parent]
+        noise = [0.0] * VOCAB if builder.children == "deterministic" else gumbel((VOCAB,), source).tolist()
+        open_ids = [v for v in range(VOCAB) if left[path][v] > 0]
+        choice = max(open_ids, key=lambda v: math.log(left[path][v]) + noise[v])
+        chance = left[path][choice]
+        child = path + (to_target(choice),)
+        found.append(child)
+        left[child] = table_q(child, row, builder)
+        if len(child) < builder.depth:
+            heapq.heappush(places, (value * chance, len(found) - 1))
+        if len(open_ids) > 1:
+            rest = [0.0 if v == choice else chance for v, chance in enumerate(left[path])]
+            left[path] = [chance / sum(rest) for chance in rest]
+            heapq.heappush(places, (value * (1 - chance), parent))
+    return found
+
+
+def table_q(path: Path, row: int, builder: DySpec) -> list[float]:
+    """The tempered distribution after a path."""
+    return (torch.tensor(random_scores(row, path)) / builder.temperature).softmax(-1).tolist()
+
+
+@pytest.mark.parametrize("children", ["deterministic", "without_replacement"])
+@pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("depth, budget, temperature, seed", [(1, 9, 1.0, 0), (2, 5, 0.7, 3), (5, 16, 1.0, 1), (9, 30, 1.5, 2)])
+def test_dyspec_equals_plain_python(
+    children: Literal["deterministic", "without_replacement"],
+    threshold: float,
+    depth: int,
+    budget: int,
+    temperature: float,
+    seed: int,
+) -> None:
+    """Running the drafter as late as possible changes nothing: nodes and draws are those of the plain heap, in order."""
+    builder = DySpec(depth, budget, threshold, children, temperature, seed)
+    tree = grown(lambda: builder)
+    for row in ROWS:
+        assert paths(tree, row) == dyspec(row, builder)
+    assert_rows_alone(lambda: builder)
+
+
+def test_dyspec_draws_without_replacement() -> None:
+    """Over many rows the first two children come as often as q, and q without the first, say; by chi-squared."""
+    rows = range(4000)
+    q = torch.tensor(soft_scores(0, ())).softmax(-1)
+    tree = DySpec(depth=1, budget=3).grow(context(rows), Table(lambda row, path: soft_scores(0, path), rows))
+    observed, expected = torch.zeros(VOCAB, VOCAB), torch.zeros(VOCAB, VOCAB)
+    for one, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
+        observed[one, two] += 1
+    for one, two in itertools.permutations(range(VOCAB), 2):
+        expected[one, two] = len(rows) * q[one] * q[two] / (1 - q[one])
+    real = expected > 0
+    assert observed[~real].sum() == 0
+    assert ((observed - expected)[real] ** 2 / expected[real]).sum() < 67  # 29 degrees of freedom, 1 in 10,000
+
+
+@pytest.mark.parametrize(
+    "build, said",
+    [
+        (lambda: Eagle2(depth=0), "tree.depth=0"),
+        (lambda: Eagle2(budget=1), "tree.budget=1"),
+        (lambda: Eagle2(top_k=0), "tree.top_k=0"),
+        (lambda: Entropy(top_k=0), "tree.top_k=0"),
+        (lambda: OptTree(threshold=-0.5), "tree.threshold=-0.5"),
+        (lambda: DySpec(budget=1), "tree.budget=1"),
+        (lambda: DySpec(temperature=0.0), "tree.temperature=0.0"),
+    ],
+)
+def test_builders_refuse_empty_trees(build: Callable[[], object], said: str) -> None:
+    """A tree that can't draft is refused under the key that asked for it."""
+    with pytest.raises(UserError, match=said):
+        build()

@@ -1,0 +1,232 @@
+"""Fixed trees: the search equals brute force over all trees, and drawing over them a plain Python draw."""
+
+import math
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from spectrain.decoding.calibration import Calibration, Latency
+from spectrain.errors import UserError
+from spectrain.trees import Sequoia, Static
+from spectrain.trees.fixed import sequoia_paths, sequoia_table
+from spectrain.trees.token_tree import Children
+from tests.trees.tables import (
+    ROWS,
+    VOCAB,
+    Path,
+    Table,
+    assert_rows_alone,
+    context,
+    grown,
+    noise,
+    paths,
+    random_scores,
+    soft_scores,
+    to_target,
+)  # fmt: skip
+
+CHILDREN = ("deterministic", "sampled", "without_replacement")
+SHAPES = (
+    [[0]],
+    [[0], [0, 0], [0, 0, 0]],
+    [[0], [1], [2], [0, 0], [0, 1], [2, 0], [2, 0, 0], [2, 0, 1]],
+    [[v] for v in range(9)] + [[3, 0], [8, 0]],  # more choices than there are tokens
+)
+CHANCES = ([0.6, 0.2, 0.1], [0.5, 0.5, 0.0, 0.0], [0.0, 0.3], [0.0, 0.0], [0.1, 0.4, 0.3, 0.1], [1.0], [0.9, 0.05, 0.03, 0.02])
+
+
+@cache
+def all_trees(nodes: int, depth: int, width: int) -> frozenset[frozenset[Path]]:
+    """Every tree of so many nodes, the root included, in which a sibling has all those before it."""
+    if nodes == 1:
+        return frozenset([frozenset()])
+    grown_by_one = set()
+    for tree in all_trees(nodes - 1, depth, width):
+        for path in {(), *tree}:
+            child = (*path, sum(other[:-1] == path for other in tree))
+            if len(child) <= depth and child[-1] < width:
+                grown_by_one.add(tree | {child})
+    return frozenset(grown_by_one)
+
+
+def value(tree: frozenset[Path] | list[Path], hits: list[list[float]]) -> float:
+    """The summed products of the chances along each path, the root being 1."""
+    return 1 + sum(math.prod(hits[depth][choice] for depth, choice in enumerate(path)) for path in tree)
+
+
+def draw(row: int, builder: Static) -> list[Path]:
+    """The nodes of a shape in plain Python: noise is a node's own, whose number counts all nodes ever drafted."""
+    numbers: dict[Path, int] = {(): 0}
+    newest = 1
+    shape = [path for path in builder.paths if max(path) < VOCAB]
+    shape = [path for path in shape if all(path[:n] in shape for n in range(1, len(path)))]
+    found: dict[Path, Path] = {(): ()}
+    for depth in range(1, max(map(len, shape)) + 1):
+        level = [path for path in shape if len(path) == depth]
+        frontier = list(dict.fromkeys(path[:-1] for path in level))
+        width = max(path[-1] for path in level) + 1
+        scores = torch.tensor([random_scores(row, found[path]) for path in frontier])
+        log_q = (scores / builder.temperature).log_softmax(-1)
+        if builder.children == "sampled":
+            mine = [[noise(row, builder.seed, numbers[path], number) for number in range(width)] for path in frontier]
+            ids = torch.stack([torch.stack([(q + z).argmax() for z in each]) for q, each in zip(log_q, mine)])
+        else:
+            if builder.children == "without_replacement":
+                log_q = log_q + torch.stack([noise(row, builder.seed, numbers[path]) for path in frontier])
+            ids = log_q.sort(dim=-1, descending=True).indices
+        numbers |= {path: newest + frontier.index(path[:-1]) * width + path[-1] for path in level}
+        newest += len(frontier) * width
+        for path in level:
+            found[path] = found[path[:-1]] + (to_target(int(ids[frontier.index(path[:-1]), path[-1]])),)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("children", CHILDREN)
+@pytest.mark.parametrize("shape", SHAPES, ids=len)
+@pytest.mark.parametrize("temperature, seed", [(1.0, 0), (0.6, 4)])
+def test_static_equals_plain_python(shape: list[list[int]], children: Children, temperature: float, seed: int) -> None:
+    """A path of choices names the likeliest or drawn tokens; choices beyond the vocabulary are left out."""
+    builder = Static(paths=shape, children=children, temperature=temperature, seed=seed)
+    tree = grown(lambda: builder)
+    assert tree.valid.all() and builder.budget == len(shape) + 1 and builder.depth == max(map(len, shape))
+    for row in ROWS:
+        assert paths(tree, row) == draw(row, builder)
+    assert_rows_alone(lambda: builder)
+
+
+@pytest.mark.parametrize("children", ["sampled", "without_replacement"])
+def test_drawn_siblings_are_distributed_as_q(children: Children) -> None:
+    """Over many rows, pairs of siblings come as often as q times q, or q without the first, say; by chi-squared."""
+    rows = range(4000)
+    q = torch.tensor(soft_scores(0, ())).softmax(-1)
+    tree = Static(paths=[[0], [1]], children=children).grow(context(rows), Table(lambda row, path: soft_scores(0, path), rows))
+    observed = torch.zeros(VOCAB, VOCAB)
+    for one, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
+        observed[one, two] += 1
+    expected = len(rows) * q[:, None] * q
+    if children == "without_replacement":
+        expected = expected.fill_diagonal_(0) / (1 - q[:, None])
+    real = expected > 0
+    assert observed[~real].sum() == 0
+    assert ((observed - expected)[real] ** 2 / expected[real]).sum() < 67  # 29 or 35 degrees of freedom
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("budget, depth, width", [(2, 1, 3), (4, 2, 2), (5, 5, 5), (7, 3, 2), (7, 6, 6), (7, 2, 3)])
+def test_search_equals_exhaustive_search(budget: int, depth: int, width: int, seed: int) -> None:
+    """No connected tree of the budget keeps more than the one that is found; hits fall with the rank, zeros among them."""
+    source = random.Random(seed)
+    hits = []
+    for _ in range(depth):
+        row = sorted((source.random() for _ in range(width)), reverse=True)
+        kept = source.random() / sum(row)
+        hits.append([chance * kept for chance in row[: width - seed % 2]] + [0.0] * (seed % 2))
+    builder = Static(depth, budget)
+    builder.prepare(Calibration(hits, [1] * depth))
+    best = max(value(tree, hits) for tree in all_trees(budget, depth, width))
+    assert value(builder.paths, hits) == pytest.approx(best)
+    assert frozenset(builder.paths) in all_trees(builder.budget, depth, width) and builder.budget <= budget
+    grown(lambda: builder)
+
+
+@pytest.mark.parametrize("chances", CHANCES, ids=str)
+@pytest.mark.parametrize("levels", [1, 2, 3, 4, 7])
+def test_sequoia_table_equals_brute_force(chances: list[float], levels: int) -> None:
+    """T[m][l][b] is the best value among all trees of m nodes, at most l levels and b children of the root."""
+    table = sequoia_table(chances, 7, levels)
+    for nodes in range(1, 8):
+        for level in range(1, levels + 1):
+            found = dict.fromkeys(range(len(chances) + 1), -np.inf)
+            for tree in all_trees(nodes, level - 1, len(chances)):
+                children = sum(len(path) == 1 for path in tree)
+                found[children] = max(found[children], value(tree, [chances] * level))
+            np.testing.assert_allclose(table[nodes, level], list(found.values()), atol=1e-7)
+
+
+@pytest.mark.parametrize("chances", CHANCES, ids=str)
+@pytest.mark.parametrize("nodes", range(2, 8))
+@pytest.mark.parametrize("levels", [2, 3, 7])
+def test_sequoia_paths_reach_the_best_value(chances: list[float], nodes: int, levels: int) -> None:
+    """The paths are a tree of the most nodes that are possible, and no tree of that many keeps more."""
+    found = sequoia_paths(chances, nodes, levels)
+    possible = [trees for n in range(1, nodes + 1) if (trees := all_trees(n, levels - 1, len(chances)))][-1]
+    assert frozenset(found) in possible and len(found) == len(set(found))
+    best = max(value(tree, [chances] * levels) for tree in possible)
+    assert value(found, [chances] * levels) == pytest.approx(best, abs=1e-7)
+
+
+@pytest.mark.parametrize("children", CHILDREN)
+def test_sequoia_grows_what_it_found(children: Children) -> None:
+    """Prepared by measured hits, whose mean over depths weighs by places, its tree is that of their chances."""
+    builder = Sequoia(depth=3, budget=7, children=children)
+    builder.prepare(Calibration([[0.6, 0.2, 0.1], [0.3, 0.3, 0.1]], [30, 10]))
+    assert set(builder.paths) == set(sequoia_paths([0.525, 0.225, 0.1], 7, 4))
+    tree = grown(lambda: builder)
+    for row in ROWS:
+        assert paths(tree, row) == draw(row, builder)
+    assert_rows_alone(lambda: builder)
+
+
+@pytest.mark.parametrize("chances", CHANCES[:2] + CHANCES[4:], ids=str)
+@pytest.mark.parametrize("start, step, base, node", [(0.1, 0.1, 1.0, 0.01), (0.5, 0.3, 1.0, 0.2), (0.0, 0.0, 1.0, 0.5)])
+def test_sequoia_by_measured_time(chances: list[float], start: float, step: float, base: float, node: float) -> None:
+    """The size is the one whose best tree takes the least predicted seconds a token, by brute force."""
+    latency = Latency({0: {1: base + node, 9: base + 9 * node}}, {0: {1: step, 9: 9 * step}}, start)
+    builder = Sequoia(depth=4, budget=7, measured=True)
+    builder.prepare(Calibration([chances], [1], latency))
+    best = {}
+    for nodes in range(2, 8):
+        for levels in range(2, 6):
+            if trees := all_trees(nodes, levels - 1, len(chances)):
+                tokens = max(value(tree, [chances] * 4) for tree in trees)
+                seconds = start + (levels - 1 - 1) * step * max(1, nodes // levels) + base + node * nodes
+                best[nodes, levels] = (seconds / tokens, tokens)
+    nodes, levels = min(best, key=lambda size: best[size])
+    assert builder.budget == nodes and builder.depth <= levels - 1
+    assert value(builder.paths, [chances] * 4) == pytest.approx(best[nodes, levels][1], abs=1e-7)
+
+
+def test_measured_time_chooses_among_sizes() -> None:
+    """Dear nodes give a smaller tree, dear steps a shallower one, than free ones."""
+    sizes = []
+    for step, node in ((1e-6, 1e-6), (1e-6, 1.0), (3.0, 1e-6)):
+        builder = Sequoia(depth=4, budget=7, measured=True)
+        latency = Latency({0: {1: 1 + node, 9: 1 + 9 * node}}, {0: {1: step, 9: step}}, 0.1)
+        builder.prepare(Calibration([[0.6, 0.2, 0.1]], [1], latency))
+        sizes.append((builder.budget, builder.depth))
+    assert sizes[0][0] == 7 and sizes[1][0] < sizes[0][0] and sizes[2][1] < sizes[0][1]
+
+
+@pytest.mark.parametrize(
+    "shape, children, said",
+    [
+        ([[0], [1, 0]], "deterministic", "[1, 0]"),
+        ([[0, 0]], "deterministic", "[0, 0]"),
+        ([[]], "deterministic", "[]"),
+        ([[-1]], "deterministic", "[-1]"),
+        ([[1]], "sampled", "[1]"),
+        ([[0], [1], [1, 1]], "without_replacement", "[1, 1]"),
+    ],
+)
+def test_paths_that_are_no_tree_are_refused(shape: list[list[int]], children: Children, said: str) -> None:
+    """A path without its parent, or without an earlier sibling where children are drawn, is named."""
+    with pytest.raises(UserError) as refused:
+        Static(paths=shape, children=children)
+    assert f"tree.paths: {said} has a parent" in str(refused.value)
+
+
+def test_likeliest_children_may_skip_a_rank() -> None:
+    """Children that are not drawn need no earlier sibling: the second choice alone is a tree."""
+    tree = grown(lambda: Static(paths=[[1], [1, 2]]))
+    ranked = sorted(range(VOCAB), key=lambda v: -random_scores(0, ())[v])
+    assert paths(tree, 0)[1] == (to_target(ranked[1]),)
+
+
+@pytest.mark.parametrize("builder", [Static(), Sequoia()], ids=lambda builder: builder.name)
+def test_unprepared_trees_are_refused(builder: Static) -> None:
+    """A shape that is still to be searched says that it is."""
+    with pytest.raises(UserError, match=f"tree={builder.name}: its shape is not searched yet"):
+        builder.grow(context(), Table(random_scores))

@@ -1,0 +1,278 @@
+"""Trees by measured cost equal a literal reading of their rules over random probability tables."""
+
+import math
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from spectrain.decoding.calibration import Calibration, Latency
+from spectrain.errors import UserError
+from spectrain.trees import Auto, Cast, Eagle2
+from spectrain.trees.base import Round
+from spectrain.trees.measured import Measured, RunningFit, walk_up
+from spectrain.trees.token_tree import TokenTree
+from tests.trees.tables import (
+    ROWS,
+    VOCAB,
+    Path,
+    Scores,
+    Table,
+    assert_rows_alone,
+    best,
+    context,
+    grown,
+    likeliest,
+    paths,
+    random_scores,
+    shared_scores,
+    soft_scores,
+)  # fmt: skip
+
+SIZES = (1, 2, 3, 5, 8, 16, 64)
+
+
+def prepared(
+    builder: Any, step: float = 0.0, base: float = 1.0, node: float = 0.0, start: float = 0.0, context: int = 0
+) -> Any:
+    """A builder that knows the cost of a step over n nodes, step n, and of verifying them, base + node n."""
+    verify, steps = {n: base + node * n for n in SIZES}, {n: step * n for n in SIZES}
+    other = {8: dict.fromkeys(SIZES, 100.0)} if context else {}  # behind a context that is shorter than the rows'
+    builder.prepare(Calibration(latency=Latency({context: verify, **other}, {context: steps, **other}, start)))
+    return builder
+
+
+def walked(gains: list[float], costs: list[float], least: float) -> int:
+    """CAST's rule word by word: k is kept if (u_k - u_k') / (c_k - c_k') > least, k' the last one kept."""
+    u, c, last = {0: math.nan, **dict(enumerate(gains, 1))}, dict(enumerate(costs, 1)), 1
+    for k in range(2, len(gains) + 1):
+        if (u[k] - u[last]) / (c[k] - c[last]) > least:
+            last = k
+    return last
+
+
+@pytest.mark.parametrize("least", [0.0, 0.3, 1.0, 4.0])
+def test_walk_up_equals_the_rule(least: float) -> None:
+    """Over random gains and costs, steps in cost included, as many nodes are taken as the rule says."""
+    source, taken = random.Random(0), set()
+    for _ in range(200):
+        gains = np.cumsum([source.random() for _ in range(12)]).tolist()
+        costs = np.cumsum([source.choice([0.01, 0.5, 2.0]) for _ in range(12)]).tolist()
+        assert walk_up(gains, costs, least) == walked(gains, costs, least)
+        taken.add(walk_up(gains, costs, least))
+    assert len(taken) > 1 or least == 0
+
+
+def cast(builder: Cast, history: list[list[float]], scores: Scores) -> list[list[Path]]:
+    """CAST in plain Python over the rows of a batch; `history` holds how u changed, by level, in earlier rounds."""
+    latency = builder._known()
+    unit = latency.verify(1, 9)
+    nodes: list[list[tuple[Path, float]]] = [[((), 0.0)] for _ in ROWS]
+    frontier, last = nodes, 0.0
+    for level in range(builder.depth):
+        children = [
+            [
+                (child, score + log_q)
+                for path, score in frontier[row]
+                for child, log_q in likeliest(scores, row, path, builder.top_k)
+            ]
+            for row in ROWS
+        ]
+        nodes = [nodes[row] + children[row] for row in ROWS]
+        ranked = [sorted(level, key=lambda child: -child[1]) for level in children]
+        gains = summed(ranked, builder.top_k)
+        costs = [latency.step(k, 9) / unit for k in range(1, len(gains) + 1)]
+        width = walked(gains, costs, builder.breadth_gain)
+        if level:
+            history[level - 1].append(gains[width - 1] / last)
+        last = gains[width - 1]
+        recent = history[level][-builder.memory :]
+        alpha = sum(recent) / len(recent) if recent else 1.0
+        if level + 1 == builder.depth or alpha * last / costs[width - 1] < builder.depth_gain:
+            break
+        frontier = [row[:width] for row in ranked]
+    gains = summed([sorted(row, key=lambda node: -node[1]) for row in nodes], builder.budget)
+    size = walked(gains, [latency.verify(k, 9) / unit for k in range(1, len(gains) + 1)], builder.size_gain)
+    return [best(row, max(2, size)) for row in nodes]
+
+
+def summed(ranked: list[list[tuple[Path, float]]], count: int) -> list[float]:
+    """u_k: the probabilities of the k best nodes, summed, on average over rows."""
+    return np.cumsum([np.mean([math.exp(score) for _, score in rank]) for rank in list(zip(*ranked))[:count]]).tolist()
+
+
+@pytest.mark.parametrize("step, node", [(0.01, 0.01), (0.05, 0.05), (0.1, 0.02), (0.3, 0.1), (0.02, 0.3)])
+@pytest.mark.parametrize("depth, budget, top_k, memory", [(1, 5, 3, 1), (4, 16, 4, 2), (6, 40, 6, 3)])
+def test_cast_equals_plain_python(step: float, node: float, depth: int, budget: int, top_k: int, memory: int) -> None:
+    """Round after round, with what it remembers of earlier ones, the nodes are those of the plain construction."""
+    builder = prepared(Cast(depth, budget, top_k, memory=memory), step, 1.0, node, context=16)
+    history: list[list[float]] = [[] for _ in range(depth)]
+    for turn in range(5):
+
+        def scores(row: int, path: Path, turn: int = turn) -> list[float]:
+            return random_scores(10 * turn + row, path)
+
+        table = Table(scores)
+        tree = builder.grow(context(), table)
+        tree.check()
+        assert tree.valid.all() and tree.tokens.shape[1] <= budget and len(table.given[0]) - 1 <= builder.drafted
+        assert [paths(tree, row) for row in ROWS] == cast(builder, history, scores)
+    assert [list(level) for level in builder.change] == [pytest.approx(level[-memory:]) for level in history]
+
+
+@pytest.mark.parametrize("depth, budget, top_k", [(1, 4, 3), (2, 11, 3), (3, 30, 4)])
+def test_cast_takes_everything_that_is_free(depth: int, budget: int, top_k: int) -> None:
+    """Where steps and nodes cost nothing more, its tree is EAGLE-2's."""
+    tree = grown(lambda: prepared(Cast(depth, budget, top_k)), soft_scores)
+    eagle2 = grown(lambda: Eagle2(depth, budget, top_k), soft_scores)
+    assert torch.equal(tree.tokens, eagle2.tokens) and torch.equal(tree.parents, eagle2.parents)
+
+
+def test_cast_stays_small_where_nodes_cost_more_than_a_token() -> None:
+    """No node is worth its cost: one is drafted, since a tree has one, and the drafter takes no further step."""
+    builder, table = prepared(Cast(), step=2.0, base=0.0, node=1.0), Table(random_scores)
+    tree = builder.grow(context(), table)
+    assert tree.tokens.shape[1] == 2 and len(table.given[0]) == 1
+
+
+def test_cast_depth_stops_where_a_level_gains_less_than_it_costs() -> None:
+    """The dearer a step, the shallower; a row that promises nothing is drafted one level deep."""
+    depths = []
+    for step in (0.001, 0.1, 0.3, 5.0):
+        tree = grown(lambda step=step: prepared(Cast(depth=8, top_k=1), step))  # type: ignore[misc]
+        depths.append(int(tree.depths.max()))
+    assert depths[0] == 8 and depths[-1] == 1 and depths == sorted(depths, reverse=True) and len(set(depths)) > 2
+
+
+@pytest.mark.parametrize("name", [Cast, Auto])
+@pytest.mark.parametrize("step, node", [(0.0, 0.0), (0.02, 0.03), (0.3, 0.3)])
+def test_measured_trees_are_sound(name: type[Measured], step: float, node: float) -> None:
+    """Trees are well formed, and equal rows have the tree that each has alone."""
+
+    def make() -> Any:
+        return prepared(name(depth=4, budget=16, top_k=3), step, 1.0, node, 0.01)  # type: ignore[call-arg]
+
+    grown(make)
+    assert_rows_alone(make, shared_scores)
+
+
+@pytest.mark.parametrize("name", [Cast, Auto])
+def test_untimed_builders_are_refused(name: type[Measured]) -> None:
+    """A builder that nothing was timed for says so."""
+    builder = name()
+    with pytest.raises(UserError, match=f"tree={builder.name}: nothing is timed yet"):
+        builder.grow(context(), Table(random_scores))
+
+
+def every_score(scores: Scores, row: int, depth: int) -> list[float]:
+    """The scores of all paths down to a depth, from the best on."""
+    level, found = [((), 0.0)], [0.0]
+    for _ in range(depth):
+        level = [(child, score + log_q) for path, score in level for child, log_q in likeliest(scores, row, path)]
+        found += [score for _, score in level]
+    return sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize("scores", [random_scores, soft_scores])
+@pytest.mark.parametrize("start, base, node", [(0.1, 1.0, 0.01), (0.0, 1.0, 0.05), (0.3, 0.5, 0.15), (0.0, 0.1, 1.0)])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_auto_maximises_expected_speed(scores: Scores, start: float, base: float, node: float, depth: int) -> None:
+    """Where steps are free and nothing is pruned, the size is the best of all by brute force."""
+    tree = grown(lambda: prepared(Auto(depth, 40, VOCAB), 0.0, base, node, start), scores)
+    ranked = [every_score(scores, row, depth)[:40] for row in ROWS]
+    tokens = np.cumsum(np.exp(ranked).mean(0))
+    speed = [tokens[n - 1] / (start + base + node * n) for n in range(1, len(tokens) + 1)]
+    assert tree.tokens.shape[1] == max(2, int(np.argmax(speed)) + 1)
+
+
+def test_auto_drafts_one_level_where_steps_are_dear() -> None:
+    """Where a further step takes longer than the tokens it promises, none is taken; free steps go all the way."""
+    for step, given in ((10.0, 0), (0.0, 9)):
+        table = Table(random_scores)
+        prepared(Auto(depth=4, budget=30, top_k=3), step).grow(context(), table)
+        assert len(table.given[0]) - 1 == given
+
+
+def observed(builder: Auto, tree: TokenTree, counts: list[int], node: float) -> None:
+    """Tell a builder what became of its round, at the costs it was prepared with."""
+    seconds = {"draft": builder.start_seconds + (builder.levels - 1) * builder.step_seconds, "accept": 0.0}
+    seconds["verify"] = 1 + node * tree.tokens.shape[1]
+    builder.observe(Round(tree, torch.zeros(0), torch.tensor(counts), seconds))
+
+
+def test_auto_shrinks_where_nothing_is_kept() -> None:
+    """Once its drafts keep failing the tree falls to its least size, and grows back when they hold."""
+    builder = prepared(Auto(depth=4, budget=40, top_k=4, memory=8), 0.01, 1.0, 0.03, 0.01)
+    sizes = []
+    for turn in range(240):
+        tree = builder.grow(context(), Table(random_scores))
+        sizes.append(tree.tokens.shape[1])
+        observed(builder, tree, [1, 1] if turn < 80 else [int(tree.depths.max()) + 1] * 2, 0.03)
+    assert sizes[0] > 4 and sizes[79] == 2 and sizes[-1] > 4
+
+
+def test_auto_learns_how_often_each_depth_comes_true() -> None:
+    """With a memory of one round the means are the last row's: its predicted and its kept nodes; done rows teach nothing."""
+    builder = prepared(Auto(depth=3, budget=16, top_k=3, memory=1), 0.001, 1.0, 1e-4)
+    tree = builder.grow(context(), Table(soft_scores))
+    observed(builder, tree, [2, 0], 1e-4)
+    expected, kept = np.zeros(4), paths(tree, 0)
+    for path in kept:
+        log_q = [dict(likeliest(soft_scores, 0, path[:n]))[path[: n + 1]] for n in range(len(path))]
+        expected[len(path)] += math.exp(sum(log_q))
+    assert builder.levels == 3 and set(map(len, kept)) == {0, 1, 2, 3}
+    assert builder.predicted == pytest.approx(expected[1:]) and builder.observed.tolist() == [1, 0, 0]
+
+
+def test_running_fit_recovers_a_line() -> None:
+    """Points on b0 + b1 n give b0 and b1, whatever the order; a single size gives a constant."""
+    fit = RunningFit(memory=5)
+    fit.add(7, 0.3)
+    assert fit(1) == fit(50) == pytest.approx(0.3)
+    fit = RunningFit(memory=5)
+    for size in (1, 9, 4, 9, 30, 2):
+        fit.add(size, 0.25 + 0.04 * size)
+    assert (fit.base, fit.slope) == (pytest.approx(0.25), pytest.approx(0.04))
+    assert fit(100) == pytest.approx(4.25)
+
+
+def test_running_fit_follows_a_change() -> None:
+    """After enough rounds on another line, that line is the fit."""
+    fit = RunningFit(memory=20)
+    for base, slope in ((1.0, 0.1), (3.0, 0.5)):
+        for turn in range(600):
+            size = (1, 8, 20)[turn % 3]
+            fit.add(size, base + slope * size)
+    assert (fit.base, fit.slope) == (pytest.approx(3.0), pytest.approx(0.5))
+
+
+@pytest.mark.parametrize("memory", [1, 4, 50])
+def test_running_fit_weighs_stale_sizes_less(memory: int) -> None:
+    """It is the least-squares line through each size's running average, weighted by exp(-staleness)."""
+    fit, average, seen = RunningFit(memory), {}, {}
+    source = random.Random(memory)
+    for now in range(1, 40):
+        size, seconds = source.choice([1, 2, 6, 11]), source.random()
+        size = 30 if now == 3 else size  # seen once
+        seconds += 0.2 * size
+        average[size] = seconds if size not in average else 0.9 * average[size] + 0.1 * seconds
+        seen[size] = now
+        fit.add(size, seconds)
+        if len(average) > 1:
+            roots = [math.exp(-(now - seen[n]) / memory / 2) for n in average]  # polyfit squares them
+            slope, base = np.polyfit(list(average), list(average.values()), 1, w=roots)
+            assert (fit.base, fit.slope) == (pytest.approx(base, abs=1e-5), pytest.approx(slope, abs=1e-5))
+
+
+def test_running_fit_never_falls_with_size() -> None:
+    """Noise that makes larger trees look faster gives a flat line at the mean, and no time is below zero."""
+    fit = RunningFit(memory=1000)
+    fit.add(1, 2.0)
+    fit.add(5, 1.0)
+    assert fit.slope == 0 and fit(3) == pytest.approx(1.5, abs=1e-3)
+    fit = RunningFit(memory=1000)
+    fit.add(5, 1.0)
+    fit.add(9, 5.0)
+    assert fit.base + fit.slope < 0 < fit(1)

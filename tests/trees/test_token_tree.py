@@ -1,0 +1,91 @@
+"""A token tree's ancestors, depths and words equal a walk from every node to its root; malformed trees are caught."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.trees.token_tree import TokenTree
+
+SIZES = [1, 2, 5, 63, 64, 65, 100]
+BATCH = 3
+
+
+def grow(shape: str, num_nodes: int) -> Tensor:
+    """Parents [B, N] of chains, stars or trees that differ from row to row."""
+    index = torch.arange(num_nodes).expand(BATCH, -1)
+    parents = {
+        "chain": index - 1,
+        "star": (index > 0).long() - 1,
+        "random": (torch.rand(BATCH, num_nodes) * index).long(),
+    }[shape].clone()
+    parents[:, 0] = -1
+    return parents
+
+
+def climb(parents: list[int], node: int) -> list[int]:
+    """The node and its ancestors, root last."""
+    path = [node]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    return path
+
+
+@pytest.mark.parametrize("shape", ["chain", "star", "random"])
+@pytest.mark.parametrize("num_nodes", SIZES)
+def test_ancestors_depths_and_words_equal_a_climb(shape: str, num_nodes: int) -> None:
+    """Every node sees its path to the root, is as deep as that path is long, and its words hold one bit for each step."""
+    parents = grow(shape, num_nodes)
+    tree = TokenTree.of(torch.arange(num_nodes).expand(BATCH, -1), parents)
+    tree.check()
+    assert tree.words.shape == (BATCH, num_nodes, (num_nodes + 63) // 64)
+    assert tree.words.dtype == tree.depths.dtype == torch.int64
+    for row in range(BATCH):
+        for node in range(num_nodes):
+            path = climb(parents[row].tolist(), node)
+            assert tree.ancestors[row, node].nonzero().flatten().tolist() == sorted(path)
+            assert tree.depths[row, node] == len(path) - 1
+            bits = sum((word % 2**64) << 64 * w for w, word in enumerate(tree.words[row, node].tolist()))
+            assert bits == sum(1 << ancestor for ancestor in path)
+
+
+@pytest.mark.parametrize("num_nodes", SIZES)
+def test_a_chain_is_a_tree_of_width_one(num_nodes: int) -> None:
+    """`chain` gives every token the one before it as parent, all valid and emitted."""
+    tree = TokenTree.chain(torch.full((BATCH, num_nodes), 7))
+    tree.check()
+    assert torch.equal(tree.parents, grow("chain", num_nodes))
+    assert torch.equal(tree.ancestors, torch.ones(BATCH, num_nodes, num_nodes).tril().bool())
+    assert tree.valid.all() and tree.emitted.all()
+
+
+@pytest.mark.parametrize(
+    ("parents", "reason"),
+    [
+        ([-1, 2, 0], "before"),  # node 1 hangs from node 2, which comes after it
+        ([-1, 1, 0], "before"),  # node 1 hangs from itself
+        ([-1, -1, 0], "before"),  # two roots
+        ([0, 0, 0], "root"),
+    ],
+)
+@pytest.mark.parametrize("row", range(BATCH))
+def test_check_catches_a_child_before_its_parent(parents: list[int], reason: str, row: int) -> None:
+    """One malformed row among good ones is enough."""
+    batch = torch.tensor([[-1, 0, 1]] * BATCH)
+    batch[row] = torch.tensor(parents)
+    with pytest.raises(AssertionError, match=reason):
+        TokenTree.of(torch.arange(3).expand(BATCH, -1), batch).check()
+
+
+@pytest.mark.parametrize("children", ["deterministic", "without_replacement"])
+def test_check_catches_twin_siblings(children: str) -> None:
+    """Two children of one node may not carry one token, unless one is padding or they were sampled with replacement."""
+    tokens = torch.tensor([[1, 2, 3, 4, 4]]).repeat(BATCH, 1)
+    cousins, twins = torch.tensor([[-1, 0, 0, 1, 2]]).repeat(BATCH, 1), torch.tensor([[-1, 0, 0, 1, 1]]).repeat(BATCH, 1)
+    every = torch.ones_like(tokens, dtype=torch.bool)
+    TokenTree(tokens, cousins, every, every, children).check()  # type: ignore[arg-type]
+    TokenTree(tokens, twins, every, every, "sampled").check()
+    padded = every.clone()
+    padded[:, 4] = False
+    TokenTree(tokens, twins, padded, every, children).check()  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="distinct"):
+        TokenTree(tokens, twins, every, every, children).check()  # type: ignore[arg-type]
