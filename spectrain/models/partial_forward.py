@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +15,8 @@ from torch import Tensor
 from spectrain.features.batch import Features, Layer
 from spectrain.trees.token_tree import TokenTree
 
-if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
+from .kv_cache import TreeCache
+from .target import Target
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Level:
     visible: Tensor  # [B, F, M + F] which nodes of the round each one sees
 
 
-class Shallow:
+class PartialForward:
     """Nodes behind the committed tokens that only a part of the target has run, in the order they were given.
 
     That part is the layers before `last` without those `skipped`. What it computed below `exit`, the first layer that was
@@ -37,11 +36,13 @@ class Shallow:
     and `finish` runs a tree from there. So no layer below `exit` runs a node twice.
     """
 
-    def __init__(self, context: Context, last: int, skipped: Collection[int] = (), layers: tuple[Layer, ...] = ()) -> None:
-        self.target, self.cache = context.target, context.cache
+    def __init__(
+        self, target: Target, cache: TreeCache, last: int, skipped: Collection[int] = (), layers: tuple[Layer, ...] = ()
+    ) -> None:
+        self.target, self.cache = target, cache
         self.last, self.skipped, self.layers = last, skipped, layers
         self.exit = min((last, *skipped))
-        batch, device = len(context.root), context.root.device
+        batch, device = len(cache.lengths), cache.lengths.device
         below = {k for k in layers if isinstance(k, int) and k < self.exit}
         self.kept: tuple[int, ...] = (*sorted(below), self.exit)
         self.tokens = torch.zeros(batch, 0, dtype=torch.int64, device=device)  # [B, M]

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from spectrain.decoding.loop import Context
+from spectrain.drafters.context import Context
 from spectrain.features.batch import Layer
 from spectrain.models.partial_forward import Level, Shallow
 from spectrain.models.target import Target
@@ -151,7 +151,7 @@ def test_finishing_equals_verifying(
     for seed in range(3):
         random, case = Random(seed), Case(target, lengths)
         tree = case.tree(children, random)
-        shallow = Shallow(case.context, last, skipped, EVERY)
+        shallow = PartialForward(case.context, last, skipped, EVERY)
         give(shallow, tree, random)
         assert_verified(case, shallow, tree, random)
 
@@ -162,7 +162,7 @@ def test_only_the_features_that_are_asked_for(target: Target, lengths: list[int]
     """Whether layers lie below, at or above the exit, features are these layers' in their order."""
     random, case = Random(0), Case(target, lengths, layers)
     tree = case.tree("deterministic", random)
-    shallow = Shallow(case.context, 2, layers=layers)
+    shallow = PartialForward(case.context, 2, layers=layers)
     give(shallow, tree, random)
     assert_verified(case, shallow, tree, random)
 
@@ -172,7 +172,7 @@ def test_only_the_features_that_are_asked_for(target: Target, lengths: list[int]
 def test_drafting_sees_what_its_layers_say(target: Target, last: int, skipped: tuple[int, ...], lengths: list[int]) -> None:
     """Given level by level, nodes have the states and positions of one run of the same layers over all of them."""
     random, case = Random(1), Case(target, lengths)
-    given, levels = give(Shallow(case.context, last, skipped, EVERY), case.tree("deterministic", random), random)
+    given, levels = give(PartialForward(case.context, last, skipped, EVERY), case.tree("deterministic", random), random)
     positions = case.fresh.lengths[:, None] + given.depths
     expected = target.run(
         given.tokens, positions, given.ancestors, case.fresh, (min((last, *skipped)), "final"), last=last, skipped=skipped
@@ -206,7 +206,7 @@ def test_deeper_and_smaller_trees_equal_verifying(
     for seed in range(2):
         random, case = Random(seed), Case(target, lengths)
         tree = case.tree(children, random)
-        shallow = Shallow(case.context, last, skipped, EVERY)
+        shallow = PartialForward(case.context, last, skipped, EVERY)
         if drafted:
             give(shallow, tree, random)
         shallow.deepen(tree, deeper)
@@ -245,7 +245,7 @@ def test_no_layer_runs_a_node_twice(target: Target, children: Children, deeper: 
     for seed in range(12):
         random, case = Random(seed), Case(target, [9])
         tree = case.tree(children, random)
-        shallow = Shallow(case.context, 2, (), EVERY)
+        shallow = PartialForward(case.context, 2, (), EVERY)
         with counted(target) as calls:
             given, _ = give(shallow, tree, random)
             if deeper is not None:
