@@ -80,10 +80,10 @@ class HeldContext(Context):
 class Log:
     """The lines of up to K rounds, kept on the device until the host looks: tokens, how many of them count, other numbers."""
 
-    def __init__(self, rounds: int, batch: int, width: int, device: torch.device) -> None:
-        self.width = width
-        self.slot = torch.zeros(1, dtype=torch.int64, device=device)
-        self.lines = torch.zeros(rounds, batch, width + 4, dtype=torch.int64, device=device)
+    def __init__(self, rounds: int, emitted: Tensor) -> None:
+        batch, self.width = emitted.shape
+        self.slot = torch.zeros(1, dtype=torch.int64, device=emitted.device)
+        self.lines = torch.zeros(rounds, batch, self.width + 4, dtype=torch.int64, device=emitted.device)
 
     def write(self, outcome: Outcome) -> None:
         numbers = [outcome.counts[:, None], outcome.tree.numbers[:, :3]]
@@ -303,7 +303,7 @@ class Captured:
                     state.tensors[name] = torch.empty_like(value)
                 setattr(self.drafter, name, state.tensors[name].copy_(value))
         if state.log is None:
-            state.log = Log(self.every, *outcome.emitted.shape, device=outcome.emitted.device)
+            state.log = Log(self.every, outcome.emitted)
         state.log.write(outcome)
 
     def _backend(self) -> str | None:
