@@ -15,7 +15,8 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.shared.losses import Loss
 from spectrain.drafters.shared.vocabulary import Supervision, VocabularyDrafter
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Layer
+from spectrain.features.batch import Batch
+from spectrain.models.features import Layer
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft, Rollout
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from spectrain.drafters.base import Drafter, Drafts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.features.batch import Features
+from spectrain.models.compiled_layers import compiled_call, compiled_layers
+from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.replaced_forward import compiled_call, compiled_layers
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft, RootAlone, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -313,7 +313,8 @@ class Captured:
     def compiling(self) -> AbstractContextManager[None]:
         """Compiled layers, of the drafter's own model too."""
         backend = self._backend()
-        return nullcontext() if backend is None else compiled_layers([self.target, *self._models], backend)
+        layers = [layer for model in (self.target, *self._models) for layer in model.layers]
+        return nullcontext() if backend is None else compiled_layers(layers, backend)
 
     def _size(self, prompts: list[list[int]], max_new_tokens: int) -> tuple[int, int]:
         return len(prompts), bucket(max(map(len, prompts)) + max_new_tokens + 1)

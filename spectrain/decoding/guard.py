@@ -9,7 +9,7 @@ from torch import Tensor
 from spectrain.drafters.base import Drafts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.features.batch import Features
+from spectrain.models.features import Features
 from spectrain.trees.base import Draft, Round, TreeBuilder, WrappedBuilder
 from spectrain.trees.token_tree import Accepted, TokenTree
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from spectrain.drafters.base import Drafter, Drafts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.features.batch import Features, Layer
+from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft, RootAlone, Round, TreeBuilder

@@ -13,7 +13,7 @@ from torch import Tensor
 from spectrain.drafters.base import Drafts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.features.batch import Features
+from spectrain.models.features import Features
 from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from spectrain.features.batch import Features, Layer
+from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target

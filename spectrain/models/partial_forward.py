@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.features.batch import Features, Layer
 from spectrain.trees.token_tree import TokenTree
 
+from .features import Features, Layer
+from .forward_plan import ForwardPlan, Part
 from .kv_cache import TreeCache
 from .target import Target
 
@@ -68,7 +69,15 @@ class PartialForward:
         later = tuple(layer for layer in self.layers if layer not in self.kept)
         positions = self.cache.lengths[:, None] + tree.depths
         seen = self.target.run(
-            tree.tokens, positions, tree.ancestors, self.cache, later, self.exit, hidden=self.hidden[:, :, -1], logits=True
+            tree.tokens,
+            ForwardPlan(
+                layers=later,
+                logits=True,
+                positions=positions,
+                mask=tree.ancestors,
+                cache=self.cache,
+                part=Part(first=self.exit, hidden=self.hidden[:, :, -1]),
+            ),
         )
         states = [self.hidden[:, :, self.kept.index(k)] if k in self.kept else seen.at(k) for k in self.layers]
         return Features(tree.tokens, self.layers, torch.stack(states, dim=2) if states else seen.hidden, seen.logits)
@@ -107,7 +116,14 @@ class PartialForward:
         positions = self.cache.lengths[:, None] + tree.depths
         reached: tuple[Layer, ...] = (*between, layer)
         seen = self.target.run(
-            tree.tokens, positions, tree.ancestors, self.cache, reached, self.exit, layer, self.hidden[:, :, -1]
+            tree.tokens,
+            ForwardPlan(
+                layers=reached,
+                positions=positions,
+                mask=tree.ancestors,
+                cache=self.cache,
+                part=Part(first=self.exit, last=layer, hidden=self.hidden[:, :, -1]),
+            ),
         )
         self.cache.forget()
         self.hidden = torch.cat([self.hidden, seen.hidden], dim=2)
@@ -127,7 +143,12 @@ class PartialForward:
     def _append(self, tokens: Tensor, depths: Tensor, visible: Tensor, last: int, skipped: Collection[int]) -> Features:
         positions = self.cache.lengths[:, None] + depths
         layers: tuple[Layer, ...] = (*self.kept, "final")
-        seen = self.target.run(tokens, positions, visible, self.cache, layers, last=last, skipped=skipped)
+        seen = self.target.run(
+            tokens,
+            ForwardPlan(
+                layers=layers, positions=positions, mask=visible, cache=self.cache, part=Part(last=last, skipped=skipped)
+            ),
+        )
         kept = seen.hidden[:, :, :-1]
         self.hidden = kept if self.hidden is None else torch.cat([self.hidden, kept], dim=1)
         return seen

@@ -15,7 +15,8 @@ from ..base import Abilities, Capture, Drafter, DraftingCost
 from ..context import Context
 
 if TYPE_CHECKING:
-    from spectrain.models.target import Head, Target
+    from spectrain.models.head import Head
+    from spectrain.models.target import Target
 
 
 class SelfDrafter(Drafter):
