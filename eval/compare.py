@@ -176,7 +176,8 @@ class Contest:
     def settings(self, group: str, name: str) -> DictConfig:
         """The whole configuration of one, its tree and data those of all."""
         tree = HydraConfig.get().runtime.choices["tree"]
-        if group == "drafter" and get_object(compose("train", overrides=[f"drafter={name}"]).drafter["_target_"]).copies_text:
+        node = compose("train", overrides=[f"drafter={name}"]).drafter if group == "drafter" else None
+        if node is not None and get_object(node["_target_"]).abilities.copies_text:
             tree = "chain"  # it knows one continuation only
         alike = ["++eval.baselines=[chain]", "++eval.oracle=false"]
         config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *alike, *self.passed])

@@ -14,7 +14,7 @@ from torch import Tensor
 from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decoding.loop import Context
+from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
 from spectrain.features.sources import Live
 from spectrain.models.target import Target

@@ -9,20 +9,22 @@ import time
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy
-from spectrain.decoding.captured import Engine, Marks, State, bucket
-from spectrain.decoding.loop import PARTS, Context, Generation
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy
+from spectrain.decoding.captured import Captured, Marks, State, bucket
+from spectrain.decoding.generation import PARTS, Generation
+from spectrain.decoding.loop import Request
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
 from spectrain.models.device import wait
 from spectrain.models.target import Target
 from spectrain.trees import Static, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted, TokenTree
 
 from .measure import check_alive, reason
 
@@ -91,21 +93,25 @@ class Given(Drafter):
         self.register_buffer("parents", torch.tensor(parents, device=device))
         self.register_buffer("choices", torch.tensor([path[-1] for path in builder.paths], device=device))
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        root = context.root[:, None]
-        tokens = torch.cat([root, self.choices.expand(len(root), -1)], dim=1)
-        tree = TokenTree.of(tokens, self.parents.expand_as(tokens))
-        return replace(tree, height=budget.depth, most_children=budget.budget)
+    def draft(self, context: Context) -> Draft:
+        builder = context.builder
+
+        def complete(root: TokenTree) -> TokenTree:
+            tokens = torch.cat([root.tokens, self.choices.expand(len(root.tokens), -1)], dim=1)
+            tree = TokenTree.of(tokens, self.parents.expand_as(tokens))
+            return replace(tree, height=builder.depth, most_children=builder.budget)
+
+        return Draft(complete=complete)
 
 
 def given_tree(nodes: int, depth: int) -> Static:
     return Static(paths=given_paths(nodes, depth))
 
 
-class Ungraphed(Engine):
+class Ungraphed(Captured):
     """The same rounds, launched one by one."""
 
-    def _capture(self, state: State) -> None: ...
+    def _capture(self) -> None: ...
 
 
 @dataclass
@@ -147,14 +153,14 @@ class Sample:
 class Course:
     """An engine that stands at a place, warm, and goes from its prefix as often as it is asked."""
 
-    def __init__(self, engine: Engine, place: Place) -> None:
+    def __init__(self, engine: Captured, place: Place) -> None:
         self.engine, self.place = engine, place
         engine.drafter = copy(engine.drafter)  # whose weights are shared; its caches are not
-        self.state = engine._state(place.batch, place.bound)
+        self.state = engine.sized(place.batch, place.bound)
         place.lend(self.state)
-        engine._begin([[1] * SHORT] * place.batch, place.bound - SHORT - 1, None, frozenset())
+        engine.start(Request([[1] * SHORT] * place.batch, place.bound - SHORT - 1, list(range(place.batch)), frozenset()))
         self.state.context.tokens.random_(engine.target.head.vocab_size)
-        self.state.active.fill_(True)
+        self.state.context.active.fill_(True)
         self._look()  # at a drafter's first round, which reads the prompt
         caches = [held for held in self._drafter_caches if held.storage is not None]
         for cache in caches:
@@ -176,18 +182,19 @@ class Course:
         context.cache.lengths.fill_(prefix)
         for cache in self._drafter_caches:
             cache.lengths.copy_(context.cache.lengths - context.counts)  # what was committed last is still to be read
-        self.state.active.fill_(True)
-        self.state.left.fill_(ENDLESS)
+        context.active.fill_(True)
+        context.left.fill_(ENDLESS)
         if self.state.log is not None:
             self.state.log.slot.zero_()
         wait(self.engine.target.device)
 
     def _look(self, looks: int = 1) -> Generation:
         """Go on for some looks of the host; what the first row saw."""
-        generations = [Generation([0], batch=self.place.batch) for _ in range(self.place.batch)]
+        seen = Generation([0], batch=self.place.batch)
         for _ in range(looks):
-            self.engine._advance(self.state, generations, frozenset(), ENDLESS)
-        return generations[0]
+            for lines, seconds in self.engine.rounds(ENDLESS):
+                seen.note(lines[0], seconds)
+        return seen
 
     def sample(self, tau: float = 1.0, looks: int = 2) -> Sample:
         """Some rounds from the prefix on, timed as decoding is."""
@@ -204,25 +211,24 @@ class Course:
         self.reset()
         device = self.engine.target.device
         marks = Marks(device)
-        run = self.state.graphs[part].replay if self.state.graphs else partial(self._part, part)
-        with self.engine._compiling(self.state):
-            marks()
+        if not self.state.graphs:  # nothing holds a part alone: it is timed inside of rounds
             for _ in range(launches):
-                run()
-            marks()
+                self.engine.play_round(marks)
+            wait(device)
+            return sum(laps[PARTS[part]] for laps in marks.laps()) / launches
+        marks()
+        for _ in range(launches):
+            self.state.graphs[part].replay()
+        marks()
         wait(device)
-        return marks._between(*marks.made) / launches
-
-    def _part(self, part: int) -> None:
-        self.engine._parts[part](self.state)
-        self.state.context.cache.forget()
+        return marks.between(*marks.made) / launches
 
     def synchronisations(self) -> str | None:
         """Run one round, not a replay, in which waiting for the device is an error: the error, or None. Only a GPU can tell."""
         self.reset()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            self.engine._round(self.state, Marks(self.engine.target.device))
+            self.engine.play_round(Marks(self.engine.target.device))
         except Exception as error:
             return reason(error)
         finally:
@@ -232,8 +238,8 @@ class Course:
         return None
 
 
-Make = Callable[[type[Engine], str | None], Engine]
-WAYS: tuple[tuple[type[Engine], str | None], ...] = ((Engine, "auto"), (Engine, None), (Ungraphed, None))
+Make = Callable[[type[Captured], str | None], Captured]
+WAYS: tuple[tuple[type[Captured], str | None], ...] = ((Captured, "auto"), (Captured, None), (Ungraphed, None))
 
 
 def set_out(make: Make, place: Place, notes: dict[str, str]) -> Course:
@@ -251,7 +257,7 @@ def engine_maker(place: Place, rounds: int, drafter: Drafter | None = None, buil
     """What makes an engine at a place: autoregressive, or with a drafter whose drafts are kept by script."""
     device = place.target.device
 
-    def make(kind: type[Engine], backend: str | None) -> Engine:
+    def make(kind: type[Captured], backend: str | None) -> Captured:
         rule = Greedy() if drafter is None else Forced(place.bound + SPARE, device)
         return kind(place.target, rule, drafter, builder, rounds, backend)
 

@@ -1,6 +1,6 @@
 """The contract that every family of drafters fulfils. Shapes: B batch, T tokens, K draft steps.
 
-A family is one class in one file: `loss` trains it, `propose` decodes with it, side by side so that they agree.
+A family is one class in one file: `loss` trains it, `draft` decodes with it, side by side so that they agree.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Features, Layer
-from spectrain.trees.base import TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.models.target import Target
+from spectrain.trees.base import Draft, TreeBuilder
+from spectrain.trees.token_tree import Accepted, TokenTree
 
-if TYPE_CHECKING:
-    from spectrain.decoding.acceptance import Accepted
-    from spectrain.decoding.loop import Context
-    from spectrain.models.target import Target
+from .context import Context
 
 
 @dataclass
@@ -39,32 +37,91 @@ class Losses:
         return sum(self.terms.values())  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class Capture:
+    """Drafting without a host-device synchronisation, so that a CUDA graph can hold a round."""
+
+    carried: tuple[str, ...] = ()  # attributes that one round leaves to the next: a cache, or tensors
+    keeps_drafts: bool = False  # it verifies from where its drafts stopped, so trees must hold all of them
+
+
+@dataclass(frozen=True)
+class Exits:
+    """Drafting from any layer of the target."""
+
+    at: Callable[[Any, int, Target], Drafter]  # (drafter, exit, target): the same, sharing its weights, with another early exit
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A search of settings before decoding, on the target's own greedy answers to prompts that are not scored."""
+
+    is_open: Callable[[Any], bool]  # (drafter): whether there is something to search
+    answer_tokens: Callable[[Any], int]  # (drafter): of each answer
+    search: Callable[[Any, Target, list[tuple[list[int], list[int]]], int], None]  # (drafter, target, texts, depth of trees)
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What a family can do beyond drafting; None or False where it cannot."""
+
+    capture: Capture | None = None
+    exits: Exits | None = None
+    tuning: Tuning | None = None
+    adapts_layers: bool = False  # it changes what single layers of the target compute, so no compilation serves them all
+    copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and nothing is drawn
+
+
+@dataclass(frozen=True)
+class DraftingCost:
+    """What drafting takes, for the room of caches and the floor of its time."""
+
+    extra_nodes: Callable[[Any, TreeBuilder], int] = lambda drafter, builder: 0  # of a tree, beyond the budget
+    passes: Callable[[Any, float], float] = lambda drafter, depth: depth  # how often drafting so deep reads all of the weights
+    weights: Callable[[Any, Target], nn.Module] = lambda drafter, target: drafter  # what a draft step reads
+    verified_from: Callable[[Any], int] = lambda drafter: 0  # the first layer that drafting leaves to verification
+
+
+@dataclass(frozen=True)
+class SavedFiles:
+    """How a drafter lies on the disk. `settings` are what its description takes from it instead of from the command, so that
+    it loads alone; `layout` says where tensors go that do not stay in model.safetensors: name -> (file, name there);
+    `sidecars` are further files, for tools that read its layout: name -> text."""
+
+    shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
+    settings: Callable[[Any], dict[str, Any]] = lambda drafter: {}
+    layout: Callable[[Any], dict[str, tuple[str, str]]] = lambda drafter: {}
+    sidecars: Callable[[Any], dict[str, str]] = lambda drafter: {}
+
+
+class Drafts(Protocol):
+    """What a round asks of a drafter, or of what is wrapped around one."""
+
+    def draft(self, context: Context) -> Draft: ...
+
+    def verify(self, context: Context, tree: TokenTree) -> Features: ...
+
+    def commit(self, context: Context, accepted: Accepted) -> None: ...
+
+
 class Drafter(nn.Module, ABC):
-    """Guesses what its target will say next. Runtime objects enter the constructor by one keyword, `target`."""
+    """Guesses what its target will say next. Runtime objects enter the constructor by one keyword, `target`.
+
+    What only some families have is declared as an object: a value of the class, or of an instance where it depends on its
+    settings.
+    """
 
     layers: tuple[Layer, ...] = ()  # the features it reads, in training and decoding; none for an independent model
+    abilities = Abilities()
+    cost = DraftingCost()
+    saved = SavedFiles()
+
     final_reach: int | None = None  # its loss reads "final" where the next token carries loss and so far before; None: anywhere
-    shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
     progress: float = 0.0  # how much of the training is done, from 0 to 1; the trainer keeps it, for schedules
     step: int = 0  # optimiser steps done; the trainer keeps it too
     recompute: bool = False  # gradient checkpointing: `remembered` parts of the loss are run again in the backward pass
     trains_target: bool = False  # its parameter groups hold parameters of the target: the run then saves the target too
-
-    verified_from: int = 0  # the first layer that drafting leaves to verification, where it runs layers of the target
-    has_exits: bool = False  # it can draft from any layer: `at_exit`
     learns_replays: bool = False  # its loss tells what a replayed draft got wrong (Batch.distance)
-    is_captured: bool = False  # it drafts without asking the device for anything, so that a CUDA graph can hold a round
-    settles_drafts: bool = (
-        False  # it verifies from where its drafts stopped, so trees must keep them for a round to be captured
-    )
-    adapts_layers: bool = False  # it changes what single layers of the target compute, so no compilation serves them all
-    carried: tuple[str, ...] = ()  # attributes that one round leaves to the next: its cache, or tensors
-    copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and drafts are not drawn
-
-    @property
-    def has_weights(self) -> bool:
-        """Whether it has parameters of its own."""
-        return any(True for _ in self.parameters())
 
     def loss(self, batch: Batch, target: Target) -> Losses:
         """Training losses of a batch, which holds the features named by `layers`. Training-free families have none."""
@@ -72,40 +129,15 @@ class Drafter(nn.Module, ABC):
         raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
 
     @abstractmethod
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        """One round's draft, rooted at `context.root`, most simply `budget.grow(context, rollout)`.
-
-        Keeps its own cache, renewed where `context.round` is 0.
-        """
+    def draft(self, context: Context) -> Draft:
+        """How to draft from `context.root` on, or what may follow it. Caches are renewed where `context.round` is 0."""
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        """The target's logits and features at every node, from where `context.shallow` left them if something ran a part."""
-        if context.shallow is not None:
-            return context.shallow.finish(tree)
-        return context.target.verify(tree, context.cache, self.layers)
+        """The target's logits and features at every node."""
+        return context.verify(tree)
 
     def commit(self, context: Context, accepted: Accepted) -> None:
         """Forget what was rejected; the context already holds the accepted tokens and their features."""
-
-    def extra_nodes(self, budget: TreeBuilder) -> int:
-        """Nodes that its trees may hold beyond the builder's budget, such as nodes that only draft."""
-        return 0
-
-    def draft_passes(self, depth: float) -> float:
-        """How often drafting so deep reads all of `drafting_weights`, for the floor of its time."""
-        return depth
-
-    def drafting_weights(self, target: Target) -> nn.Module:
-        """What a draft step reads: the drafter's own weights, unless it runs a part of the target."""
-        return self
-
-    def calibrate(self, target: Target, prompts: Callable[[], list[list[int]]], depth: int) -> None:
-        """Called once before scoring, with prompts that are not scored, read when asked for, and the depth of the trees to
-        come; a training-free family searches its settings here."""
-
-    def at_exit(self, exit_layer: int, target: Target) -> Drafter:
-        """The same drafter, sharing its weights, with another early exit; for families with `has_exits`."""
-        raise NotImplementedError
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Called once before a fresh training, with how often each token [V] is the assistant's in the data."""
@@ -121,18 +153,6 @@ class Drafter(nn.Module, ABC):
     def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
         """Who learns in a stage. Each group holds `params` and, where it differs, `lr_scale`."""
         return [{"params": [p for p in self.parameters() if p.requires_grad]}]
-
-    def settings(self) -> dict[str, Any]:
-        """Settings that the saved description takes from the drafter instead of from the command, so that it loads alone."""
-        return {}
-
-    def layout(self) -> dict[str, tuple[str, str]]:
-        """Where saved tensors go that do not stay in model.safetensors: name -> (file, name there)."""
-        return {}
-
-    def sidecars(self) -> dict[str, str]:
-        """Further files of a saved drafter, for tools that read its layout: name -> text."""
-        return {}
 
     def writer(self) -> Target | None:
         """The drafter as a model that writes text by itself, where it is one."""
@@ -153,3 +173,8 @@ class Drafter(nn.Module, ABC):
     def forward(self, batch: Batch, target: Target) -> Losses:
         """What a data-parallel wrapper calls: the loss."""
         return self.loss(batch, target)
+
+
+def has_weights(drafter: Drafter) -> bool:
+    """Whether it has parameters of its own."""
+    return any(True for _ in drafter.parameters())

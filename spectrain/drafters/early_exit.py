@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.lora import adapt_target, adapters_off, settle_target
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
-from .base import Losses
+from .base import Exits, Losses, SavedFiles
 from .shared.losses import Teacher, head_loss
 from .shared.self_speculation import SelfDrafter, exit_of
 
@@ -47,7 +48,8 @@ class EarlyExit(SelfDrafter):
     """
 
     trains_target = True
-    has_exits = True
+    saved = SavedFiles(settings=lambda drafter: {"exit_layer": drafter.exit_layer})
+    abilities = replace(SelfDrafter.abilities, exits=Exits(lambda drafter, *where: drafter.at_exit(*where)))
 
     def __init__(
         self,
@@ -89,12 +91,10 @@ class EarlyExit(SelfDrafter):
         self.adapted = adapt_target(target, self.adapt, self.rank, self.alpha)
 
     def at_exit(self, exit_layer: int, target: Target) -> EarlyExit:
+        """The same drafter, sharing its weights, with another exit."""
         other = copy.copy(self)
         other.exit_layer = exit_of(target, exit_layer)
         return other
-
-    def settings(self) -> dict[str, Any]:
-        return {"exit_layer": self.exit_layer}
 
     # Training
 

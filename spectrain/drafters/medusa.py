@@ -18,16 +18,15 @@ from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import adapt_target, adapters_off, settle_target
-from spectrain.trees.base import DepthRollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import DepthRollout, Draft
 
-from .base import Losses
+from .base import Abilities, Capture, Losses, SavedFiles
+from .context import Context
 from .shared.layers import ResBlock
 from .shared.losses import Loss, head_loss
 from .shared.vocabulary import HeadsDrafter, Supervision
 
 if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
     from spectrain.models.target import Target
 
 
@@ -59,8 +58,8 @@ class Medusa(HeadsDrafter):
     """
 
     layers: tuple[Layer, ...] = ("final",)
-    shape = ("num_heads", "num_layers", "vocab_size")
-    is_captured = True
+    saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size"))
+    abilities = Abilities(capture=Capture())
 
     def __init__(
         self,
@@ -159,10 +158,10 @@ class Medusa(HeadsDrafter):
 
     # Decoding
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         last = (context.counts - 1).clamp(min=0)[:, None]
         final = context.fresh.gather(last).at("final").to(next(self.parameters()).dtype)
-        return budget.grow(context, _Heads(self, context.root, final))
+        return Draft(_Heads(self, context.root, final))
 
 
 class _Heads(DepthRollout):

@@ -22,7 +22,7 @@ from spectrain.bench.speedup import AR, Parts, Roofline, gains, lines
 from spectrain.bench.training import gradients, losses, random_batch
 from spectrain.cli.main import main
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.captured import Engine
+from spectrain.decoding.captured import Captured
 from spectrain.decoding.loop import prefill, propose
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
@@ -116,7 +116,7 @@ def test_a_part_brings_its_ceilings(part: Any, starts: str, tmp_path: Path, monk
 
 def course(drafter: Drafter | None, builder: TreeBuilder | None, batch: int = 2, prefix: int = 50) -> Course:
     place = Place(toy()[0], batch, prefix, 40)
-    return Course(engine_maker(place, 2, drafter, builder)(Engine, None), place)
+    return Course(engine_maker(place, 2, drafter, builder)(Captured, None), place)
 
 
 @pytest.mark.parametrize(("name", "most"), [("given", 4), ("chain", 4), ("eagle2", 5)])

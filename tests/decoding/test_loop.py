@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy, Match
-from spectrain.decoding.loop import Context, Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
@@ -36,7 +38,7 @@ class Oracle(Drafter):
         self.layers = () if inner is None else inner.layers
         self.trees: list[TokenTree] = []
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         if self.inner is not None:
             self.trees.append(self.inner.propose(context, budget))
         rows = []
@@ -131,9 +133,9 @@ def test_match_drafting_equals_autoregressive_sampling(
 def test_a_batch_equals_its_rows_alone(tiny: Target, prompts: list, drafters: dict) -> None:
     """Sampling depends on the row key, not on what else is in the batch; other keys draw other tokens."""
     rule = Match(seed=1)
-    together = decode(tiny, prompts, rule, LIMIT, drafters["eagle3"], BUILDERS[1], rows=[4, 9, 2])
+    together = decode(tiny, prompts, rule, LIMIT, drafters["eagle3"], BUILDERS[1], sequence_ids=[4, 9, 2])
     for prompt, row, found in zip(prompts, [4, 9, 2], together):
-        (alone,) = decode(tiny, [prompt], rule, LIMIT, drafters["eagle3"], BUILDERS[1], rows=[row])
+        (alone,) = decode(tiny, [prompt], rule, LIMIT, drafters["eagle3"], BUILDERS[1], sequence_ids=[row])
         assert (found.output, found.accepted) == (alone.output, alone.accepted)
     assert [found.output for found in decode(tiny, prompts, rule, LIMIT)] != [found.output for found in together]
 
@@ -296,7 +298,7 @@ def test_a_token_is_drawn_at_its_own_position(tiny: Target, prompts: list, monke
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)])
     for drafter, builder in ((None, None), (oracle, Chain(1))):
         rule = Recording()
-        decode(tiny, prompts, rule, 9, drafter, builder, rows=[4, 0, 7])
+        decode(tiny, prompts, rule, 9, drafter, builder, sequence_ids=[4, 0, 7])
         assert rule.seen == {
             (row, len(prompt) + i): output[i] for row, prompt, output in zip([4, 0, 7], prompts, plain) for i in range(9)
         }

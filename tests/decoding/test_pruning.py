@@ -18,9 +18,10 @@ from spectrain.decoding.acceptance import (
     Traversal,
     Typical,
 )
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
 from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.kangaroo import Kangaroo
@@ -122,9 +123,11 @@ def test_pruned_decoding_equals_autoregressive(
 ) -> None:
     """Whatever is pruned, the output is that of decoding without a drafter, with the same random draws."""
     rows = [4, 9, 2][:batch]
-    plain = decode(tiny, prompts[:batch], rule, LIMIT, rows=rows)
+    plain = decode(tiny, prompts[:batch], rule, LIMIT, sequence_ids=rows)
     for layer, top_k in ((max(4, EXITS.get(name, 0)), 1), (7, 4)):
-        pruned = decode(tiny, prompts[:batch], rule, LIMIT, drafters[name], TREE, rows=rows, pruning=Pruning(layer, top_k))
+        pruned = decode(
+            tiny, prompts[:batch], rule, LIMIT, drafters[name], TREE, sequence_ids=rows, pruning=Pruning(layer, top_k)
+        )
         assert [found.output for found in pruned] == [alone.output for alone in plain]
 
 

@@ -19,8 +19,10 @@ from spectrain.decoding.acceptance import (
     Traversal,
     Typical,
 )
-from spectrain.decoding.loop import Context, Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, DySpec, Eagle2, Rollout, Static, TreeBuilder
@@ -41,7 +43,7 @@ class Table(Drafter):
         super().__init__()
         self.log_q = log_q  # [V, V]
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         return budget.grow(context, _Lookup(self.log_q, context.root))
 
 

@@ -14,8 +14,9 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
 from spectrain.drafters.causal import Causal
+from spectrain.drafters.context import Context
 from spectrain.drafters.shared.losses import DIVERGENCES, jensen_shannon
 from spectrain.drafters.shared.small_models import check_tokenizer, cut_model
 from spectrain.errors import UserError

@@ -21,9 +21,10 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.decoding.calibration import Calibration, Latency, Probe, calibrate, run_forced
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import Recorder
 from spectrain.drafters import gated_lora
+from spectrain.drafters.context import Context
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
 from spectrain.errors import UserError

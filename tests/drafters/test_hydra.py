@@ -10,7 +10,8 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Context, decode, prefill
+from spectrain.decoding.loop import decode, prefill
+from spectrain.drafters.context import Context
 from spectrain.drafters.hydra import Hydra, _Path
 from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.errors import UserError

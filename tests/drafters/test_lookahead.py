@@ -6,7 +6,8 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy, Match
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
+from spectrain.drafters.context import Context
 from spectrain.drafters.lookahead import Lookahead
 from spectrain.errors import UserError
 from spectrain.models.features import Features
@@ -31,7 +32,7 @@ class Watched(Lookahead):
         self.accepted: list[Accepted] = []
         self.columns: list[list[list[list[int]]]] = []  # of every round and row
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         self.trees.append(super().propose(context, budget))
         self.columns.append([[list(column) for column in row.columns] for row in self.sequences])
         return self.trees[-1]
@@ -189,11 +190,11 @@ def test_a_text_that_repeats_is_guessed(tiny: Target, pool_from_prompt: bool) ->
 def test_a_batch_equals_its_rows_alone(tiny: Target, prompts: list, sizes: tuple) -> None:
     """Window and pool belong to one row, and a new decoding begins without them."""
     drafter = Watched(tiny, *sizes)
-    together = decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER, rows=[4, 9, 2], ignore_eos=True)
+    together = decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER, sequence_ids=[4, 9, 2], ignore_eos=True)
     trees = drafter.trees
     for row, key in enumerate([4, 9, 2]):
         drafter.trees = []
-        (alone,) = decode(tiny, [prompts[row]], Greedy(), LIMIT, drafter, BUILDER, rows=[key], ignore_eos=True)
+        (alone,) = decode(tiny, [prompts[row]], Greedy(), LIMIT, drafter, BUILDER, sequence_ids=[key], ignore_eos=True)
         assert (alone.output, alone.accepted) == (together[row].output, together[row].accepted)
         for ours, theirs in zip(drafter.trees, trees):
             assert torch.equal(ours.tokens[0], theirs.tokens[row][theirs.valid[row]])

@@ -18,7 +18,8 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.calibration import Calibration, Latency
-from spectrain.decoding.loop import Context, decode, prefill
+from spectrain.decoding.loop import decode, prefill
+from spectrain.drafters.context import Context
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from spectrain.decoding.loop import Context
+from spectrain.drafters.context import Context
 from spectrain.drafters.ngram import Index, Ngram
 from spectrain.models.features import Features
 from spectrain.models.target import Target

@@ -16,7 +16,8 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.decoding.calibration import calibrate
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
+from spectrain.drafters.context import Context
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.shared.masks import add_blocks
 from spectrain.errors import UserError

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Context, Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.layer_skip import LayerSkipping

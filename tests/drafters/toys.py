@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spectrain.decoding.loop import Context
 from spectrain.drafters.base import Drafter, Losses
+from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
 from spectrain.models.attention import ATTENTION
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
-from spectrain.trees import Rollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees import Rollout
+from spectrain.trees.base import Draft
 
 
 def cross_entropy(logits: Tensor, batch: Batch, shift: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +43,7 @@ class FrozenHeads(Drafter):
         losses, hits, counts = (torch.stack(part) for part in zip(*parts))
         return Losses({f"head{k}": loss for k, loss in enumerate(losses)}, hits.detach(), counts)
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         last = (context.counts - 1).clamp(min=0)[:, None]
         state = context.fresh.gather(last).at("final")
         return budget.grow(context, _Heads(self, state))
@@ -89,7 +89,7 @@ class Independent(Drafter):
         loss, hits, count = cross_entropy(logits, batch, 1)
         return Losses({"cross_entropy": loss}, hits[None], count[None])
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         if context.round == 0 or self.cache is None:
             self.cache = self.model.new_cache(len(context.counts), context.cache.max_length + 1 + budget.drafted)
         behind = context.cache.lengths - self.cache.lengths  # committed tokens that this model has not run yet

@@ -16,7 +16,8 @@ from torch import Tensor
 from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import Recorder, collate_replays, replays
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram

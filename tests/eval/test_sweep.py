@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from spectrain.decoding.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
@@ -58,7 +59,7 @@ def alone(
 ) -> list[Generation]:
     """The same turns, each decoded by itself and without an evaluation."""
     arguments = (rule, LIMIT, drafter, builder)
-    return [decode(target, [prompt], *arguments, rows=[row], pruning=pruning)[0] for prompt, row in jobs(folder)]
+    return [decode(target, [prompt], *arguments, sequence_ids=[row], pruning=pruning)[0] for prompt, row in jobs(folder)]
 
 
 def rounds(generations: list[Generation]) -> list[tuple[int, ...]]:
@@ -96,7 +97,7 @@ def test_every_cell_of_exits_is_decoded(
     summary = scored.score(tiny, EarlyExit(tiny, EXIT), Chain(2), rule, folder, SETTING)
     cells = {(exit, depth): f"exit-{exit}-{depth}" for exit in SWEEP_EXITS for depth in SWEEP_DEPTHS}
     assert summary["compared"].keys() == set(cells.values())
-    plain = [decode(tiny, [prompt], rule, LIMIT, rows=[row])[0].output for prompt, row in jobs(folder)]
+    plain = [decode(tiny, [prompt], rule, LIMIT, sequence_ids=[row])[0].output for prompt, row in jobs(folder)]
     for (exit, depth), name in cells.items():
         entry, found = summary["compared"][name], alone(tiny, folder, rule, EarlyExit(tiny, exit), Chain(depth))
         assert rounds_of(folder, name) == rounds(found) and [one.output for one in found] == plain
@@ -228,7 +229,7 @@ def node_layers(target: Target, prompt: list[int], row: int, *arguments: Any, **
 
     hooks = [layer.mlp.register_forward_hook(count) for layer in target.layers]  # type: ignore[union-attr, operator]
     try:
-        (generation,) = decode(target, [prompt], *arguments, rows=[row], **options)
+        (generation,) = decode(target, [prompt], *arguments, sequence_ids=[row], **options)
     finally:
         for hook in hooks:
             hook.remove()

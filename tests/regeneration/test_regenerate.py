@@ -133,7 +133,7 @@ def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, temperature: 
         places = [at for at, message in enumerate(source) if message["role"] == "assistant"]
         for at, size, reason in zip(places, row.num_tokens, row.finish_reason, strict=True):
             prompt: Any = tiny.tokenizer(render(tiny.tokenizer, row.messages[:at], prompt=True), add_special_tokens=False)
-            (alone,) = decode(tiny, [prompt["input_ids"]], rule, SHORT["max_new_tokens"], rows=[wanted.key])
+            (alone,) = decode(tiny, [prompt["input_ids"]], rule, SHORT["max_new_tokens"], sequence_ids=[wanted.key])
             text = tiny.tokenizer.decode(alone.output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             ended = alone.output[-1] in tiny.stop_ids
             assert (row.messages[at]["content"], size, reason) == (text, len(alone.output), "stop" if ended else "length")
