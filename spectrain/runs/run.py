@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from spectrain.decoding.acceptance import AcceptanceRule
+from .candidate import Candidate
 from spectrain.settings.build import build, constructor
 from spectrain.settings.choices import choice, named
 from spectrain.settings.saved import read_json, read_object, read_yaml, saved_groups
@@ -198,9 +199,8 @@ def score(
     def save_online(learnt: Drafter) -> None:
         save_drafter(folder / "drafter", learnt, config)
 
-    summary: dict[str, Any] = evaluation.score(
-        target, drafter, builder, rule, folder, setting, untrained, original, save_online
-    )
+    candidate = Candidate(target, drafter, builder, rule, setting, untrained, original, save_online)
+    summary: dict[str, Any] = evaluation.score(candidate, folder)
     print(f"written to {folder}")
     tracker.scored(summary, folder)
     return summary

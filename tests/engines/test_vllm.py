@@ -32,7 +32,7 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
-from spectrain.eval.run import prompt_tokens
+from spectrain.data.chat import prompt_tokens
 from spectrain.eval.summary import write_whole
 from spectrain.export.converter import read_drafter
 from spectrain.export.measure import instantiate
@@ -81,7 +81,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def prompts(target: Target) -> list[list[int]]:
-    return [prompt_tokens(target, prompt.opening) for prompt in read_prompts(None, PROMPTS).prompts]
+    return [prompt_tokens(target.tokenizer, prompt.opening) for prompt in read_prompts(None, PROMPTS).prompts]
 
 
 @pytest.fixture(scope="module")
