@@ -16,6 +16,7 @@ from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees import Rollout
 from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted
 
 
 def cross_entropy(logits: Tensor, batch: Batch, shift: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,7 +47,7 @@ class FrozenHeads(Drafter):
     def draft(self, context: Context) -> Draft:
         last = (context.counts - 1).clamp(min=0)[:, None]
         state = context.fresh.gather(last).at("final")
-        return budget.grow(context, _Heads(self, state))
+        return Draft(_Heads(self, state))
 
 
 class _Heads(Rollout):
@@ -91,15 +92,17 @@ class Independent(Drafter):
 
     def draft(self, context: Context) -> Draft:
         if context.round == 0 or self.cache is None:
-            self.cache = self.model.new_cache(len(context.counts), context.cache.max_length + 1 + budget.drafted)
+            self.cache = self.model.new_cache(len(context.counts), context.cache.max_length + 1 + context.builder.drafted)
         behind = context.cache.lengths - self.cache.lengths  # committed tokens that this model has not run yet
         width = int(behind.max())
         index = (self.cache.lengths[:, None] + torch.arange(width)).clamp(max=context.tokens.shape[1] - 1)
         self.model.run(context.tokens.gather(1, index), ForwardPlan(cache=self.cache))
         self.cache.commit(torch.arange(width).expand(len(behind), -1), behind)
-        tree = budget.grow(context, _Model(self.model, self.cache, context.root))
+        return Draft(_Model(self.model, self.cache, context.root))
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        assert self.cache is not None
         self.cache.forget()
-        return tree
 
 
 class _Model(Rollout):
