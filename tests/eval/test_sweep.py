@@ -180,7 +180,7 @@ def test_settings_are_sorted_and_named_once(tiny: Target) -> None:
     grid = sweep.grid
     assert (grid.rows, grid.columns) == ((2, 6), (1, 4))
     assert [system.name for system in systems] == [grid.name(row, column) for row in (2, 6) for column in (1, 4)]
-    assert [system.drafter.settings()["exit_layer"] for system in systems] == [2, 2, 6, 6]
+    assert [system.drafter.saved.settings(system.drafter)["exit_layer"] for system in systems] == [2, 2, 6, 6]
     assert [system.builder.depth for system in systems] == [1, 4, 1, 4] and drafter.exit_layer == EXIT
 
 
