@@ -340,9 +340,9 @@ class Evaluation:
         }
 
     def _learner(self, target: Target, drafter: Drafter, save: Callable[[Drafter], None] | None) -> Online:
-        if not drafter.has_weights or drafter.trains_target:
+        if not drafter.has_weights or drafter.abilities.target_training:
             raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
-        if self.online_learn == "split" and not drafter.learns_replays:
+        if self.online_learn == "split" and not drafter.abilities.on_policy.learns_replays:
             raise UserError(
                 "eval.online_learn=split: this family does not learn from replayed drafts; use corrections or answers"
             )

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Layer
+from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Branches, Rollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
-from .base import Drafter, Losses
+from .base import Abilities, Drafter, Losses, OnPolicy, Stage, TrainingState
 from .shared.losses import Loss, head_loss
 from .shared.small_models import small_model
 
@@ -36,11 +36,9 @@ class Causal(Drafter):
     Which sequences these are is the source's to say: source=live takes the data's, source=generated others.
     """
 
-    final_reach = 0
     shape = ("architecture", "num_layers", "model")
     is_captured = True
     carried = ("cache",)
-    learns_replays = True
 
     def __init__(
         self,
@@ -67,19 +65,21 @@ class Causal(Drafter):
         """The architecture itself, so that the saved drafter needs neither the target's layers nor another directory."""
         return {"architecture": self.model.config.to_diff_dict(), "num_layers": None, "model": None}
 
-    def writer(self) -> Target:
-        return self.model
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(on_policy=OnPolicy(self.model, learns_replays=True))
 
     # Training
 
-    def features_in(self, stage: int) -> tuple[Layer, ...]:
-        """What the target's head reads; decoding needs no features."""
-        return ("final",)
+    @property
+    def stages(self) -> list[Stage]:
+        """On what the target's head reads; decoding needs no features."""
+        return [Stage.whole(self, ("final",), final_reach=0)]
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
-        predicts = batch.predicts
-        seen = self.model.run(batch.tokens, layers=("final",), grad=torch.is_grad_enabled(), lengths=batch.lengths)
+        predicts, grad = batch.predicts, torch.is_grad_enabled()
+        seen = self.model.run(batch.tokens, layers=("final",), grad=grad, lengths=batch.lengths, recompute=state.recompute)
         states = seen.at("final")[predicts]
         following = batch.tokens.roll(-1, dims=1)[predicts]
         distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]

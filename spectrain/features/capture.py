@@ -42,7 +42,7 @@ def capture(config: DictConfig) -> None:
         raise UserError(
             f"source.path={source.path}: this cache is another project's, and nothing is added; choose another folder"
         )
-    layers, store = drafter.features_in(0), source.store
+    layers, store = drafter.stages[0].layers, source.store
     batches = [dataset[batch] for batch in dataset.epoch(0, trainer.batch_tokens, trainer.seed, trainer.packing)]
     todo = [batch for batch in batches if not all(example in store for example in batch)]
     if accelerator.is_main_process:

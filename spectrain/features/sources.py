@@ -123,7 +123,7 @@ class Stored(Source):
 
     def prepare(self, drafter: Drafter, target: Target, examples: list[Example] | None) -> str:
         """Open the store, and stop where what is missing would not fit the budget or the disk."""
-        layers = drafter.features_in(0)
+        layers = drafter.stages[0].layers
         if not layers:
             raise UserError("source=store: this family reads no features, it runs the target itself; use source=live")
         store = self._open(target, layers, drafter)
@@ -197,7 +197,7 @@ class Stored(Source):
 
     def _wanted(self, target: Target, layers: tuple[Layer, ...], drafter: Drafter | None, stored: Contents | None) -> Contents:
         """What is asked of the store; what is left open is as it is stored."""
-        reach = None if drafter is None else drafter.final_reach
+        reach = None if drafter is None else drafter.stages[0].final_reach
         if self.supervised_only and (reach is None or "final" not in layers):
             raise UserError("source.supervised_only=true: this family reads every position; leave it out")
         thrifty = self.supervised_only or (
@@ -315,7 +315,7 @@ class Generated(Source):
 
     def _fits(self, example: Example, target: Target, drafter: Drafter | None) -> bool:
         """Whether an answer of two tokens has room behind the prompt."""
-        writer = drafter.writer() if drafter is not None and self.by == "drafter" else None
+        writer = drafter.abilities.on_policy.writer if drafter is not None and self.by == "drafter" else None
         return len(example.prompt) + 2 <= min(target.max_length, (writer or target).max_length)
 
     def _limit(self, writer: Target, prompts: list[list[int]]) -> int:
@@ -335,7 +335,7 @@ class Generated(Source):
         found = [Replay(example, [KEPT] * len(example.tokens)) for example in examples]
         if anew:
             assert drafter is not None
-            if not drafter.learns_replays:
+            if not drafter.abilities.on_policy.learns_replays:
                 raise UserError("source.by=replay: this family does not learn from replayed drafts; use source.by=target")
             prompts = [examples[index].prompt for index in anew]
             recorder = Recorder(Chain(self.block))
@@ -351,7 +351,7 @@ class Generated(Source):
         rows = [int(example.key[:7], 16) for example in examples]
         prompts = [example.prompt for example in examples]
         most = [max(2, len(example.tokens) - len(prompt)) for example, prompt in zip(examples, prompts)]
-        writer = target if self.by != "drafter" else drafter.writer()
+        writer = target if self.by != "drafter" else drafter.abilities.on_policy.writer
         if writer is None:
             raise UserError("source.by=drafter: this family cannot write by itself; use source.by=target or interleaved")
         limit = max(2, min(max(most), self._limit(writer, prompts)))

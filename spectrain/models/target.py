@@ -156,7 +156,6 @@ class Target(nn.Module):
         self.tokenizer = tokenizer
         self.name, self.path = name, path
         self.sharding = sharding  # how the processes of the launch hold it together
-        self.recompute = False  # gradient checkpointing: layers that train are run again in the backward pass
         self.in_step = sharding != "none"  # all processes run the same layers at the same time, if need be on no row
         if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
@@ -249,11 +248,13 @@ class Target(nn.Module):
         skipped: Collection[int] = (),
         dropped: Tensor | None = None,
         lengths: tuple[int, ...] | None = None,
+        recompute: bool = False,
     ) -> Features:
         """One forward over layers `first` to `last` (excluded), from tokens [B, N] or, at `first`, from `hidden` [B, N, D].
 
         Layers in `skipped` pass their input on; so does layer l for row b where `dropped` [layers, B] is True (in training:
-        without cache and mask). Neither costs the layer's work.
+        without cache and mask). Neither costs the layer's work. With `recompute`, gradient checkpointing, layers that train
+        are run again in the backward pass.
 
         With `lengths`, the one row [1, N] holds packed documents, which do not see each other: positions start anew in each,
         `dropped` is [layers, documents], and `mask` has one [1, n, n] for each.
@@ -283,8 +284,8 @@ class Target(nn.Module):
             captured = stack.enter_context(self._capture(layers))
             working = [layer for layer in range(first, last) if layer not in skipped]
             stack.enter_context(self._only(working, hidden, first, dropped, lengths))
-            if self.recompute and grad and cache is None:
-                stack.enter_context(self._remembered(working))
+            if recompute and grad and cache is None:
+                stack.enter_context(self._checkpointed(working))
             stack.enter_context(running(cache, kwargs["visibility"], working))
             output = self.decoder(
                 input_ids=tokens,
@@ -424,7 +425,7 @@ class Target(nn.Module):
                 handle.remove()
 
     @contextmanager
-    def _remembered(self, working: Collection[int]) -> Iterator[None]:
+    def _checkpointed(self, working: Collection[int]) -> Iterator[None]:
         """Gradient checkpointing: of each layer only the input is kept, and the backward pass runs it again."""
         layers = [self.layers[index] for index in working]
         before = [(layer.__dict__.get("forward"), layer.forward) for layer in layers]

@@ -86,7 +86,7 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
         finally:
             source.flush()
         if accelerator.is_main_process:
-            if drafter.trains_target:
+            if drafter.abilities.target_training:
                 with written_whole(run / "target") as scratch:
                     target.save(scratch)
                 target.name = f"{target.name}, trained"
@@ -99,7 +99,7 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
         if trained.in_place and target.sharding == "none" and accelerator.is_main_process:
             score(config, run, target, drafter, evaluation, build(config.tree), build(config.acceptance), dataset, tracker)
         elif not trained.in_place or target.sharding != "none":  # what was sharded is loaded anew
-            evaluate(config, run, None if drafter.trains_target else target, tracker)
+            evaluate(config, run, None if drafter.abilities.target_training else target, tracker)
     return run
 
 
@@ -153,7 +153,7 @@ def load_drafter(config: DictConfig, run: Path, target: Target) -> Drafter:
     directory = drafter_directory(run)
     if directory is not None:
         load_weights(drafter, directory, target)
-        if drafter.trains_target and trained_target(run) is None:
+        if drafter.abilities.target_training and trained_target(run) is None:
             raise UserError(
                 f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
             )
@@ -176,7 +176,7 @@ def score(
     trained = trained_target(run)
     setting = {
         "target": target.name,
-        "target_path": str(trained.resolve()) if drafter.trains_target and trained is not None else target.path,
+        "target_path": str(trained.resolve()) if drafter.abilities.target_training and trained is not None else target.path,
         "recipe": recipe_name(config),
         "drafter": OmegaConf.to_container(config.drafter),
         "acceptance": OmegaConf.to_container(config.acceptance),
@@ -186,11 +186,11 @@ def score(
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
         **provenance(),
     }
-    trainable = dataset is not None and drafter.has_weights and not drafter.trains_target
+    trainable = dataset is not None and drafter.has_weights and not drafter.abilities.target_training
     began: Any = OmegaConf.load(run / "config.yaml") if (run / "config.yaml").exists() else config
     trainable = trainable and (began is not config or not drafter.settings())  # the description no longer says how it began
     untrained = (lambda: fresh_drafter(began, target, dataset)) if dataset is not None and trainable else None
-    original = (lambda: build(config.target)) if drafter.trains_target and trained is not None else None
+    original = (lambda: build(config.target)) if drafter.abilities.target_training and trained is not None else None
     folder = (place or run) / "eval" / evaluation.name
     keep_earlier(folder)
 
@@ -239,7 +239,7 @@ def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Draft
             f"drafter.init={config.drafter.init}: this family has no weights beside the target's; go on from a trained target, "
             "as in target=hf target.model=RUN/target"
         )
-    if target.sharding != "none" and (drafter.trains_target or (drafter.adapts_layers and target.sharding == "tensor")):
+    if target.sharding != "none" and (drafter.abilities.target_training or (drafter.adapts_layers and target.sharding == "tensor")):
         raise UserError(
             f"target.sharding={target.sharding}: this family changes what the target's layers compute, so each process needs "
             "them whole; leave it out, or use trainer.sharding=zero3 where the target trains"

@@ -19,6 +19,7 @@ from spectrain.decoding.calibration import (
     run_forced,
 )
 from spectrain.decoding.loop import Generation, decode
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
@@ -117,7 +118,7 @@ def ranks(tiny: Target, eagle3: Eagle3, text: list[int], step: int) -> list[int]
     tokens = torch.tensor([[*text, 0]])
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     mask[:, -1] = True  # every step then has one row
-    eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny)
+    eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny, TrainingState())
     hook.remove()
     return eagle3.draft_ids[logits[0][step].argsort(descending=True)].tolist()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset, collate
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
 from spectrain.features import store as module
@@ -382,9 +382,9 @@ def gradients(made: Drafter, batch: Batch, target: Target) -> list[Tensor]:
     """The loss and the gradients of everything that learns, at a fixed seed."""
     made.zero_grad()
     torch.manual_seed(1)
-    losses = made.loss(batch, target)
+    losses = made.loss(batch, target, TrainingState())
     losses.total.backward()
-    found = [p.grad for group in made.param_groups(0) for p in group["params"] if p.grad is not None]
+    found = [p.grad for group in made.stages[0].groups for p in group["params"] if p.grad is not None]
     return [losses.total.detach(), losses.hits, losses.counts, *found]
 
 
@@ -401,11 +401,11 @@ def test_every_family_learns_what_it_learns_live(
     made: Drafter = build(family, target=target)
     made.prepare(target, torch.ones(target.head.vocab_size, dtype=torch.int64))
     source = Stored(str(tmp_path), supervised_only=supervised_only)
-    if supervised_only and made.final_reach is None:
+    if supervised_only and made.stages[0].final_reach is None:
         with pytest.raises(UserError, match="reads every position"):
             source.prepare(made, target, examples())
         return
-    layers = made.features_in(0)
+    layers = made.stages[0].layers
     live = gradients(made, Live().batch(examples(), target, layers, packed=packed), target)
     source.batch(examples(), target, layers, made, packed=packed)
     source.flush()
