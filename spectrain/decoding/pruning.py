@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Layer
-from spectrain.models.partial_forward import Shallow
+from spectrain.models.features import Layer
+from spectrain.models.partial_forward import PartialForward
 from spectrain.trees.token_tree import TokenTree
 
-from .acceptance import AcceptanceRule, Greedy, Match
+from .acceptance import AcceptanceRule
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -41,14 +41,14 @@ class Pruning:
         """Raise where a pruned tree would change the output's distribution, or there is no such layer."""
         if self.layer >= target.num_layers:
             raise UserError(f"eval.prune_layer={self.layer}: {target.name} has {target.num_layers} layers; use fewer")
-        if not isinstance(rule, (Greedy, Match)):
+        if not rule.fixes_choice:
             raise UserError(f"acceptance={rule.name}: it is not valid for pruned trees; use acceptance=greedy or match")
 
     def __call__(self, context: Context, tree: TokenTree, layers: tuple[Layer, ...]) -> TokenTree:
         """The tree that is left; `context.shallow` then holds its nodes, run through the first layers."""
         if not tree.emitted.all():
             raise UserError("eval.prune_layer: trees of this drafter hold nodes that only draft, which pruning would break")
-        shallow = context.shallow or Shallow(context, self.layer, layers=layers)
+        shallow = context.shallow or PartialForward(context.target, context.cache, self.layer, layers=layers)
         if self.layer < shallow.exit:
             raise UserError(
                 f"eval.prune_layer={self.layer}: this drafter has run the first {shallow.exit} layers to draft; use "

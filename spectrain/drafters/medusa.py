@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Layer
+from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
+from spectrain.models.features import Layer
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
 from spectrain.trees.base import DepthRollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -125,9 +127,8 @@ class Medusa(HeadsDrafter):
         """The heads' loss and, in the second stage, the target's own."""
         if batch.features is not None:
             return Losses(*self._heads_loss(batch, batch.features.at("final")))
-        final = target.run(batch.tokens, layers=("final",), grad=True, lengths=batch.lengths, recompute=state.recompute).at(
-            "final"
-        )
+        plan = ForwardPlan(layers=("final",), grad=True, recompute=state.recompute, lengths=batch.lengths)
+        final = target.run(batch.tokens, plan).at("final")
         terms, hits, counts = self._heads_loss(batch, final)
         weight = self.heads_coefficient * self._scheduled(state.progress)
         heads = {name: weight * loss for name, loss in terms.items()}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decoding.acceptance import Greedy, Interleaved, Row
+from spectrain.decoding.acceptance import Greedy, Interleaved, VerifiedTree
 from spectrain.decoding.loop import Generation, decode
 from spectrain.decoding.replay import Recorder
 from spectrain.drafters.causal import Causal
@@ -17,6 +17,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.features.sources import Generated, Live, Source, evaluating
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain
@@ -130,7 +131,8 @@ def rounds_of(tiny: Target, drafter: Causal, source: Generated, step: int) -> tu
 
 @pytest.mark.parametrize("top_k", [3, 25])
 def test_interleaved_keeps_what_is_among_the_top_k(tiny: Target, top_k: int) -> None:
-    """In every round the drafted tokens before the end are among the target's top_k, and the one it replaced is not."""
+    """In every round the drafted tokens are the drafter's as long as they are among the target's top_k, and the one that it
+    replaced is not."""
     drafter, replaced, kept = make(tiny).eval(), 0, 0
     source = Generated(1.0, "interleaved", top_k=top_k, block=3)
     found, recorder = rounds_of(tiny, drafter, source, 4)
@@ -139,30 +141,28 @@ def test_interleaved_keeps_what_is_among_the_top_k(tiny: Target, top_k: int) -> 
         text = one.prompt + one.output
         end = len(one.prompt) + 1
         for drafted, count in rounds:
-            logits = tiny.run(torch.tensor([text[:end] + drafted]), logits=True).logits
+            logits = tiny.run(torch.tensor([text[:end] + drafted]), ForwardPlan(logits=True)).logits
             assert logits is not None
             ranks = [int((logits[0, end - 1 + n] > logits[0, end - 1 + n, token]).sum()) for n, token in enumerate(drafted)]
-            assert all(rank < top_k for rank in ranks[: count - 1])
-            assert count == len(drafted) + 1 or ranks[count - 1] >= top_k
-            assert text[end : end + count - 1] == drafted[: count - 1][: len(text) - end]
-            kept, replaced, end = kept + count - 1, replaced + (count <= len(drafted)), end + count
+            own = next((place for place, rank in enumerate(ranks) if rank >= top_k), len(drafted))
+            assert count == min(own + 1, len(drafted))
+            assert text[end : end + own] == drafted[:own][: len(text) - end]
+            kept, replaced, end = kept + own, replaced + (own < len(drafted)), end + count
     assert kept > 3 and replaced > 3
 
 
 def test_interleaved_with_every_token_allowed_is_the_drafters_text(tiny: Target) -> None:
-    """With top_k the whole vocabulary nothing is replaced: block tokens of the drafter's own, then one of the target's."""
+    """With top_k the whole vocabulary nothing is replaced: behind the prefill's token all are the drafter's own."""
     drafter, block = make(tiny).eval(), 3
     source = Generated(1.0, "interleaved", temperature=COLD, top_k=tiny.head.vocab_size, block=block)
     found, _ = rounds_of(tiny, drafter, source, 0)
     answers = written(source.batch(dataset()[EVERY], tiny, (), drafter, 0))
     assert answers == [one.output for one in found]
     for one in found:
-        assert set(one.accepted) == {block + 1}
-        for begin in range(0, len(one.output) - 1, block + 1):  # a token of the target, then a draft
-            text = one.prompt + one.output[:begin]
-            assert one.output[begin : begin + 1] == greedy(tiny, [text], 2)[0][:1]
-            draft = one.output[begin + 1 : begin + 1 + block]
-            assert draft == greedy(drafter.model, [text + one.output[begin : begin + 1]], block)[0][: len(draft)]
+        assert set(one.accepted) == {block}
+        assert one.output[:1] == greedy(tiny, [one.prompt], 2)[0][:1]
+        own = greedy(drafter.model, [one.prompt + one.output[:1]], len(one.output))[0]
+        assert one.output[1:] == own[: len(one.output) - 1]
 
 
 # Chance
@@ -308,12 +308,12 @@ def test_trainings_repeat_and_resume(tiny: Target, tmp_path: Path, by: Any) -> N
 # The rule
 
 
-def row(tokens: list[int], logits: list[list[float]], temperature: float = 1.0) -> Row:
+def row(tokens: list[int], logits: list[list[float]], temperature: float = 1.0) -> VerifiedTree:
     """A chain of drafted tokens behind a root, and the target's logits after every node."""
     count = len(tokens) + 1
     scores = torch.tensor(logits, dtype=torch.float64) / temperature
     children = [[node + 1] if node + 1 < count else [] for node in range(count)]
-    return Row([9, *tokens], children, lambda node: scores[node].softmax(-1), lambda node: scores[node].softmax(-1),
+    return VerifiedTree([9, *tokens], children, lambda node: scores[node].softmax(-1), lambda node: scores[node].softmax(-1),
                False, lambda node: scores[node])  # fmt: skip
 
 
@@ -330,20 +330,20 @@ class Likeliest:
 FALLING = [4.0, 3.0, 2.0, 1.0]  # token v is the target's choice number v
 RISING = FALLING[::-1]
 CASES = [
-    ([0, 0], [FALLING, FALLING, RISING], 1, 3, 3),  # all likeliest: kept, and the bonus is the target's
+    ([0, 0], [FALLING, FALLING, RISING], 1, 2, 0),  # all likeliest: kept, and the last one ends the round
     ([1, 0], [FALLING, FALLING, RISING], 1, 1, 0),  # the second choice is not among the top 1
-    ([1, 0], [FALLING, FALLING, RISING], 2, 3, 3),
+    ([1, 0], [FALLING, FALLING, RISING], 2, 2, 0),
     ([0, 1, 3, 0], [FALLING, FALLING, RISING, FALLING, RISING], 1, 2, 0),  # what follows the replaced token is dropped
     ([2, 2, 3], [FALLING, FALLING, FALLING, RISING], 3, 3, 0),
-    ([3, 3], [FALLING, FALLING, RISING], 4, 3, 3),  # everything is among the top of the vocabulary
+    ([3, 3], [FALLING, FALLING, RISING], 4, 2, 3),  # everything is among the top of the vocabulary
     ([], [RISING], 1, 1, 3),  # a root alone
-    ([2, 0], [[1.0, 1.0, 1.0, 0.0], FALLING, RISING], 1, 3, 3),  # of equal ones none is likelier
+    ([2, 0], [[1.0, 1.0, 1.0, 0.0], FALLING, RISING], 1, 2, 0),  # of equal ones none is likelier
 ]
 
 
 @pytest.mark.parametrize(("tokens", "logits", "top_k", "kept", "following"), CASES)
 def test_interleaved_on_rows_by_hand(tokens: list[int], logits: Any, top_k: int, kept: int, following: int) -> None:
-    """A path is kept up to the first token outside the top_k, which the target's own draw replaces."""
+    """A path is kept up to the first token outside the top_k, which the target's own draw replaces, or to its end."""
     assert Interleaved(top_k=top_k).judge(row(tokens, logits), Likeliest()) == (list(range(kept)), following)
 
 
