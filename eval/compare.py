@@ -22,7 +22,6 @@ import torch
 from hydra import compose
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.data.dataset import Dataset
@@ -34,9 +33,9 @@ from spectrain.eval.report import print_comparison
 from spectrain.eval.summary import write_whole
 from spectrain.models.device import wait
 from spectrain.models.target import Target
-from spectrain.runs.run import evaluate, evaluation_name, fresh_drafter, target_name, train
+from spectrain.runs.run import evaluate, evaluation_name, fresh_drafter, run_settings, target_name, train
 from spectrain.runs.tracking import tracked
-from spectrain.settings.build import build, check_config
+from spectrain.settings.build import build, check_config, constructor
 from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.training.trainer import Trainer
 
@@ -177,12 +176,12 @@ class Contest:
     def settings(self, group: str, name: str) -> DictConfig:
         """The whole configuration of one, its tree and data those of all."""
         tree = HydraConfig.get().runtime.choices["tree"]
-        if group == "drafter" and get_object(compose("train", overrides=[f"drafter={name}"]).drafter["_target_"]).copies_text:
+        if group == "drafter" and constructor(compose("train", overrides=[f"drafter={name}"]).drafter).copies_text:
             tree = "chain"  # it knows one continuation only
         alike = ["++eval.baselines=[chain]", "++eval.oracle=false"]
         config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *alike, *self.passed])
         OmegaConf.set_struct(config, False)
-        takes = inspect.signature(get_object(config.tree["_target_"])).parameters
+        takes = inspect.signature(constructor(config.tree)).parameters
         config.tree = {key: value for key, value in config.tree.items() if key == "_target_" or key in takes}
         for key, value in self.config.tree.items():  # the command's own, over the recipe's
             if key in takes and any(key_of(override, 2) == f"tree.{key}" for override in self.asked):
@@ -200,8 +199,8 @@ class Contest:
         if not (run / "eval" / evaluation_name(config) / "summary.json").exists():
             with said(run):
                 dataset = self.dataset(config)
-                before = OmegaConf.load(run / "config.yaml") if (run / "config.yaml").exists() else None
-                config.trainer.max_steps = self.steps(config, dataset) if before is None else before.trainer.max_steps
+                before = run_settings(run) if (run / "config.yaml").exists() else None
+                config.trainer.max_steps = self.steps(config, dataset) if before is None else before["trainer"]["max_steps"]
                 config.trainer.resume = "auto"
                 train(config, list(self.passed), self.target_for(config), dataset)
             clean_up()

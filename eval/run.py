@@ -51,6 +51,7 @@ from spectrain.eval.sweep import SWEPT, Grid, exit_systems, prune_systems, tree_
 from spectrain.eval.systems import Choice, Decoder, System, describe
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
+from spectrain.settings.values import FolderName
 from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
 
 OURS = ("chain", "untrained", "ngram", "lookahead")
@@ -70,7 +71,7 @@ class Job:
 class Evaluation:
     """Which prompts, how long, and what else is decoded beside the drafter."""
 
-    name: str = "heldout"  # the folder that the result goes to
+    name: FolderName = "heldout"  # the folder that the result goes to
     prompts: str | None = None  # a file or a known benchmark; without it the held-out prompts that ship
     categories: list[str] | None = None
     limit: int | None = None

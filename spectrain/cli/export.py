@@ -18,6 +18,8 @@ from spectrain.export.layout import Files, Portable
 from spectrain.export.layouts import FORMATS, detect, layout_for
 from spectrain.export.linter import check, lint
 from spectrain.export.targets import TargetFiles
+from spectrain.settings.choices import look_in
+from spectrain.settings.schema import conf_folders
 from spectrain.training.checkpoints import written_whole
 
 
@@ -83,7 +85,9 @@ def convert_command(words: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--to", required=True, help=", ".join(FORMATS))
     parser.add_argument("--target", help="tiny, smollm2, a directory or a name on the hub")
+    parser.add_argument("--config-dir", type=Path, help="a folder of choices outside the project")
     asked = parser.parse_args(words)
+    look_in(conf_folders(words))
     target = None if asked.target is None else TargetFiles(asked.target)
     out = convert(asked.source, asked.out, asked.to, target)
     print(f"{detect(Files.read(out)).title}: written to {out}")
@@ -94,7 +98,9 @@ def lint_command(words: list[str]) -> None:
     parser = Arguments("spectrain lint", usage="spectrain lint DIR [--target TARGET]")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--target", help="tiny, smollm2, a directory or a name on the hub")
+    parser.add_argument("--config-dir", type=Path, help="a folder of choices outside the project")
     asked = parser.parse_args(words)
+    look_in(conf_folders(words))
     found = lint(asked.directory, None if asked.target is None else TargetFiles(asked.target))
     console = Console(highlight=False, soft_wrap=True)
     for finding in found:

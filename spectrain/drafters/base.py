@@ -99,6 +99,7 @@ class Drafter(nn.Module, ABC):
     """Guesses what its target will say next. Runtime objects enter the constructor by one keyword, `target`."""
 
     layers: tuple[Layer, ...] = ()  # the features it reads, in training and decoding; none for an independent model
+    abilities = Abilities()  # of the class, or of an instance where they depend on its settings
     shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
 
     verified_from: int = 0  # the first layer that drafting leaves to verification, where it runs layers of the target
@@ -120,11 +121,6 @@ class Drafter(nn.Module, ABC):
     def stages(self) -> Sequence[Stage]:
         """What is trained, one stage after another; by default the drafter's own parameters, on the features in `layers`."""
         return [Stage.whole(self, self.layers)]
-
-    @property
-    def abilities(self) -> Abilities:
-        """What it can do beyond the contract."""
-        return Abilities()
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Training losses of a batch, which holds the features that the stage names. Training-free families have none."""

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, V vocabulary, R supervised rows, F frontier nodes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Branches, Rollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
-from .base import Abilities, Drafter, Losses, OnPolicy, Stage, TrainingState
+from .base import Drafter, Losses, OnPolicy, Stage, TrainingState
 from .shared.losses import Loss, head_loss
 from .shared.small_models import small_model
 
@@ -58,6 +59,7 @@ class Causal(Drafter):
             raise UserError(f"drafter.loss_temperature={loss_temperature}: use more than 0")
         self.divergence, self.beta, self.loss_temperature = loss, beta, loss_temperature
         self.model = small_model(target, num_layers, model, architecture)
+        self.abilities = replace(self.abilities, on_policy=OnPolicy(self.model, learns_replays=True))
         self.head = target.head
         self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
@@ -65,10 +67,6 @@ class Causal(Drafter):
     def settings(self) -> dict[str, Any]:
         """The architecture itself, so that the saved drafter needs neither the target's layers nor another directory."""
         return {"architecture": self.model.config.to_diff_dict(), "num_layers": None, "model": None}
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(on_policy=OnPolicy(self.model, learns_replays=True))
 
     # Training
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.lora import TargetTraining
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
-from .base import Abilities, Losses, Stage, TrainingState
+from .base import Losses, Stage, TrainingState
 from .shared.losses import Teacher, head_loss
 from .shared.self_speculation import SelfDrafter, exit_of
 
@@ -75,15 +76,12 @@ class EarlyExit(SelfDrafter):
         self.curriculum, self.rotate, self.seed = curriculum, rotate, seed
         self.self_distillation = self_distillation
         self.target_training = TargetTraining(adapt, rank, alpha, keeps_original=self_distillation)
+        self.abilities = replace(self.abilities, target_training=self.target_training)
         self.head = target.head
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Open the target's weights, or the adapters that are put into it."""
         self.target_training.begin(target)
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(self.target_training)
 
     def at_exit(self, exit_layer: int, target: Target) -> EarlyExit:
         other = copy.copy(self)

@@ -38,6 +38,7 @@ class Kangaroo(SelfDrafter):
 
     shape = ("exit_layer",)
     carried = ("cache",)
+    abilities = Abilities(on_policy=OnPolicy(learns_replays=True))
 
     def __init__(self, target: Target, exit_layer: int | None = None, loss: Loss = "forward_kl") -> None:
         super().__init__()
@@ -61,10 +62,6 @@ class Kangaroo(SelfDrafter):
 
     def settings(self) -> dict[str, int]:
         return {"exit_layer": self.exit_layer}
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(on_policy=OnPolicy(learns_replays=True))
 
     # Training
 

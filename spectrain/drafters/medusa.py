@@ -7,6 +7,7 @@ Head k, from 0, at index t predicts token t + 2 + k; token t + 1 is the target's
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from spectrain.models.lora import TargetTraining
 from spectrain.trees.base import DepthRollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
-from .base import Abilities, Losses, OnPolicy, Stage, TrainingState
+from .base import Losses, Stage, TrainingState
 from .shared.layers import ResBlock
 from .shared.losses import Loss, head_loss
 from .shared.vocabulary import HeadsDrafter, Supervision
@@ -93,6 +94,7 @@ class Medusa(HeadsDrafter):
         self.heads_first, self.heads_coefficient, self.schedule = heads_first, heads_coefficient, schedule
         self.self_distillation, self.target_lr_scale = self_distillation, target_lr_scale
         self.target_training = None if adapt is None else TargetTraining(adapt, rank, alpha)
+        self.abilities = replace(self.abilities, target_training=self.target_training)
         self.head = target.head
         vocab_size = min(vocab_size, target.head.vocab_size)
         self.heads = nn.ModuleList(MedusaHead(target.width, vocab_size, num_layers) for _ in range(num_heads))
@@ -103,10 +105,6 @@ class Medusa(HeadsDrafter):
         super().prepare(target, token_counts)
         if self.target_training is not None:
             self.target_training.begin(target)
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(self.target_training, OnPolicy(learns_replays=True))
 
     # Training
 

@@ -14,9 +14,11 @@ from typing import Any, Literal
 import httpx
 from omegaconf import OmegaConf
 
-from .wandb_account import logged_in
 from spectrain.errors import UserError
+from spectrain.settings.choices import choice
 from spectrain.training.checkpoints import written_file
+
+from .wandb_account import logged_in
 from .wandb_file import last_logged_step
 
 Kind = Literal["train", "eval", "compare"]
@@ -275,7 +277,7 @@ def names(config: dict[str, Any]) -> dict[str, str]:
     if (config.get("target") or {}).get("_target_"):
         found["target"] = target_name(settings)
     if (config.get("drafter") or {}).get("_target_"):
-        found["family"] = str(config["drafter"]["_target_"]).split(".")[-2]
+        found["family"] = choice("drafter", config["drafter"])
         found["recipe"] = recipe_name(settings)
     return found
 

@@ -26,14 +26,11 @@ if TYPE_CHECKING:
 class VocabularyDrafter(Drafter):
     """A drafter whose head covers the tokens that the assistant uses most. The others cannot be drafted."""
 
+    abilities = Abilities(on_policy=OnPolicy(learns_replays=True))
     d2t: Tensor
     t2d: Tensor
     divergence: str
     head: Head
-
-    @property
-    def abilities(self) -> Abilities:
-        return Abilities(on_policy=OnPolicy(learns_replays=True))
 
     def add_vocabulary(self, size: int, target_size: int) -> None:
         """Buffers d2t [V], target id = draft id + d2t[draft id], and t2d [target vocabulary], True where it can be drafted."""
