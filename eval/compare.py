@@ -30,7 +30,7 @@ from spectrain.errors import Stopped, UserError, nearest
 from spectrain.eval.comparison import Scored, join
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_comparison
-from spectrain.eval.summary import write_whole
+from spectrain.files import write_text
 from spectrain.models.device import wait
 from spectrain.models.target import Target
 from spectrain.runs.run import evaluate, evaluation_name, fresh_drafter, run_settings, target_name, train
@@ -88,7 +88,7 @@ def compare(config: DictConfig, asked: Sequence[str]) -> dict[str, Any]:
         budget = comparison.budget
     folder.mkdir(parents=True, exist_ok=True)
     result = join(found, folder, budget)
-    write_whole(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
+    write_text(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
     write_report(folder / "report.html", [one.folder for one in found], result)
     settings: Any = OmegaConf.to_container(config)
     with tracked(build(config.tracker), folder, settings, "compare") as tracker:
@@ -171,7 +171,7 @@ class Contest:
                 f"run={self.folder}: this comparison began with other settings, those in {file}; use them, or another folder"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, now)
+        write_text(file, now)
 
     def settings(self, group: str, name: str) -> DictConfig:
         """The whole configuration of one, its tree and data those of all."""

@@ -24,13 +24,16 @@ from spectrain.errors import UserError
 from spectrain.export.converter import read_drafter
 from spectrain.export.layout import PICKLED, Portable
 from spectrain.export.targets import TargetFiles
+from spectrain.files import AGAIN, write_text, written
 from spectrain.provenance import processor, provenance, versions
 from spectrain.trees import TreeBuilder
 from spectrain.features.sources import Source
 from spectrain.models.target import Target
-from spectrain.training.checkpoints import latest_checkpoint, load_tensors, step_of, tensors_of, written_whole
+from spectrain.training.checkpoints import latest_checkpoint, load_tensors, step_of, tensors_of
 from spectrain.training.trainer import Trained
 from .tracking import Tracker, last_step, tracked
+
+RESUME = "go on with trainer.resume=auto"
 
 
 def train(config: DictConfig, asked: list[str], target: Target | None = None, dataset: Dataset | None = None) -> Path:
@@ -88,10 +91,10 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
             source.flush()
         if accelerator.is_main_process:
             if drafter.abilities.target_training:
-                with written_whole(run / "target") as scratch:
+                with written(run / "target", folder=True, mend=RESUME) as scratch:
                     target.save(scratch)
                 target.name = f"{target.name}, trained"
-            save_drafter(run / "drafter", drafter, config, trained)
+            save_drafter(run / "drafter", drafter, config, trained, RESUME)
             tracker.drafter(run / "drafter")
         if evaluation is None:
             return run
@@ -317,9 +320,8 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
             "target_name": target.name,
             **provenance(),
         }
-        (run / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
-        OmegaConf.save(OmegaConf.create(named(plain(config))), run / "config.yaml.part")
-        (run / "config.yaml.part").rename(run / "config.yaml")  # whole or not at all
+        write_text(run / "provenance.json", json.dumps(facts, indent=2) + "\n")
+        write_text(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(named(plain(config)))))
     except OSError as error:
         raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
 
@@ -349,7 +351,9 @@ def resumable(run: Path, config: DictConfig) -> None:
                 )
 
 
-def save_drafter(directory: Path, drafter: Drafter, config: DictConfig, trained: Trained | None = None) -> None:
+def save_drafter(
+    directory: Path, drafter: Drafter, config: DictConfig, trained: Trained | None = None, mend: str = AGAIN
+) -> None:
     """Write config.json and model.safetensors: all that is needed to load the drafter again, and what its training took."""
     kept = named(plain(config))
     description = {key: kept.get(key) for key in ("drafter", "target", "tree", "acceptance")}
@@ -363,7 +367,7 @@ def save_drafter(directory: Path, drafter: Drafter, config: DictConfig, trained:
     for name, tensor in tensors_of(drafter).items():
         file, there = layout.get(name, ("model.safetensors", name))
         files.setdefault(file, {})[there] = tensor
-    with written_whole(directory) as scratch:
+    with written(directory, folder=True, mend=mend) as scratch:
         for file, tensors in files.items():
             save_file(tensors, scratch / file, metadata={"format": "pt"})
         for file, text in drafter.sidecars().items():
