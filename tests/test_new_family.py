@@ -17,7 +17,7 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.loop import Context
 from spectrain.drafters.base import TrainingState
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Rollout, TreeBuilder

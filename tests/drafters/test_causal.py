@@ -21,8 +21,9 @@ from spectrain.drafters.shared.losses import DIVERGENCES, jensen_shannon
 from spectrain.drafters.shared.small_models import check_tokenizer, cut_model
 from spectrain.errors import UserError
 from spectrain.eval.baselines import generate, plain_model
+from spectrain.features.base import Request
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
@@ -51,7 +52,7 @@ def dataset(count: int = 3) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Causal) -> Batch:
-    return Live().batch(dataset()[[0, 1, 2]], target, drafter.stages[0].layers)
+    return Live().batch(Request(dataset()[[0, 1, 2]], target, drafter.stages[0].layers))
 
 
 # Cutting
@@ -378,8 +379,8 @@ def test_many_rows_add_up(tiny: Target) -> None:
     drafter = fresh(tiny)
     rows = torch.randint(3, 2000, (3, 500)).tolist()
     data = Dataset([Example(row, [i > 0 for i in range(500)]) for row in rows], 3, 0, 0)
-    whole = drafter.loss(Live().batch(data[[0, 1, 2]], tiny, ("final",)), tiny, TrainingState())
-    parts = [drafter.loss(Live().batch(data[[n]], tiny, ("final",)), tiny, TrainingState()) for n in range(3)]
+    whole = drafter.loss(Live().batch(Request(data[[0, 1, 2]], tiny, ("final",))), tiny, TrainingState())
+    parts = [drafter.loss(Live().batch(Request(data[[n]], tiny, ("final",))), tiny, TrainingState()) for n in range(3)]
     torch.testing.assert_close(whole.total, torch.stack([part.total for part in parts]).sum(), rtol=1e-4, atol=1e-3)
     assert whole.counts.tolist() == [1497] and whole.hits.item() == sum(part.hits.item() for part in parts)
 
@@ -448,7 +449,7 @@ def test_transformers_drafts_with_it_the_same(tiny: Target, tmp_path: Path, monk
     assert len(rounds) == len(kept) and {0} < set(kept)
     theirs, ours, drafted = torch.zeros(depth), torch.zeros(depth), 0
     for (text, candidates), count in zip(rounds, kept):
-        assert candidates == decode(drafter.writer(), [text], Greedy(), depth, ignore_eos=True)[0].output[: len(candidates)]
+        assert candidates == decode(drafter.model, [text], Greedy(), depth, ignore_eos=True)[0].output[: len(candidates)]
         if len(candidates) == depth and text not in PROMPTS:  # in our engine a round begins behind a token of the target
             (one,) = decode(tiny, [text[:-1]], Greedy(), depth + 2, drafter, Chain(depth), ignore_eos=True)
             ours += torch.arange(depth) < one.accepted[0] - 1
