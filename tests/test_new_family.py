@@ -16,7 +16,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.loop import Context
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Rollout, TreeBuilder
@@ -68,9 +68,10 @@ def test_it_fits() -> None:
     assert sum(len(path.read_text().splitlines()) for path in files) <= 120
 
 
-def test_the_readme_shows_the_same_commands() -> None:
-    """Where the README shows the example, it gives the commands that run here."""
-    assert all(command in commands("CONTRIBUTING.md") for command in commands("README.md"))
+@pytest.mark.parametrize("document", ["README.md", "docs/families.md"])
+def test_others_show_the_same_commands(document: str) -> None:
+    """Where else the example is shown, it is by the commands that run here."""
+    assert commands(document) == commands("CONTRIBUTING.md")
 
 
 def test_the_documented_commands_train_and_score(run: Path) -> None:

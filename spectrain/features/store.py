@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import shutil
 import time
 import zlib
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,10 +32,8 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.errors import RunError, UserError
 from spectrain.models.features import Layer
+from spectrain.models.target import Target
 from spectrain.training.checkpoints import written_file
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
 
 Dtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -229,6 +228,29 @@ class FeatureStore:
 
     def key(self, example: Example) -> str:
         return self.contents.key(example)
+
+    def announced(self, distinct: list[Example], missing: list[Example]) -> str:
+        """What it will take with these sequences, of which some are missing; stops where there is less room."""
+        contents, max_gb = self.contents, self.max_bytes / 1e9
+        tokens = sum(len(example.tokens) for example in distinct)
+        a_token = sum(map(contents.num_bytes, distinct)) / tokens
+        to_come = sum(map(contents.num_bytes, missing))
+        total = self.num_bytes + to_come + PLACE * len(missing)
+        where = next(folder for folder in (self.path.absolute(), *self.path.absolute().parents) if folder.is_dir())
+        free = shutil.disk_usage(where).free
+        told = f"{tokens} tokens of {a_token:.0f} bytes, {total / 1e9:.3g} GB in {contents.dtype}"
+        less = "ask for less: source.dtype=int8 in a new folder, source.supervised_only=true, data.limit"
+        if total > self.max_bytes:
+            raise UserError(f"source.max_gb={max_gb:g}: the store needs {told}; raise it, or {less}")
+        if to_come > free:
+            raise UserError(
+                f"source.path={self.path}: the store needs {told}, and only {free / 1e9:.3g} GB are free; choose another disk, "
+                f"or {less}"
+            )
+        return (
+            f"{self.path}: {len(distinct)} sequences, {told}; {len(distinct) - len(missing)} are stored, "
+            f"{to_come / 1e9:.3g} GB to capture; {free / 1e9:.3g} GB free"
+        )
 
     def __contains__(self, example: Example) -> bool:
         key = self.contents.key(example)

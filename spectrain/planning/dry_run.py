@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, Losses
+from spectrain.features.base import Request, Source
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Live, Source
+from spectrain.features.live import Live
 from spectrain.models.features import Layer
 from spectrain.models.loading import untrained_network
 from spectrain.models.prepacked import pack_linears
@@ -213,17 +214,9 @@ class _Watched(Source):
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.live = ledger, Live()
 
-    def batch(
-        self,
-        examples: list[Example],
-        target: Target,
-        layers: tuple[Layer, ...],
-        drafter: Drafter | None = None,
-        step: int = 0,
-        packed: bool = False,
-    ) -> Batch:
+    def batch(self, request: Request) -> Batch:
         with self.ledger.counting(TARGET, "target activations"):
-            batch = self.live.batch(examples, target, layers, drafter, step, packed)
+            batch = self.live.batch(request)
         if batch.features is not None:
             self.ledger.name(batch.features.hidden, "features")
         return batch

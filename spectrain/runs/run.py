@@ -26,7 +26,7 @@ from spectrain.export.layout import PICKLED, Portable
 from spectrain.export.targets import TargetFiles
 from spectrain.provenance import processor, provenance, versions
 from spectrain.trees import TreeBuilder
-from spectrain.features.sources import Source
+from spectrain.features.base import Source
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import latest_checkpoint, load_tensors, step_of, tensors_of, written_whole
 from spectrain.training.trainer import Trained
@@ -68,7 +68,8 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
     trainer.num_steps(dataset)  # a stream must be told
     drafter = fresh_drafter(config, target, dataset)
     source: Source = build(config.source)
-    told = source.prepare(drafter, target, None if dataset.is_sample else dataset.examples)
+    examples = None if dataset.is_sample else dataset.examples
+    told = source.prepare(target, drafter.features_in(0), drafter.final_reach, examples)
     if accelerator.is_main_process:
         open_run(run, config, dataset, target)
         print(

@@ -17,7 +17,7 @@ from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter
 from spectrain.eval.compare import Comparison
 from spectrain.eval.run import Evaluation
-from spectrain.features.sources import Source
+from spectrain.features.base import Source
 from spectrain.models.target import Target
 from spectrain.planning.plan import Plan
 from spectrain.regeneration.writers import Sampling, Writer

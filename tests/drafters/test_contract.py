@@ -15,7 +15,8 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
-from spectrain.features.sources import Live
+from spectrain.features.base import Request
+from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.run import load_weights, save_drafter
@@ -104,7 +105,7 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
         drafter.zero_grad()
         target.zero_grad()
         layers = drafter.features_in(stage)
-        batch = Live().batch(dataset[[0, 1]], target, layers)
+        batch = Live().batch(Request(dataset[[0, 1]], target, layers))
         assert (batch.features is None) == (layers == ())
         losses = drafter(batch, target)
         losses.total.backward()

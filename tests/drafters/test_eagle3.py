@@ -11,8 +11,9 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3, _Eagle3Rollout
 from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.features.base import Request
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
@@ -36,7 +37,7 @@ def make(tiny: Target, **options: object) -> Eagle3:
 
 
 def batch_of(dataset: Dataset, indices: list[int], tiny: Target, drafter: Eagle3) -> Batch:
-    return Live().batch(dataset[indices], tiny, drafter.layers)
+    return Live().batch(Request(dataset[indices], tiny, drafter.layers))
 
 
 def gradients(drafter: Eagle3) -> Tensor:

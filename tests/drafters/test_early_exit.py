@@ -21,7 +21,7 @@ from spectrain.drafters.early_exit import EarlyExit
 from spectrain.errors import UserError
 from spectrain.eval.baselines import generate
 from spectrain.features.batch import Batch, collate
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target

@@ -26,8 +26,9 @@ from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.shared.losses import DIVERGENCES, UNNORMALISED, split_loss
 from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
+from spectrain.features.base import Request
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.kernels import linear_divergence as fused
 from spectrain.models.attention import ATTENTION
 from spectrain.models.forward_plan import ForwardPlan
@@ -70,7 +71,7 @@ def batch_of(drafter: Drafter, target: Target, stage: int = 0, replayed: bool = 
     rows = torch.randint(3, VOCAB, (3, length)).tolist()
     masks = [[1 <= i < length // 2 or i > length // 2 + 3 for i in range(length - 3 * row)] for row in range(3)]
     data = Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], 3, 0, 0)
-    batch = Live().batch(data[[0, 1, 2]], target, drafter.features_in(stage))
+    batch = Live().batch(Request(data[[0, 1, 2]], target, drafter.features_in(stage)))
     return replace(batch, distance=torch.randint(-1, 4, batch.tokens.shape)) if replayed else batch
 
 

@@ -15,7 +15,7 @@ from spectrain.drafters.hydra import Hydra, _Path
 from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer

@@ -21,8 +21,9 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.shared.losses import DIVERGENCES
 from spectrain.errors import UserError
+from spectrain.features.base import Request
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer, trained_groups
@@ -72,7 +73,7 @@ def dataset(vocab: int = VOCAB, count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Kangaroo) -> Batch:
-    return Live().batch(dataset()[[0, 1, 2, 4]], target, drafter.features_in(0))
+    return Live().batch(Request(dataset()[[0, 1, 2, 4]], target, drafter.features_in(0)))
 
 
 def early_exit(target: Target, reference: Any, tokens: Tensor, layer: int) -> Tensor:
@@ -223,9 +224,9 @@ def test_loss_is_summed_over_the_assistants_tokens(tiny: Target) -> None:
     layers = drafter.features_in(0)
     silent = Dataset([*rows.examples, Example([5] * 40, [False] * 40)], 7, 0, 0)
     with torch.no_grad():
-        whole = drafter.loss(Live().batch(rows[list(range(6))], target, layers), target)
-        parts = [drafter.loss(Live().batch(rows[[n]], target, layers), target) for n in range(6)]
-        padded = drafter.loss(Live().batch(silent[list(range(7))], target, layers), target)
+        whole = drafter.loss(Live().batch(Request(rows[list(range(6))], target, layers)), target)
+        parts = [drafter.loss(Live().batch(Request(rows[[n]], target, layers)), target) for n in range(6)]
+        padded = drafter.loss(Live().batch(Request(silent[list(range(7))], target, layers)), target)
     assert float(whole.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-4)
     assert float(whole.total) == pytest.approx(float(padded.total), rel=1e-4)
     assert whole.counts.tolist() == padded.counts.tolist() == [rows.num_supervised]

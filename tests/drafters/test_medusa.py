@@ -21,8 +21,9 @@ from spectrain.decoding.calibration import Calibration, Latency
 from spectrain.decoding.loop import Context, decode, prefill
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
+from spectrain.features.base import Request
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
@@ -59,7 +60,7 @@ def dataset(count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Medusa, stage: int) -> Batch:
-    return Live().batch(dataset()[[0, 1, 2]], target, drafter.features_in(stage))
+    return Live().batch(Request(dataset()[[0, 1, 2]], target, drafter.features_in(stage)))
 
 
 @torch.no_grad()

@@ -21,8 +21,9 @@ from spectrain.drafters.pard import Pard
 from spectrain.drafters.shared.masks import add_blocks
 from spectrain.errors import UserError
 from spectrain.eval.baselines import plain_model
+from spectrain.features.base import Request
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.run import load_weights, save_drafter
@@ -61,7 +62,7 @@ def dataset(count: int = 5) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Pard, rows: list[int]) -> Batch:
-    return Live().batch(dataset()[rows], target, drafter.features_in(0))
+    return Live().batch(Request(dataset()[rows], target, drafter.features_in(0)))
 
 
 def logits_of(drafter: Pard, text: list[int], count: int) -> Tensor:

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.decoding.replay import KEPT, Replay, collate_replays
+from spectrain.features.base import Request
 from spectrain.features.batch import Batch, collate
-from spectrain.features.sources import Generated, Live
+from spectrain.features.live import Live
 from spectrain.models.attention import causal_attention, unrolled_attention
 from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
+from spectrain.training.on_policy import Generated
 from spectrain.training.trainer import trained_groups
 from tests.drafters.test_contract import FAMILIES, VARIANTS, make, stages, trainable
 from tests.models.test_target import ARCHITECTURES, EVERY, LAYERS, VOCAB, build
@@ -55,7 +57,9 @@ def gradients(name: str, target: Target, stage: int, packed: bool, source: Any =
     trained_groups(drafter, target, stage)
     drafter.zero_grad()
     target.zero_grad()
-    batch = (source or Live()).batch(examples(), target, drafter.features_in(stage), drafter, 4, packed)
+    batch = (source or Live()).batch(
+        Request(examples(), target, drafter.features_in(stage), packed=packed, step=4, drafter=drafter)
+    )
     assert (batch.lengths is not None) == packed
     losses = drafter.train()(batch, target)
     losses.total.backward()
@@ -87,11 +91,11 @@ def test_replays_packed_equal_replays_padded(name: str) -> None:
     """Documents whose tails are rejected drafts, too."""
 
     class Replays(Live):
-        def batch(self, *args: Any) -> Batch:
-            found, target, layers, packed = args[0], args[1], args[2], args[5]
-            tails = [Replay(e, [KEPT if n < len(e.tokens) - 3 else n % 3 for n in range(len(e.tokens))]) for e in found]
-            batch = collate_replays(tails, packed)
-            return replace(batch, features=target.features(batch.tokens, layers, batch.lengths))
+        def batch(self, request: Request) -> Batch:
+            lengths = [len(example.tokens) for example in request.examples]
+            distances = [[KEPT if n < length - 3 else n % 3 for n in range(length)] for length in lengths]
+            batch = collate_replays(list(map(Replay, request.examples, distances)), request.packed)
+            return replace(batch, features=request.target.features(batch.tokens, request.layers, batch.lengths))
 
     (padded, expected), (found, actual) = (gradients(name, load_tiny(), 0, packed, Replays()) for packed in (False, True))
     close(found.total, padded.total)
@@ -160,9 +164,9 @@ def test_kept_features_are_kept_by_document(tiny: Target) -> None:
     rows = examples()
     for first in (False, True):
         source = Live(keep_gb=1.0)
-        source.batch(rows, tiny, (1, "final"), packed=first)
-        found = source.batch(rows[::-1], tiny, (1, "final"), packed=not first)
-        fresh = Live().batch(rows[::-1], tiny, (1, "final"), packed=not first)
+        source.batch(Request(rows, tiny, (1, "final"), packed=first))
+        found = source.batch(Request(rows[::-1], tiny, (1, "final"), packed=not first))
+        fresh = Live().batch(Request(rows[::-1], tiny, (1, "final"), packed=not first))
         assert found.features is not None and fresh.features is not None
         mask = torch.ones_like(found.tokens) > 0 if not first else found.tokens > 0
         close(found.features.hidden[mask], fresh.features.hidden[mask])

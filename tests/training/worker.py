@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
+from spectrain.features.base import Request
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
@@ -53,10 +54,10 @@ def make(family: str, target: Target) -> Drafter:
 class Slow(Live):
     """The second process reads its data slowly."""
 
-    def batch(self, *arguments: Any, **options: Any) -> Batch:
+    def batch(self, request: Request) -> Batch:
         if os.environ.get("RANK") == "1":
             time.sleep(6)
-        return super().batch(*arguments, **options)
+        return super().batch(request)
 
 
 def train(job: dict[str, Any]) -> None:
