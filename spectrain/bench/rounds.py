@@ -2,7 +2,7 @@
 
 Shapes: B batch, N nodes, P path length, V vocabulary.
 Weights are random and a prefix is random numbers in the caches, which cost what real ones cost. How much of a draft is kept
-follows a script (`Forced`). So a real model's time a round is measured with no model; what it accepts is for others to say.
+follows a script (`Scripted`). So a real model's time a round is measured with no model; what it accepts is for others to say.
 """
 
 import time
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import AcceptanceRule, Greedy
+from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import Captured, Marks, State, bucket
 from spectrain.decoding.generation import PARTS, Generation
 from spectrain.decoding.loop import Request
@@ -33,15 +33,14 @@ SPARE = 192  # slots behind the bound of a cache that several engines share: mor
 ENDLESS = 1 << 30  # tokens that a row may emit
 
 
-class Forced(AcceptanceRule):
+class Scripted(Greedy):
     """Keeps, of the path of first children, as many nodes as its script says for the row's length. NOT lossless.
 
     It costs what `Greedy` costs: every node's best token is found, the last kept one's is the bonus.
     """
 
-    name = "forced"
+    name = "scripted"
     lossless = False
-    on_device = True
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.wanted = torch.ones(slots, dtype=torch.int64, device=device)  # tokens that a round emits, by committed length
@@ -54,10 +53,7 @@ class Forced(AcceptanceRule):
             length += count
         self.wanted.copy_(wanted)
 
-    def choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        return logits.argmax(-1)
-
-    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
+    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Accepted:
         index = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
         real = tree.valid & tree.emitted
         siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & real[:, None]
@@ -65,7 +61,7 @@ class Forced(AcceptanceRule):
         kept = (first[:, None] | ~tree.ancestors).all(-1) & (tree.depths < self.wanted[positions[:, :1] - 1])
         levels = torch.arange(tree.longest_path, device=index.device)[:, None]  # [P, 1]
         path = torch.where(kept[:, None] & (tree.depths[:, None] <= levels), index, 0).amax(-1)
-        return Accepted(path, kept.sum(1), self.choose(logits, rows, positions).gather(1, path[:, -1:])[:, 0])
+        return Accepted(path, kept.sum(1), self.choose(logits, sequence_ids, positions).gather(1, path[:, -1:])[:, 0])
 
 
 def evenly(tau: float, rounds: int) -> list[int]:
@@ -177,7 +173,7 @@ class Course:
     def reset(self, tau: float = 1.0) -> None:
         """Stand at the prefix again, with a script for the rounds to come."""
         context, prefix = self.state.context, self.place.prefix
-        if isinstance(self.engine.rule, Forced):
+        if isinstance(self.engine.rule, Scripted):
             self.engine.rule.script(prefix, evenly(tau, int(self.place.room / tau)))
         context.cache.lengths.fill_(prefix)
         for cache in self._drafter_caches:
@@ -258,7 +254,7 @@ def engine_maker(place: Place, rounds: int, drafter: Drafter | None = None, buil
     device = place.target.device
 
     def make(kind: type[Captured], backend: str | None) -> Captured:
-        rule = Greedy() if drafter is None else Forced(place.bound + SPARE, device)
+        rule = Greedy() if drafter is None else Scripted(place.bound + SPARE, device)
         return kind(place.target, rule, drafter, builder, rounds, backend)
 
     return make

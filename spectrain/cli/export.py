@@ -18,7 +18,9 @@ from spectrain.export.layout import Files, Portable
 from spectrain.export.layouts import FORMATS, detect, layout_for
 from spectrain.export.linter import check, lint
 from spectrain.export.targets import TargetFiles
-from spectrain.training.checkpoints import written_whole
+from spectrain.files import written
+from spectrain.settings.choices import look_in
+from spectrain.settings.schema import conf_folders
 
 
 def export(config: Any) -> Path:
@@ -38,7 +40,7 @@ def export(config: Any) -> Path:
     layout = layout_for(drafter.family, config.format)
     target = asked or named_target(drafter)
     refuse_full(out)
-    with written_whole(out) as scratch:
+    with written(out, folder=True) as scratch:
         write_drafter(drafter, layout, target, scratch)
         if drafter.trained_target is not None and drafter.family != "EarlyExit":
             shutil.copytree(drafter.trained_target, scratch / "target")
@@ -83,7 +85,9 @@ def convert_command(words: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--to", required=True, help=", ".join(FORMATS))
     parser.add_argument("--target", help="tiny, smollm2, a directory or a name on the hub")
+    parser.add_argument("--config-dir", type=Path, help="a folder of choices outside the project")
     asked = parser.parse_args(words)
+    look_in(conf_folders(words))
     target = None if asked.target is None else TargetFiles(asked.target)
     out = convert(asked.source, asked.out, asked.to, target)
     print(f"{detect(Files.read(out)).title}: written to {out}")
@@ -94,7 +98,9 @@ def lint_command(words: list[str]) -> None:
     parser = Arguments("spectrain lint", usage="spectrain lint DIR [--target TARGET]")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--target", help="tiny, smollm2, a directory or a name on the hub")
+    parser.add_argument("--config-dir", type=Path, help="a folder of choices outside the project")
     asked = parser.parse_args(words)
+    look_in(conf_folders(words))
     found = lint(asked.directory, None if asked.target is None else TargetFiles(asked.target))
     console = Console(highlight=False, soft_wrap=True)
     for finding in found:

@@ -116,8 +116,11 @@ def compose_and_call(config_name: str, task: Callable[[Any], None], arguments: l
     import hydra
 
     from spectrain.settings.build import register_resolvers
+    from spectrain.settings.choices import look_in
+    from spectrain.settings.schema import conf_folders
 
     register_resolvers()
+    look_in(conf_folders(arguments))
     quiet_bars()
     groups = config_groups(arguments)
     sys.argv = ["spectrain", *(allow_new_keys(argument, groups) for argument in arguments)]

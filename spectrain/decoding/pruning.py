@@ -19,7 +19,7 @@ from spectrain.models.target import Target
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import Accepted, Pruned, TokenTree
 
-from .acceptance import AcceptanceRule, Greedy, Match
+from .acceptance import AcceptanceRule
 
 
 class Pruning:
@@ -40,7 +40,7 @@ class Pruning:
         """Raise where a pruned tree would change the output's distribution, or there is no such layer."""
         if self.layer >= target.num_layers:
             raise UserError(f"eval.prune_layer={self.layer}: {target.name} has {target.num_layers} layers; use fewer")
-        if not isinstance(rule, (Greedy, Match)):
+        if not rule.fixes_choice:
             raise UserError(f"acceptance={rule.name}: it is not valid for pruned trees; use acceptance=greedy or match")
 
     def __call__(self, context: Context, tree: TokenTree) -> TokenTree:

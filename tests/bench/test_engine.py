@@ -17,7 +17,18 @@ from spectrain.bench.engine import TOY, EngineBench, Sizes
 from spectrain.bench.identity import FAMILIES
 from spectrain.bench.models import Model, random_drafter, random_target
 from spectrain.bench.report import GOALS, gather, markdown, values
-from spectrain.bench.rounds import Course, Forced, Given, Place, Sample, engine_maker, evenly, given_paths, given_tree, set_out
+from spectrain.bench.rounds import (
+    Course,
+    Given,
+    Place,
+    Sample,
+    Scripted,
+    engine_maker,
+    evenly,
+    given_paths,
+    given_tree,
+    set_out,
+)
 from spectrain.bench.speedup import AR, Parts, Roofline, gains, lines
 from spectrain.bench.training import gradients, losses, random_batch
 from spectrain.cli.main import main
@@ -138,7 +149,7 @@ def test_scripts_are_kept_to(name: str, most: int) -> None:
 def test_forced_verdicts_lie_on_the_first_path() -> None:
     """The root, then each time the first child; the bonus is the best token after the last; no more than the tree has."""
     target, drafter = toy()
-    rule = Forced(100, CPU)
+    rule = Scripted(100, CPU)
     rows = torch.arange(2)
     context = prefill(target, [[5, 6, 7], [8]], Greedy(), 30, drafter.layers, Eagle2(3, 9, 3), rows, 9)
     tree = propose(context, drafter, Eagle2(3, 9, 3))

@@ -76,6 +76,17 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "prompts missing": (train("eval=default", "eval.prompts=none.jsonl"), ("eval.prompts=none.jsonl",)),
     "run folder taken": (train("run=taken"), ("run=taken", "trainer.resume=auto")),
     "run is a file": (train("run=good.jsonl"), ("run=good.jsonl",)),
+    "run of no name": (train("run="), ("run=", "empty")),
+    "export to no name": (("export", "run=taken", "format=vllm", "out="), ("out=", "empty")),
+    "a score's name leads away": (train("eval=default", "eval.name=../../escape"), ("eval.name=../../escape", "one folder")),
+    "a score's name is a path": (train("eval=default", "eval.name=/tmp/escape"), ("eval.name=/tmp/escape", "one folder")),
+    "a score's name is above": (train("eval=default", "eval.name=.."), ("eval.name=..", "one folder")),
+    "a score without a name": (train("eval=default", "eval.name="), ("eval.name=", "one folder")),
+    "a command as family": (train("drafter._target_=os.system"), ("drafter._target_=os.system", "no choice")),
+    "an order as a value": (
+        train("recipe", "drafter=causal", "drafter.architecture={_target_: os.system}"),
+        ("drafter.architecture._target_", "order"),
+    ),
     "target.model missing": (train("target=hf"), ("target.model",)),
     "target without weights": (train("target=hf", "target.model=weightless"), ("target.model=weightless",)),
     "target is no directory": (train("target=hf", "target.model=./none"), ("target.model=./none",)),
@@ -295,7 +306,7 @@ def test_eval_refuses_what_describes_no_drafter(tmp_path: Path, text: str) -> No
     """A damaged config.json is named."""
     run = saved(tmp_path / "run")
     (run / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"config\.json: this is not a drafter's description"):
+    with pytest.raises(UserError, match=r"config\.json: (this is not|it holds no settings)"):
         completed(f"run={run}")
 
 

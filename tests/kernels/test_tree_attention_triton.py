@@ -349,7 +349,7 @@ class Forked(Drafter):
         super().__init__()
         self.texts, self.layers = texts, ()
 
-    def loss(self, batch: Batch, target: Target) -> Any:
+    def loss(self, batch: Batch, target: Target, state: Any) -> Any:
         raise NotImplementedError
 
     def draft(self, context: Context) -> Draft:
