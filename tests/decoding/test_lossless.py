@@ -35,7 +35,7 @@ from spectrain.decoding.acceptance import (
     Walking,
 )
 from spectrain.errors import UserError
-from spectrain.trees.token_tree import Children, TokenTree
+from spectrain.trees.token_tree import Accepted, Children, TokenTree
 from tests.decoding.walking import walk
 
 Path = tuple[int, ...]
@@ -580,7 +580,7 @@ BRANCHED = TokenTree(
 )  # fmt: skip
 
 
-def judged(rule: AcceptanceRule, tree: TokenTree) -> acceptance.Accepted:
+def judged(rule: AcceptanceRule, tree: TokenTree) -> Accepted:
     """A round at a uniform target."""
     return rule(tree, torch.zeros(1, 3, 3), torch.zeros(1, dtype=torch.int64), tree.depths)
 
