@@ -18,7 +18,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import Captured, Marks, State, bucket
 from spectrain.decoding.generation import PARTS, Generation
 from spectrain.decoding.loop import Request
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Abilities, Capture, Drafter
 from spectrain.drafters.context import Context
 from spectrain.models.device import wait
 from spectrain.models.target import Target
@@ -78,7 +78,7 @@ def given_paths(nodes: int, depth: int) -> list[list[int]]:
 class Given(Drafter):
     """Proposes the tree of its builder, for next to nothing, so that what remains is what verifying it costs."""
 
-    is_captured = True
+    abilities = Abilities(capture=Capture())
     parents: Tensor
     choices: Tensor
 
@@ -151,7 +151,6 @@ class Course:
 
     def __init__(self, engine: Captured, place: Place) -> None:
         self.engine, self.place = engine, place
-        engine.drafter = copy(engine.drafter)  # whose weights are shared; its caches are not
         self.state = engine.sized(place.batch, place.bound)
         place.lend(self.state)
         engine.start(Request([[1] * SHORT] * place.batch, place.bound - SHORT - 1, list(range(place.batch)), frozenset()))
@@ -255,6 +254,6 @@ def engine_maker(place: Place, rounds: int, drafter: Drafter | None = None, buil
 
     def make(kind: type[Captured], backend: str | None) -> Captured:
         rule = Greedy() if drafter is None else Scripted(place.bound + SPARE, device)
-        return kind(place.target, rule, drafter, builder, rounds, backend)
+        return kind(place.target, rule, copy(drafter), builder, rounds, backend)  # weights are shared, caches are not
 
     return make

@@ -22,6 +22,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import Captured
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
+from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.run import prompt_tokens
@@ -87,7 +88,7 @@ def test_a_watcher_sees_every_round_and_changes_nothing(tiny: Target, captured: 
     if captured:
         watched = Captured(tiny, Greedy()).decode(prompts, 24, watch=watch)
     else:
-        watched = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3), watch=watch)
+        watched = Session(tiny, Greedy(), Ngram(tiny), Chain(3)).decode(prompts, 24, watch=watch)
     plain = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3))
     assert [one.output for one in watched] == [one.output for one in plain] == seen[-1]
     for row, generation in enumerate(watched):
