@@ -14,7 +14,7 @@ import torch
 from spectrain.data.chat import Example
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.replay import Recorder, Replay, collate_replays, replays
-from spectrain.drafters.base import Drafter, has_weights
+from spectrain.drafters.base import Drafter, TrainingState, has_weights
 from spectrain.errors import RunError, UserError
 from spectrain.eval.metrics import Turn
 from spectrain.eval.parts import Part, Results
@@ -43,7 +43,7 @@ class Learner:
         save: Callable[[Drafter], None],
     ) -> None:
         self.drafter, self.target, self.every, self.learn, self.save = drafter, target, every, learn, save
-        self.parameters = [parameter for group in drafter.param_groups() for parameter in group["params"]]
+        self.parameters = [parameter for group in drafter.stages[0].groups for parameter in group["params"]]
         # Steps are taken in float32: a small one would be lost to the rounding of bfloat16 weights.
         self.masters = [parameter.detach().float().clone() for parameter in self.parameters]
         self.optimizer = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -78,9 +78,9 @@ class Learner:
         for start in range(0, len(rows), 4):
             part = rows[start : start + 4]
             batch: Batch = (collate_replays(part) if self.learn == "split" else collate(part)).to(self.target.device)
-            if layers := self.drafter.features_in(0):
+            if layers := self.drafter.stages[0].layers:
                 batch = replace(batch, features=self.target.features(batch.tokens, layers))
-            losses = self.drafter.loss(batch, self.target)
+            losses = self.drafter.loss(batch, self.target, TrainingState())
             if not torch.isfinite(losses.total):
                 raise RunError(f"eval.online: the loss is not finite at update {self.updates}; lower eval.online_lr")
             count += batch.num_supervised
@@ -114,9 +114,9 @@ class Online(Part):
         drafter = candidate.drafter
         if self.learn == "split" and not candidate.builder.is_chain:
             raise UserError("eval.online_learn=split: it replays chains, and this tree branches; use tree=chain")
-        if not has_weights(drafter) or drafter.trains_target:
+        if not has_weights(drafter) or drafter.abilities.target_training:
             raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
-        if self.learn == "split" and not drafter.learns_replays:
+        if self.learn == "split" and not drafter.abilities.on_policy.learns_replays:
             raise UserError(
                 "eval.online_learn=split: this family does not learn from replayed drafts; use corrections or answers"
             )

@@ -38,11 +38,11 @@ from spectrain.eval.summary import (
     write_lines,
     write_prompts,
     write_rounds,
-    write_whole,
 )
 from spectrain.eval.sweep import SWEPT, ExitSweep, Pruned, PruneSweep, TreeSweep
 from spectrain.eval.systems import Decoder, System, describe
 from spectrain.eval.turns import ORACLE, Interleaving
+from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.settings.values import FolderName
@@ -270,7 +270,7 @@ class Evaluation:
             texts = {prompt.id: prompt.turns[0] for prompt in self.chosen}
             drafts = record_drafts(results.candidate.target, results.systems[0], mine, texts, self.max_new_tokens)
             write_lines(folder / "drafts.jsonl", drafts)
-        write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         if self.report:
             write_report(folder / "report.html", [folder])
 

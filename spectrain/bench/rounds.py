@@ -2,7 +2,7 @@
 
 Shapes: B batch, N nodes, P path length, V vocabulary.
 Weights are random and a prefix is random numbers in the caches, which cost what real ones cost. How much of a draft is kept
-follows a script (`Forced`). So a real model's time a round is measured with no model; what it accepts is for others to say.
+follows a script (`Scripted`). So a real model's time a round is measured with no model; what it accepts is for others to say.
 """
 
 import time
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import AcceptanceRule, Greedy
+from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import Captured, Marks, State, bucket
 from spectrain.decoding.generation import PARTS, Generation
 from spectrain.decoding.loop import Request
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Abilities, Capture, Drafter
 from spectrain.drafters.context import Context
 from spectrain.models.device import wait
 from spectrain.models.target import Target
@@ -33,15 +33,14 @@ SPARE = 192  # slots behind the bound of a cache that several engines share: mor
 ENDLESS = 1 << 30  # tokens that a row may emit
 
 
-class Forced(AcceptanceRule):
+class Scripted(Greedy):
     """Keeps, of the path of first children, as many nodes as its script says for the row's length. NOT lossless.
 
     It costs what `Greedy` costs: every node's best token is found, the last kept one's is the bonus.
     """
 
-    name = "forced"
+    name = "scripted"
     lossless = False
-    on_device = True
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.wanted = torch.ones(slots, dtype=torch.int64, device=device)  # tokens that a round emits, by committed length
@@ -54,10 +53,7 @@ class Forced(AcceptanceRule):
             length += count
         self.wanted.copy_(wanted)
 
-    def choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        return logits.argmax(-1)
-
-    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
+    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Accepted:
         index = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
         real = tree.valid & tree.emitted
         siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & real[:, None]
@@ -65,7 +61,7 @@ class Forced(AcceptanceRule):
         kept = (first[:, None] | ~tree.ancestors).all(-1) & (tree.depths < self.wanted[positions[:, :1] - 1])
         levels = torch.arange(tree.longest_path, device=index.device)[:, None]  # [P, 1]
         path = torch.where(kept[:, None] & (tree.depths[:, None] <= levels), index, 0).amax(-1)
-        return Accepted(path, kept.sum(1), self.choose(logits, rows, positions).gather(1, path[:, -1:])[:, 0])
+        return Accepted(path, kept.sum(1), self.choose(logits, sequence_ids, positions).gather(1, path[:, -1:])[:, 0])
 
 
 def evenly(tau: float, rounds: int) -> list[int]:
@@ -82,7 +78,7 @@ def given_paths(nodes: int, depth: int) -> list[list[int]]:
 class Given(Drafter):
     """Proposes the tree of its builder, for next to nothing, so that what remains is what verifying it costs."""
 
-    is_captured = True
+    abilities = Abilities(capture=Capture())
     parents: Tensor
     choices: Tensor
 
@@ -155,7 +151,6 @@ class Course:
 
     def __init__(self, engine: Captured, place: Place) -> None:
         self.engine, self.place = engine, place
-        engine.drafter = copy(engine.drafter)  # whose weights are shared; its caches are not
         self.state = engine.sized(place.batch, place.bound)
         place.lend(self.state)
         engine.start(Request([[1] * SHORT] * place.batch, place.bound - SHORT - 1, list(range(place.batch)), frozenset()))
@@ -177,7 +172,7 @@ class Course:
     def reset(self, tau: float = 1.0) -> None:
         """Stand at the prefix again, with a script for the rounds to come."""
         context, prefix = self.state.context, self.place.prefix
-        if isinstance(self.engine.rule, Forced):
+        if isinstance(self.engine.rule, Scripted):
             self.engine.rule.script(prefix, evenly(tau, int(self.place.room / tau)))
         context.cache.lengths.fill_(prefix)
         for cache in self._drafter_caches:
@@ -258,7 +253,7 @@ def engine_maker(place: Place, rounds: int, drafter: Drafter | None = None, buil
     device = place.target.device
 
     def make(kind: type[Captured], backend: str | None) -> Captured:
-        rule = Greedy() if drafter is None else Forced(place.bound + SPARE, device)
-        return kind(place.target, rule, drafter, builder, rounds, backend)
+        rule = Greedy() if drafter is None else Scripted(place.bound + SPARE, device)
+        return kind(place.target, rule, copy(drafter), builder, rounds, backend)  # weights are shared, caches are not
 
     return make

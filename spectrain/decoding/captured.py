@@ -187,7 +187,6 @@ class Captured:
         self._carried = () if capture is None else capture.carried
         self.states: dict[tuple[int, int], State] = {}
 
-    @torch.inference_mode()
     def decode(
         self,
         prompts: list[list[int]],
@@ -199,10 +198,12 @@ class Captured:
         """Continue every prompt, as `loop.decode` does; `watch` sees what each look of the host brought."""
         return self.run(asked(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos), watch)
 
+    @torch.inference_mode()
     def run(self, request: Request, watch: Watch = unwatched) -> list[Generation]:
         """Continue what is asked for."""
         device = self.target.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where events and graphs are made
+            self._take(request)  # what is refused changes nothing
             try:
                 return run(self, request, watch)
             finally:
@@ -221,14 +222,19 @@ class Captured:
 
     def start(self, request: Request) -> None:
         """Read the prompts into the tensors of a batch of this size."""
-        check_room(self.target, request)
-        self.state = state = self.sized(*self._size(request.prompts, request.max_new_tokens))
-        for name, value in state.carried.items():  # others may have decoded with the drafter in between
-            setattr(self.drafter, name, value)
+        state = self._take(request)
         if state.log is not None:
             state.log.slot.zero_()  # a decode that was interrupted has left it anywhere
         state.context.cache.empty()
         read(state.context, self.rule, request)
+
+    def _take(self, request: Request) -> State:
+        """The tensors of a batch of this size, and what the drafter keeps beside them."""
+        check_room(self.target, request)
+        self.state = self.sized(*self._size(request.prompts, request.max_new_tokens))
+        for name, value in self.state.carried.items():  # others may have decoded with the drafter in between
+            setattr(self.drafter, name, value)
+        return self.state
 
     def rounds(self, left: int) -> list[tuple[list[Line], dict[str, float]]]:
         """Rounds up to the host's next look; those that served somebody share the time that no part took."""

@@ -49,6 +49,8 @@ def play(context: Context, drafter: Drafts, builder: TreeBuilder, rule: Acceptan
     yield None
     assert seen.logits is not None
     accepted = rule(tree, seen.logits, context.sequence_ids, context.positions(tree) + 1)
+    if context.cache.bound is None:
+        accepted = accepted.trimmed()
     emitted, counts = context.commit(tree, seen, accepted)
     drafter.commit(context, accepted)
     yield Outcome(tree, seen.logits, emitted, counts)

@@ -71,9 +71,12 @@ class Session:
         request = asked(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)
         if self.why_eager is not None:
             return run(self._eager(max_new_tokens), request, watch)
-        if not self._captured.is_ready(prompts, max_new_tokens):  # compile and capture outside of what is measured
-            self._captured.decode(prompts, max_new_tokens, sequence_ids, ignore_eos=True)
         return self._captured.run(request, watch)
+
+    def warm_up(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None = None) -> None:
+        """Compile and capture what such a batch runs, where that is to come, so that decoding it can be timed."""
+        if self.why_eager is None and not self._captured.is_ready(prompts, max_new_tokens):
+            self._captured.decode(prompts, max_new_tokens, sequence_ids, ignore_eos=True)
 
     @property
     def wants_capture(self) -> bool:

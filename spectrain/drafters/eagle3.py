@@ -6,6 +6,7 @@ Index t pairs the target's features at t with the embedding of token t + 1, and 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,8 @@ from spectrain.models.target import Target
 from spectrain.trees.base import Branches, Draft, Rollout
 from spectrain.trees.token_tree import Accepted
 
-from .base import Abilities, Capture, Losses, SavedFiles
+from .abilities import Capture, SavedFiles
+from .base import Losses, Stage, TrainingState
 from .context import Context
 from .shared.layers import Attention, Mlp, llama_config, norm_scale, rotary
 from .shared.losses import Loss
@@ -50,9 +52,8 @@ class Eagle3(VocabularyDrafter):
     the next step reads (EAGLE-3.1); own_embedding: the drafter keeps its input embedding, which is not trained.
     """
 
-    final_reach = 0
     saved = SavedFiles(shape=("vocab_size", "layers", "architecture"))
-    abilities = Abilities(capture=Capture(carried=("cache",)))
+    abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)))
 
     def __init__(
         self,
@@ -117,7 +118,11 @@ class Eagle3(VocabularyDrafter):
 
     # Training
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    @property
+    def stages(self) -> list[Stage]:
+        return [Stage.whole(self, self.layers, final_reach=0)]
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Unroll the drafter over its own hidden states, with the true tokens as input; gradients flow through it all.
 
         Step i at index t is supervised where token t + 2 + i is the assistant's, so the padded tail never is. The sum of
@@ -130,7 +135,7 @@ class Eagle3(VocabularyDrafter):
         values: list[Tensor] = []
         states: list[Tensor] = []  # of the supervised indices of every step
         for step in range(max(1, min(self.ttt_steps, batch.longest - 2))):
-            hidden, k, v = self.remembered(self._unroll, batch, hidden, step, keys[:], values[:])
+            hidden, k, v = state.checkpointed(self._unroll, batch, hidden, step, keys[:], values[:])
             keys.append(k)
             values.append(v)
             states.append(hidden[wanted.rows(step)])

@@ -7,6 +7,7 @@ token t + 2 + k. In training these tokens are the true ones, in decoding those o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,8 @@ from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Draft, Rollout
 
-from .base import Abilities, Capture, Losses, SavedFiles
+from .abilities import Capture, SavedFiles
+from .base import Losses, Stage, TrainingState
 from .context import Context
 from .shared.layers import Attention, Mlp, ResBlock, llama_config, rotary
 from .shared.losses import Loss
@@ -90,7 +92,7 @@ class Hydra(HeadsDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size", "prefix_attention"))
-    abilities = Abilities(capture=Capture(carried=("cache",)))
+    abilities = replace(HeadsDrafter.abilities, capture=Capture(carried=("cache",)))
 
     def __init__(
         self,
@@ -106,7 +108,6 @@ class Hydra(HeadsDrafter):
         for key, value in (("num_heads", num_heads), ("num_layers", num_layers)):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
-        self.final_reach = None if prefix_attention else num_heads
         self.divergence, self.head_decay = loss, head_decay
         self.head = target.head
         vocab_size = min(vocab_size, target.head.vocab_size)
@@ -115,7 +116,11 @@ class Hydra(HeadsDrafter):
         self.add_vocabulary(vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    @property
+    def stages(self) -> list[Stage]:
+        return [Stage.whole(self, self.layers, final_reach=None if self.prefix is not None else len(self.heads))]
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
         wanted = Supervision(self, batch)
         states = batch.features.at("final").to(next(self.parameters()).dtype)

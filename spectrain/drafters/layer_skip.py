@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from spectrain.errors import UserError
 from spectrain.models.forward_plan import ForwardPlan, Part
 
-from .base import SavedFiles, Tuning
+from .abilities import SavedFiles, Tuning
 from .shared.self_speculation import SelfDrafter
 
 if TYPE_CHECKING:

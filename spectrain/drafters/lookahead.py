@@ -15,7 +15,8 @@ from spectrain.randomness import DRAFT, generator
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import Accepted, TokenTree
 
-from .base import Abilities, Drafter, DraftingCost
+from .abilities import Abilities, DraftingCost
+from .base import Drafter
 from .context import Context
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from spectrain.trees.base import Draft
 
-from .base import Abilities, Drafter
+from .abilities import Abilities
+from .base import Drafter
 from .context import Context
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ from rich.console import Console
 from spectrain.cli import chat
 from spectrain.cli import main as cli
 from spectrain.cli.chat import Chat, Piece, Plain, Screen, Stream, Talk
-from spectrain.data.chat import render
+from spectrain.data.chat import prompt_tokens, render
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import Captured
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
+from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.data.chat import prompt_tokens
 from spectrain.eval.systems import System
 from spectrain.models.target import Target
 from spectrain.trees import Chain
@@ -53,7 +53,9 @@ class Heard(Plain):
 
 def asked(target: Target, *texts: str) -> list[int]:
     """The prompt of a conversation of user and assistant in turn."""
-    return prompt_tokens(target.tokenizer, [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)])
+    return prompt_tokens(
+        target.tokenizer, [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    )
 
 
 def answered(target: Target, tokens: list[int], limit: int) -> str:
@@ -87,7 +89,7 @@ def test_a_watcher_sees_every_round_and_changes_nothing(tiny: Target, captured: 
     if captured:
         watched = Captured(tiny, Greedy()).decode(prompts, 24, watch=watch)
     else:
-        watched = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3), watch=watch)
+        watched = Session(tiny, Greedy(), Ngram(tiny), Chain(3)).decode(prompts, 24, watch=watch)
     plain = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3))
     assert [one.output for one in watched] == [one.output for one in plain] == seen[-1]
     for row, generation in enumerate(watched):

@@ -1,17 +1,19 @@
 """The engine that never asks the device gives what the loop gives."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from spectrain.decoding import captured
 from spectrain.decoding.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.decoding.calibration import Forced, Known
-from spectrain.decoding.captured import KEPT, Captured, State
+from spectrain.decoding.captured import KEPT, Captured
 from spectrain.decoding.generation import Generation
-from spectrain.decoding.loop import decode
+from spectrain.decoding.loop import Outcome, decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
@@ -85,7 +87,8 @@ def same(
 def test_every_family_and_tree_equals_the_loop(tiny: Target, drafter: str, builder: str) -> None:
     """Tokens, accepted lengths, depths and sizes of every round equal those of the loop that asks the device."""
     made = DRAFTERS[drafter](tiny).eval()
-    if made.settles_drafts and not BUILDERS[builder]().keeps_drafted:
+    assert made.abilities.capture is not None
+    if made.abilities.capture.keeps_drafts and not BUILDERS[builder]().keeps_drafted:
         with pytest.raises(UserError, match=f"tree={builder} leaves out nodes that drafter=[a-z]* has run"):
             Captured(tiny, Greedy(), made, BUILDERS[builder]())
         return
@@ -116,7 +119,7 @@ def test_drawn_tokens_equal_those_of_the_loop(tiny: Target, drafter: str, rule: 
 def test_rounds_that_can_be_captured_are_counted(tiny: Target, drafter: str | None) -> None:
     """All of them, but for the one in which a drafter reads the prompt: a capture waits for two."""
     made = None if drafter is None else DRAFTERS[drafter](tiny).eval()
-    engine = Captured(tiny, Greedy(), made, None if made is None else Chain(2), rounds=1)
+    engine = Captured(tiny, Greedy(), made, None if made is None else Chain(2), every=1)
     (done,) = engine.decode(PROMPTS[:1], 12, ignore_eos=True)
     (state,) = engine.states.values()
     assert state.warm == len(done.accepted) - (made is not None)
@@ -153,7 +156,9 @@ def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None
     for _ in range(2):
         assert facts(engine.decode(PROMPTS[:2], 16)) == facts(expected)
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == models + (made is not None and not engine._models and not made.settles_drafts)
+    capture = None if made is None else made.abilities.capture
+    at_once = capture is not None and not engine._models and not capture.keeps_drafts
+    assert counters["stats"]["unique_graphs"] == models + at_once
 
 
 def test_a_drafter_that_others_use_in_between_finds_its_caches_again(tiny: Target) -> None:
@@ -192,16 +197,18 @@ def test_an_interrupted_decode_leaves_nothing_behind(
     builder = None if made is None else Chain(3)
     expected = decode(tiny, PROMPTS, Greedy(), 20, made, builder)
     engine = Captured(tiny, Greedy(), made, builder)
-    rounds, verify = [0], engine._verify
+    rounds, play = [0], captured.play
 
-    def stopped(state: State) -> None:
+    def stopped(*arguments: Any) -> Iterator[Outcome | None]:
         rounds[0] += 1
+        parts = play(*arguments)
+        yield next(parts)
         if rounds[0] == 4:
             raise KeyboardInterrupt
-        verify(state)
+        yield from parts
 
-    monkeypatch.setattr(engine, "_verify", stopped)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(captured, "play", stopped)
         engine.decode(PROMPTS, 20)
     if made is not None:
         decode(tiny, PROMPTS, Greedy(), 9, made, builder)  # takes the drafter's attributes for itself
@@ -209,14 +216,30 @@ def test_an_interrupted_decode_leaves_nothing_behind(
         assert facts(engine.decode(PROMPTS, 20)) == facts(expected)
 
 
+def test_a_refused_prompt_leaves_nothing_behind(tiny: Target) -> None:
+    """One that leaves no room is refused with the loop's words, first or later, and what another decode did with the drafter
+    meanwhile is not taken for the engine's own."""
+    drafter = Eagle3(tiny, vocab_size=512).eval()
+    engine, longest = Captured(tiny, Greedy(), drafter, Chain(2)), [[5] * (tiny.max_length - 5)]
+    with pytest.raises(UserError, match=f"prompt of {tiny.max_length - 5} tokens"):
+        engine.decode(longest, 6)
+    expected = engine.decode(PROMPTS, 12)
+    (state,) = engine.states.values()
+    held = state.carried["cache"]
+    decode(tiny, PROMPTS, Greedy(), 9, drafter, Chain(2))
+    with pytest.raises(UserError, match=f"prompt of {tiny.max_length - 5} tokens"):
+        engine.decode(longest, 6)
+    assert state.carried["cache"] is held and facts(engine.decode(PROMPTS, 12)) == facts(expected)
+
+
 def test_a_drafter_keeps_its_settings(tiny: Target) -> None:
     """Between decodes an engine gives a drafter its caches back and nothing else."""
     drafter = Eagle3(tiny, vocab_size=64)
     engine = Captured(tiny, Greedy(), drafter, Chain(2))
     engine.decode(PROMPTS[:1], 6)
-    drafter.progress, drafter.training = 0.5, True
+    drafter.step_decay, drafter.training = 0.5, True
     engine.decode(PROMPTS[:1], 6)
-    assert drafter.progress == 0.5 and drafter.training
+    assert drafter.step_decay == 0.5 and drafter.training
     copied = copy.deepcopy(drafter)
     assert copied.cache is not None and copied.cache.number != drafter.cache.number and copied.cache.storage is None
 

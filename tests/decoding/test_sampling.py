@@ -10,7 +10,6 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import (
     AcceptanceRule,
-    Accepted,
     Block,
     Match,
     Recursive,
@@ -26,7 +25,8 @@ from spectrain.drafters.context import Context
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, DySpec, Eagle2, Rollout, Static, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted, TokenTree
 
 LENGTH, TOP_K = 4, 3  # 81 outcomes: the first token, which the prefill yields, and three more
 BATCH, BATCHES = 250, 6
@@ -44,7 +44,7 @@ class Table(Drafter):
         self.log_q = log_q  # [V, V]
 
     def draft(self, context: Context) -> Draft:
-        return budget.grow(context, _Lookup(self.log_q, context.root))
+        return Draft(_Lookup(self.log_q, context.root))
 
 
 class _Lookup(Rollout):

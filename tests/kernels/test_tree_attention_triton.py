@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import Accepted, Greedy
+from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import Captured
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
@@ -35,7 +35,8 @@ from spectrain.kernels.tree_attention import (
 )
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted, TokenTree
 
 triton = pytest.importorskip("triton", reason="triton is not installed, so there are no kernels to interpret")
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -349,7 +350,7 @@ class Forked(Drafter):
         super().__init__()
         self.texts, self.layers = texts, ()
 
-    def loss(self, batch: Batch, target: Target) -> Any:
+    def loss(self, batch: Batch, target: Target, state: Any) -> Any:
         raise NotImplementedError
 
     def draft(self, context: Context) -> Draft:
@@ -357,7 +358,8 @@ class Forked(Drafter):
         for text, length in zip(self.texts, context.cache.lengths.tolist()):
             root, first, second = (text[length : length + 3] + [5, 5])[:3]
             rows.append([root, first ^ 1, first, second ^ 1, second])
-        return TokenTree.of(torch.tensor(rows), torch.tensor([[-1, 0, 0, 2, 2]]).expand(len(rows), -1))
+        tree = TokenTree.of(torch.tensor(rows), torch.tensor([[-1, 0, 0, 2, 2]]).expand(len(rows), -1))
+        return Draft(complete=lambda root: tree)
 
     def commit(self, context: Context, accepted: Accepted) -> None: ...
 

@@ -11,7 +11,8 @@ from spectrain.errors import UserError
 from spectrain.models.partial_forward import Level, PartialForward
 from spectrain.trees.base import Draft, Rollout
 
-from ..base import Abilities, Capture, Drafter, DraftingCost
+from ..abilities import Abilities, Capture, DraftingCost
+from ..base import Drafter
 from ..context import Context
 
 if TYPE_CHECKING:
