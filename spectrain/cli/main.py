@@ -212,8 +212,7 @@ def plan_training(config: Any) -> None:
 
 def evaluate(config: Any) -> None:
     from spectrain.runs import run
-
-    from .defaults import complete
+    from spectrain.runs.defaults import complete
 
     completed, folder = complete(config)
     run.evaluate(checked(completed, TRAIN_KEYS), folder)
@@ -228,9 +227,8 @@ def compare(config: Any) -> None:
 
 
 def chat(config: Any, once: str | None = None) -> None:
+    from spectrain.runs.defaults import complete
     from spectrain.settings.build import build
-
-    from .defaults import complete
 
     completed, folder = complete(config)
     checked_config = checked(completed, (*TRAIN_KEYS, "chat"))

@@ -17,7 +17,6 @@ from typing import Any, Literal
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from spectrain.cli.defaults import complete as with_defaults
 from spectrain.data.chat import Message
 from spectrain.data.readers import Data
 from spectrain.decoding.calibration import calibrate
@@ -26,6 +25,7 @@ from spectrain.features.progress import Progress
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
+from spectrain.runs.defaults import complete as with_defaults
 from spectrain.runs.run import drafter_directory, load_weights, trained_target
 from spectrain.settings.build import build, check_config
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from spectrain.cli import help
 from spectrain.cli import main as cli
-from spectrain.cli.defaults import complete
+from spectrain.runs.defaults import complete
 from spectrain.settings.build import _is_plain, _runtime_names, check_config
 from spectrain.settings.schema import ROOT, choice_files, conf_folders, header, keys, load, schema, settings, written
 

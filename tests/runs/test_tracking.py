@@ -19,7 +19,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from spectrain.cli.defaults import complete
+from spectrain.runs.defaults import complete
 from spectrain.cli.main import TRAIN_KEYS
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
