@@ -182,13 +182,14 @@ class Chat:
     max_new_tokens: int = 512
     system: str | None = None  # a message that comes before all others
     engine: Choice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
+    once: str | None = None  # answer this and leave
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
             raise UserError(f"chat.max_new_tokens={self.max_new_tokens}: use 2 or more")
 
-    def run(self, config: DictConfig, folder: Path, once: str | None = None) -> None:
-        """Load what `config` names, then answer line by line, or `once` and no more."""
+    def run(self, config: DictConfig, folder: Path) -> None:
+        """Load what `config` names, then answer line by line, or what `once` asks and no more."""
         target = load_target(config, folder)
         if not target.tokenizer.chat_template:
             raise UserError(
@@ -202,8 +203,8 @@ class Chat:
         console = Console(highlight=False)
         screen = Screen(console) if console.is_terminal and not console.is_dumb_terminal else Plain()
         talk = Talk(self, target, system, screen)
-        if once is not None:
-            if talk.ask(once) is None:
+        if self.once is not None:
+            if talk.ask(self.once) is None:
                 raise UserError(
                     f"--once: the text leaves no room for an answer in the {target.max_length} tokens of the context"
                 )

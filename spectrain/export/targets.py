@@ -35,7 +35,7 @@ class TargetFiles:
         """The files behind the `target` group of a configuration."""
         said = {loader: name for name, loader in LOADERS.items()}.get(settings.get("_target_", ""))
         found = TargetFiles(settings.get("path") or said or settings.get("model") or "")
-        found.settings = dict(settings)
+        found.settings = {**settings, **({"model": found.settings["model"]} if "model" in settings else {})}  # a whole path
         return found
 
     @cached_property

@@ -15,20 +15,21 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from spectrain.decoding.acceptance import AcceptanceRule
-from spectrain.settings.build import build
 from spectrain.data.dataset import Dataset
+from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.export.converter import read_drafter
 from spectrain.export.layout import PICKLED, Portable
 from spectrain.export.targets import TargetFiles
-from spectrain.provenance import processor, provenance, versions
-from spectrain.trees import TreeBuilder
 from spectrain.features.sources import Source
 from spectrain.models.target import Target
+from spectrain.provenance import processor, provenance, versions
+from spectrain.settings.build import build
 from spectrain.training.checkpoints import latest_checkpoint, load_tensors, step_of, tensors_of, written_whole
 from spectrain.training.trainer import Trained
+from spectrain.trees import TreeBuilder
+
 from .tracking import Tracker, last_step, tracked
 
 

@@ -14,9 +14,10 @@ from typing import Any, Literal
 import httpx
 from omegaconf import OmegaConf
 
-from .wandb_account import logged_in
 from spectrain.errors import UserError
 from spectrain.training.checkpoints import written_file
+
+from .wandb_account import logged_in
 from .wandb_file import last_logged_step
 
 Kind = Literal["train", "eval", "compare"]

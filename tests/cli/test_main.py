@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from spectrain.cli import main as cli
+from spectrain.cli.overrides import allow_new_keys, as_settings, config_groups
 from spectrain.errors import UserError
 from spectrain.settings.build import check_config
 from spectrain.settings.keys import TRAIN_KEYS
@@ -139,7 +140,16 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bench with a target": (("bench", "kernels", "target=tiny"), ("target", "bench")),
     "export of nothing": (("export", "format=vllm"), ("run", "run=runs/NAME")),
     "convert to nothing": (("convert", "taken", "out"), ("--to",)),
+    "convert without a drafter": (("convert", "out=out", "format=vllm"), ("run", "IN OUT --to vllm")),
+    "convert to a folder too many": (("convert", "taken", "out", "more", "--to", "vllm"), ("more", "KEY=VALUE")),
+    "convert to no format": (("convert", "taken", "out", "--to"), ("--to", "IN OUT --to vllm")),
+    "convert, key misspelt": (("convert", "run=taken", "fromat=vllm", "out=out"), ("fromat", "format")),
+    "convert, target misspelt": (("convert", "run=taken", "format=vllm", "out=out", "target=tiney"), ("target=tiney", "tiny")),
     "lint of nothing": (("lint", "none"), ("none", "config.json")),
+    "lint of nothing by key": (("lint", "run=none"), ("none", "config.json")),
+    "lint of nobody": (("lint",), ("run", "lint DIR")),
+    "lint, flag misspelt": (("lint", "taken", "--targt", "tiny"), ("--targt", "--target")),
+    "chat asked nothing": (("chat", "drafter=ngram", "--once"), ("--once", "What is a bee?")),
     "inspect with a training key": (("data", "inspect", "target=tiny", "trainer.lr=1"), ("trainer",)),
 }
 
@@ -206,16 +216,37 @@ def test_usage_lists_the_commands(
 )
 def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
     """Single keys are added where they are missing; group choices and flags are left to hydra."""
-    assert cli.allow_new_keys(argument, {"target", "recipe"}) == expected
+    assert allow_new_keys(argument, {"target", "recipe"}) == expected
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("plan recipe=a --json", ["recipe=a", "plan.json=true"]),
+        ("chat run=a --once It's=5", ["run=a", "chat.once='It\\'s=5'"]),
+        ("convert a b --to vllm", ["run='a'", "out='b'", "format='vllm'"]),
+        ("convert --to=hf a --target tiny out=b", ["format='hf'", "run='a'", "target=tiny", "out=b"]),
+        ("lint --config-dir mine a --target o/n", ["--config-dir", "mine", "run='a'", "target=hf", "target.model='o/n'"]),
+        ("compare a b recipes=c,d", ["recipes=[c,d]", 'runs=["a","b"]']),
+        ("bench decode target=tiny", ["drafter=ngram", "target=tiny"]),
+        ("bench decode recipe=a", ["recipe=a"]),
+        ("data store recipe=a", ["source=store", "recipe=a"]),
+        ("eval a", ["a"]),
+    ],
+)
+def test_words_that_stand_for_settings(words: str, expected: list[str]) -> None:
+    """Flags, places and what goes without saying become settings; all else stays."""
+    known = next(name for name in sorted(cli.TASKS, key=len, reverse=True) if words.startswith(name))
+    assert as_settings(known, words.removeprefix(known).split()) == expected
 
 
 def test_groups_are_those_of_the_project_and_of_config_dir(tmp_path: Path) -> None:
     """A group of an outside folder is a choice as well."""
     (tmp_path / "mine" / "flavour").mkdir(parents=True)
-    ours = cli.config_groups([])
+    ours = config_groups([])
     assert {"target", "drafter", "recipe", "data", "eval", "tree"} <= ours
     for flag in ("--config-dir", "-cd"):
-        assert cli.config_groups([flag, str(tmp_path / "mine")]) == ours | {"flavour"}
+        assert config_groups([flag, str(tmp_path / "mine")]) == ours | {"flavour"}
 
 
 @pytest.mark.parametrize("given, expected", [("3e-4", 3e-4), ("1", 1.0), ("'1e-3'", 1e-3)])
