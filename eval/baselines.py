@@ -9,8 +9,9 @@ import torch
 
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
+from spectrain.models.attention import ATTENTION
 from spectrain.models.prepacked import is_packed, pack_linears, unpack_linears
-from spectrain.models.target import ATTENTION, Target
+from spectrain.models.target import Target
 
 TRANSFORMERS = ("generate", "prompt_lookup", "assistant", "early_exit")
 

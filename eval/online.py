@@ -11,13 +11,12 @@ import numpy as np
 import torch
 
 from spectrain.data.chat import Example
-from spectrain.data.dataset import collate
 from spectrain.decoding.loop import Generation
 from spectrain.decoding.replay import Recorder, Replay, collate_replays, replays
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError
 from spectrain.eval.metrics import Turn
-from spectrain.features.batch import Batch
+from spectrain.features.batch import Batch, collate
 from spectrain.models.target import Target
 
 

@@ -12,6 +12,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.run import prompt_tokens
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
 
@@ -34,7 +35,7 @@ def test_entropy_of_held_out_text(tiny: Target, prompts: list[list[int]]) -> Non
     entropies = []
     for row, prompt in enumerate(prompts):
         answer = decode(tiny, [prompt], Match(1.0), LENGTH, rows=[row])[0].output
-        logits = tiny.run(torch.tensor([prompt + answer]), logits=True).logits
+        logits = tiny.run(torch.tensor([prompt + answer]), ForwardPlan(logits=True)).logits
         assert logits is not None
         log_p = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         entropies.append(-(log_p.exp() * log_p).sum(-1))

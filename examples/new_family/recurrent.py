@@ -16,7 +16,8 @@ from spectrain.drafters.base import Losses
 from spectrain.drafters.shared.losses import Loss
 from spectrain.drafters.shared.vocabulary import Supervision, VocabularyDrafter
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Layer
+from spectrain.features.batch import Batch
+from spectrain.models.features import Layer
 from spectrain.trees.base import Rollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 

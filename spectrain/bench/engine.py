@@ -23,7 +23,7 @@ from spectrain.drafters import eagle3
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.kernels import kv_append, kv_commit, tree_attention, tree_verify
-from spectrain.models import replaced_forward as compiled
+from spectrain.models import compiled_layers as compiled
 from spectrain.models.target import Target
 from spectrain.planning import counting
 from spectrain.planning.counting import count_round

@@ -9,8 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spectrain.drafters.eagle3 import Eagle3
+from spectrain.models.attention import ATTENTION
 from spectrain.models.loading import load_tiny
-from spectrain.models.target import ATTENTION, Target
+from spectrain.models.target import Target
 
 SHARP = 40  # the deviation of a random drafter's logits: first choices near certain, so that dynamic trees are as deep as those
 # of a drafter that knows its target; one that is unsure would spend the whole budget on two levels

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.features.batch import Batch, Features
+from spectrain.features.batch import Batch
+from spectrain.models.features import Features
 from spectrain.models.target import Target
 
 from .divergence import peak_memory

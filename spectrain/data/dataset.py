@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, laid_out
 
 from .chat import Example, Message, tokenize
 
@@ -234,10 +233,3 @@ class EpochBatches(Batches):
             self.epoch, self.first = self.epoch + 1, self.first + len(self.batches)
             self.batches = self.dataset.epoch(self.epoch, *self.setting)
         return self.dataset[self.batches[number - self.first]]
-
-
-def collate(examples: list[Example], packed: bool = False) -> Batch:
-    """Examples as one batch: a row each, padded on the right, or packed, one after another in one row."""
-    tokens = laid_out([torch.tensor(example.tokens) for example in examples], packed)
-    mask = laid_out([torch.tensor(example.mask) for example in examples], packed)
-    return Batch(tokens, mask, lengths=tuple(len(example.tokens) for example in examples) if packed else None)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.features.batch import Features
+from spectrain.models.compiled_layers import compiled_call, compiled_layers
+from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.replaced_forward import compiled_call, compiled_layers
 from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -316,7 +316,8 @@ class Engine:
     def _compiling(self, state: State) -> AbstractContextManager[None]:
         """Compiled layers, of the drafter's own model too."""
         backend = self._backend(state)
-        return nullcontext() if backend is None else compiled_layers([self.target, *self._models], backend)
+        layers = [layer for model in (self.target, *self._models) for layer in model.layers]
+        return nullcontext() if backend is None else compiled_layers(layers, backend)
 
     @property
     def _parts(self) -> tuple[Callable[[State], None], ...]:

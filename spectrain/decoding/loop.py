@@ -13,10 +13,10 @@ from torch import Tensor
 
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.features.batch import Features, Layer
 from spectrain.models.device import wait
+from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.partial_forward import Shallow
+from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.base import Round, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -38,7 +38,7 @@ class Context:
     counts: Tensor  # [B] how many of these positions are real
     round: int = 0  # proposals made so far
     waiting: list[tuple[Features, Tensor]] = field(default_factory=list)  # the same, of later rounds without a proposal
-    shallow: Shallow | None = None  # this round's nodes that a part of the target has run already
+    shallow: PartialForward | None = None  # this round's nodes that a part of the target has run already
 
     def new_cache(self, old: TreeCache | None, num_layers: int, extra: int) -> TreeCache:
         """An empty cache for a drafter, `extra` slots longer than the target's; the old one where its place must not change."""

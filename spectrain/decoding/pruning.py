@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Layer
-from spectrain.models.partial_forward import Shallow
+from spectrain.models.features import Layer
+from spectrain.models.partial_forward import PartialForward
 from spectrain.trees.token_tree import TokenTree
 
 from .acceptance import AcceptanceRule, Greedy, Match
@@ -48,7 +48,7 @@ class Pruning:
         """The tree that is left; `context.shallow` then holds its nodes, run through the first layers."""
         if not tree.emitted.all():
             raise UserError("eval.prune_layer: trees of this drafter hold nodes that only draft, which pruning would break")
-        shallow = context.shallow or Shallow(context, self.layer, layers=layers)
+        shallow = context.shallow or PartialForward(context.target, context.cache, self.layer, layers=layers)
         if self.layer < shallow.exit:
             raise UserError(
                 f"eval.prune_layer={self.layer}: this drafter has run the first {shallow.exit} layers to draft; use "

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from spectrain.data.chat import Example
-from spectrain.data.dataset import collate
-from spectrain.features.batch import Batch, laid_out
+from spectrain.features.batch import Batch, collate, laid_out
 from spectrain.trees.base import Rollout, Round, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 

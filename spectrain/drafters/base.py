@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Features, Layer
+from spectrain.features.batch import Batch
+from spectrain.models.features import Features, Layer
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 

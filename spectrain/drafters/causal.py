@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Layer
+from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
+from spectrain.models.features import Layer
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Branches, Rollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -79,7 +81,7 @@ class Causal(Drafter):
     def loss(self, batch: Batch, target: Target) -> Losses:
         assert batch.features is not None
         predicts = batch.predicts
-        seen = self.model.run(batch.tokens, layers=("final",), grad=torch.is_grad_enabled(), lengths=batch.lengths)
+        seen = self.model.run(batch.tokens, ForwardPlan(layers=("final",), grad=torch.is_grad_enabled(), lengths=batch.lengths))
         states = seen.at("final")[predicts]
         following = batch.tokens.roll(-1, dims=1)[predicts]
         distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
@@ -102,7 +104,7 @@ class Causal(Drafter):
         steps = torch.arange(context.fresh.tokens.shape[1] + 1, device=behind.device)
         places = self.cache.lengths[:, None] + steps
         tokens = context.tokens.gather(1, places.clamp(max=context.tokens.shape[1] - 1))
-        seen = self.model.run(tokens, cache=self.cache, layers=("final",)).at("final")
+        seen = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at("final")
         self.cache.commit(None, behind + 1)
         root = seen.gather(1, behind[:, None, None].expand(-1, 1, seen.shape[-1]))
         tree = budget.grow(context, _Nodes(self, self.cache, self.log_q(root)))
@@ -127,5 +129,7 @@ class _Nodes(Rollout):
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         depth, visible = self.branches.add(parents)
         positions = self.cache.lengths[:, None] - 1 + depth
-        seen = self.drafter.model.run(tokens, positions, visible, self.cache, ("final",))
+        seen = self.drafter.model.run(
+            tokens, ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache)
+        )
         return self.drafter.log_q(seen.at("final"))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Features, Layer
+from spectrain.features.batch import Batch
 from spectrain.models.attention import unrolled_attention
+from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Branches, Rollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Layer
+from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, Judged, most_likely, total_entropy
+from spectrain.models.features import Layer
+from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.lora import adapt_target, adapters_off, settle_target
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
@@ -112,7 +114,9 @@ class EarlyExit(SelfDrafter):
         tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._wanted(batch, target)
         layers = tuple(number + 1 for number in asked)
         dropped = self.dropped(batch, target)
-        states = target.run(batch.tokens, layers=layers, grad=grad, dropped=dropped, lengths=batch.lengths)
+        states = target.run(
+            batch.tokens, ForwardPlan(layers=layers, grad=grad, lengths=batch.lengths, part=Part(dropped=dropped))
+        )
         final = {
             number: target.normed(states.at(number + 1)[predicts][None], grad=grad and number in opened)[0] for number in asked
         }

@@ -18,8 +18,10 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Features, Layer
+from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, most_likely
+from spectrain.models.features import Features, Layer
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.randomness import MASKED_PREFIXES, sequence_generator
 from spectrain.trees.base import DepthRollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -190,7 +192,10 @@ class GatedLora(Drafter):
         grad = torch.is_grad_enabled()
         with self.gated(target, blocks.numbers):
             seen = target.run(
-                blocks.tokens, blocks.positions, blocks.visible, layers=("final",), grad=grad, lengths=blocks.lengths
+                blocks.tokens,
+                ForwardPlan(
+                    layers=("final",), grad=grad, positions=blocks.positions, mask=blocks.visible, lengths=blocks.lengths
+                ),
             )
         final, asked = seen.at("final"), blocks.supervised
         states, answers, numbers = final[asked], blocks.answers[asked], blocks.numbers[asked]
@@ -302,7 +307,9 @@ class GatedLora(Drafter):
         positions = context.cache.lengths[:, None] + tree.depths
         num_masks = self.hosts.shape[1] * self.num_masks
         with self.gated(context.target, self.numbers, num_masks):
-            seen = context.target.run(tree.tokens, positions, tree.ancestors, context.cache, ("final",))
+            seen = context.target.run(
+                tree.tokens, ForwardPlan(layers=("final",), positions=positions, mask=tree.ancestors, cache=context.cache)
+            )
         final = seen.at("final")
         self.states = final[:, -num_masks:].unflatten(1, (self.hosts.shape[1], self.num_masks))
         logits = self.head.logits(final[:, :-num_masks])

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Layer
+from spectrain.features.batch import Batch
+from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Rollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree

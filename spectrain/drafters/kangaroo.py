@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from spectrain.features.batch import Batch, Layer
+from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
+from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.partial_forward import Level
 from spectrain.trees.base import TreeBuilder

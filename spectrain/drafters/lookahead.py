@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Features
+from spectrain.models.features import Features
 from spectrain.randomness import DRAFT, generator
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.token_tree import TokenTree

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Layer
+from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
+from spectrain.models.features import Layer
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import adapt_target, adapters_off, settle_target
 from spectrain.trees.base import DepthRollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -123,7 +125,7 @@ class Medusa(HeadsDrafter):
         """The heads' loss and, in the second stage, the target's own."""
         if batch.features is not None:
             return Losses(*self._heads_loss(batch, batch.features.at("final")))
-        final = target.run(batch.tokens, layers=("final",), grad=True, lengths=batch.lengths).at("final")
+        final = target.run(batch.tokens, ForwardPlan(layers=("final",), grad=True, lengths=batch.lengths)).at("final")
         terms, hits, counts = self._heads_loss(batch, final)
         weight = self.heads_coefficient * self._scheduled()
         heads = {name: weight * loss for name, loss in terms.items()}

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Layer
+from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, most_likely
+from spectrain.models.features import Layer
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.randomness import MASKED_PREFIXES, sequence_generator
 from spectrain.trees.base import DepthRollout, TreeBuilder
@@ -89,11 +91,13 @@ class Pard(Drafter):
         with mask_embeddings(self.model.head.embedding, self.mask, blocks.numbers):
             seen = self.model.run(
                 blocks.tokens,
-                blocks.positions,
-                blocks.visible,
-                layers=("final",),
-                grad=torch.is_grad_enabled(),
-                lengths=blocks.lengths,
+                ForwardPlan(
+                    layers=("final",),
+                    grad=torch.is_grad_enabled(),
+                    positions=blocks.positions,
+                    mask=blocks.visible,
+                    lengths=blocks.lengths,
+                ),
             )
         asked = blocks.supervised | (blocks.ordinary & batch.predicts.gather(1, blocks.places))
         answers, depths = blocks.answers[asked], blocks.numbers[asked] + 1
@@ -141,7 +145,7 @@ class Pard(Drafter):
         index = (self.cache.lengths[:, None] + places).clamp(max=context.tokens.shape[1] - 1)
         tokens = torch.where(places <= behind[:, None], context.tokens.gather(1, index), 0)
         with mask_embeddings(self.model.head.embedding, self.mask, numbers):
-            seen = self.model.run(tokens, cache=self.cache, layers=("final",))
+            seen = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache))
         self.cache.commit(None, behind)
         asked = behind[:, None] + torch.arange(self.num_drafts, device=device)
         final = seen.at("final").gather(1, asked[..., None].expand(-1, -1, self.model.width))

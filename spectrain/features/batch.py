@@ -1,57 +1,14 @@
-"""What crosses from the target to a drafter. Shapes: B batch, T tokens, L captured layers, D target width, V vocabulary."""
+"""Conversations as the training reads them. Shapes: B batch, T tokens."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-Layer = int | Literal["final"]
-"""A place in the target: k is the residual stream entering layer k, `num_layers` the un-normed output of the
-last one, "final" the output of the final norm, which the head reads."""
-
-
-@dataclass(frozen=True)
-class Features:
-    """Hidden states of the target over some tokens; `hidden[:, t]` has seen `tokens[:, :t + 1]`, or a node's ancestors."""
-
-    tokens: Tensor  # [B, T]
-    layers: tuple[Layer, ...]
-    hidden: Tensor  # [B, T, L, D]
-    logits: Tensor | None = None  # [B, T, V], only where they were asked for
-
-    def at(self, layer: Layer) -> Tensor:
-        """The hidden states of one layer, [B, T, D]."""
-        return self.hidden[:, :, self.layers.index(layer)]
-
-    def fused(self, layers: tuple[Layer, ...]) -> Tensor:
-        """The hidden states of several layers side by side, [B, T, len(layers) * D]."""
-        if layers == self.layers[: len(layers)]:  # the usual case: one view, one copy at most
-            return self.hidden[:, :, : len(layers)].flatten(2)
-        return torch.cat([self.at(layer) for layer in layers], dim=-1)
-
-    def gather(self, index: Tensor) -> "Features":
-        """The positions `index` [B, P] of every row."""
-        hidden = self.hidden.gather(1, index[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))
-        return Features(self.tokens.gather(1, index), self.layers, hidden)
-
-    @staticmethod
-    def joined(parts: list[tuple["Features", Tensor]]) -> "Features":
-        """The first `counts[b]` positions of every part, one after another; layers are those of the last part."""
-        layers = parts[-1][0].layers
-        states = [part.hidden if part.layers == layers else torch.stack([part.at(layer) for layer in layers], 2)
-                  if layers else part.hidden[:, :, :0] for part, _ in parts]  # fmt: skip
-        real = torch.cat(
-            [torch.arange(part.tokens.shape[1], device=counts.device) < counts[:, None] for part, counts in parts], 1
-        )
-        order = (~real).long().argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
-        return Features(torch.cat([part.tokens for part, _ in parts], 1), layers, torch.cat(states, 1)).gather(order)
-
-    def to(self, device: torch.device | str) -> "Features":
-        return replace(self, tokens=self.tokens.to(device), hidden=self.hidden.to(device))
+from spectrain.data.chat import Example
+from spectrain.models.features import Features, document_positions
 
 
 @dataclass(frozen=True)
@@ -100,11 +57,13 @@ class Batch:
         return Batch(self.tokens.to(device), self.loss_mask.to(device), features, distance, self.lengths)
 
 
-def document_positions(lengths: Iterable[int], device: torch.device) -> Tensor:
-    """[1, T] the position of every token in its own document, the documents standing one after another."""
-    return torch.cat([torch.arange(length) for length in lengths])[None].to(device)
-
-
 def laid_out(rows: list[Tensor], packed: bool, padding: int = 0) -> Tensor:
     """What each document has for its tokens, [T, ..] each, as a batch holds it, [B, T, ..]: padded, or packed in one row."""
     return torch.cat(rows)[None] if packed else pad_sequence(rows, batch_first=True, padding_value=padding)
+
+
+def collate(examples: list[Example], packed: bool = False) -> Batch:
+    """Examples as one batch: a row each, padded on the right, or packed, one after another in one row."""
+    tokens = laid_out([torch.tensor(example.tokens) for example in examples], packed)
+    mask = laid_out([torch.tensor(example.mask) for example in examples], packed)
+    return Batch(tokens, mask, lengths=tuple(len(example.tokens) for example in examples) if packed else None)

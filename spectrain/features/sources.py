@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.data.dataset import collate
 from spectrain.decoding.acceptance import Greedy, Interleaved, Match
 from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import KEPT, Recorder, Replay, collate_replays, replays
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
+from spectrain.models.features import Features, Layer
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 
-from .batch import Batch, Features, Layer, laid_out
+from .batch import Batch, collate, laid_out
 from .speculators import SpeculatorsCache, hidden_states_folder
 from .store import PLACE, Contents, FeatureStore, fingerprint, names, read_manifest
 

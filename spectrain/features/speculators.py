@@ -18,8 +18,7 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.data.readers import Data
 from spectrain.errors import UserError
-
-from .batch import Layer
+from spectrain.models.features import Layer
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

@@ -30,9 +30,8 @@ from torch import Tensor, nn
 
 from spectrain.data.chat import Example
 from spectrain.errors import RunError, UserError
+from spectrain.models.features import Layer
 from spectrain.training.checkpoints import written_file
-
-from .batch import Layer
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target

@@ -1,4 +1,5 @@
-"""Attention over whole texts, in training: causal, and never from one packed document to another.
+"""What the layers of a target attend with: over a tree, or over whole texts, in training: causal, and never from one packed
+document to another.
 
 Shapes: B batch, T tokens, S keys, H query heads, K key-value heads, D head size.
 Documents of a packed row are attended to one by one: no [T, T] mask is built, and nothing is computed that a mask would hide.
@@ -7,13 +8,21 @@ Documents of a packed row are attended to one by one: no [T, T] mask is built, a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
-from spectrain.kernels.tree_attention import attend_softcapped
+from spectrain.errors import UserError
+from spectrain.kernels.tree_attention import Visibility, attend_softcapped, tree_attention
 
+from .compiled_layers import attend_layer, passed
+from .kv_cache import TreeCache
+
+ATTENTION = "spectrain"  # what transformers knows it by
 Attend = Callable[..., Tensor]
 
 
@@ -62,3 +71,61 @@ def unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], leng
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
     return by_document(attend, lengths, q, *keys, *values)
+
+
+def trees_alone(mask: Tensor | tuple[Tensor, ...], positions: Tensor, lengths: tuple[int, ...] | None) -> Any:
+    """What tokens of trees behind no committed ones see: a Visibility, or one for each of packed documents."""
+    if lengths is None:
+        assert isinstance(mask, Tensor)
+        return Visibility(positions.new_zeros(len(positions)), 0, mask, positions, positions)
+    places = positions.split(lengths, dim=1)
+    return [Visibility(place.new_zeros(1), 0, tree, place, place) for tree, place in zip(mask, places)]
+
+
+def _attention(  # transformers calls it, by these names
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    visibility: Visibility | list[Visibility] | None = None,
+    tree_cache: TreeCache | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    calls: list[int] | None = None,
+    lengths: tuple[int, ...] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What every layer of a target calls: tree attention, or without a `visibility` causal attention of whole texts, which
+    may be packed documents of these `lengths`."""
+    if s_aux is not None:
+        raise UserError("target: it uses attention sinks, which tree attention does not support")
+    if calls is not None:
+        calls.append(module.layer_idx)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(visibility, list):
+        seen = iter(visibility)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return tree_attention(q, k, v, next(seen), scale, sliding_window, softcap)
+
+        return by_document(attend, lengths, query, key, value).transpose(1, 2).contiguous(), None
+    if visibility is not None:
+        if tree_cache is not None and torch.compiler.is_compiling():
+            return attend_layer(query, key, value, scale, sliding_window, softcap), None
+        if tree_cache is not None:
+            passed(module.layer_idx)
+            output = tree_cache.attend(module.layer_idx, query, key, value, visibility, scale, sliding_window, softcap)
+        else:
+            output = tree_attention(query, key, value, visibility, scale, sliding_window, softcap)
+        return output.transpose(1, 2).contiguous(), None
+    if tree_cache is not None:
+        tree_cache.append(module.layer_idx, key, value)
+    output = causal_attention(query, key, value, lengths, scale, sliding_window, softcap)
+    return output.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)

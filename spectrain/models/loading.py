@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.errors import UserError
 
+from .attention import ATTENTION
 from .sharding import Sharding, load_network
-from .target import ATTENTION, Target
+from .target import Target
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

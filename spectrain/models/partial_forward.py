@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spectrain.features.batch import Features, Layer
 from spectrain.trees.token_tree import TokenTree
 
-if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
+from .features import Features, Layer
+from .forward_plan import ForwardPlan, Part
+from .kv_cache import TreeCache
+from .target import Target
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Level:
     visible: Tensor  # [B, F, M + F] which nodes of the round each one sees
 
 
-class Shallow:
+class PartialForward:
     """Nodes behind the committed tokens that only a part of the target has run, in the order they were given.
 
     That part is the layers before `last` without those `skipped`. What it computed below `exit`, the first layer that was
@@ -37,11 +37,13 @@ class Shallow:
     and `finish` runs a tree from there. So no layer below `exit` runs a node twice.
     """
 
-    def __init__(self, context: Context, last: int, skipped: Collection[int] = (), layers: tuple[Layer, ...] = ()) -> None:
-        self.target, self.cache = context.target, context.cache
+    def __init__(
+        self, target: Target, cache: TreeCache, last: int, skipped: Collection[int] = (), layers: tuple[Layer, ...] = ()
+    ) -> None:
+        self.target, self.cache = target, cache
         self.last, self.skipped, self.layers = last, skipped, layers
         self.exit = min((last, *skipped))
-        batch, device = len(context.root), context.root.device
+        batch, device = len(cache.lengths), cache.lengths.device
         below = {k for k in layers if isinstance(k, int) and k < self.exit}
         self.kept: tuple[int, ...] = (*sorted(below), self.exit)
         self.tokens = torch.zeros(batch, 0, dtype=torch.int64, device=device)  # [B, M]
@@ -67,7 +69,15 @@ class Shallow:
         later = tuple(layer for layer in self.layers if layer not in self.kept)
         positions = self.cache.lengths[:, None] + tree.depths
         seen = self.target.run(
-            tree.tokens, positions, tree.ancestors, self.cache, later, self.exit, hidden=self.hidden[:, :, -1], logits=True
+            tree.tokens,
+            ForwardPlan(
+                layers=later,
+                logits=True,
+                positions=positions,
+                mask=tree.ancestors,
+                cache=self.cache,
+                part=Part(first=self.exit, hidden=self.hidden[:, :, -1]),
+            ),
         )
         states = [self.hidden[:, :, self.kept.index(k)] if k in self.kept else seen.at(k) for k in self.layers]
         return Features(tree.tokens, self.layers, torch.stack(states, dim=2) if states else seen.hidden, seen.logits)
@@ -106,7 +116,14 @@ class Shallow:
         positions = self.cache.lengths[:, None] + tree.depths
         reached: tuple[Layer, ...] = (*between, layer)
         seen = self.target.run(
-            tree.tokens, positions, tree.ancestors, self.cache, reached, self.exit, layer, self.hidden[:, :, -1]
+            tree.tokens,
+            ForwardPlan(
+                layers=reached,
+                positions=positions,
+                mask=tree.ancestors,
+                cache=self.cache,
+                part=Part(first=self.exit, last=layer, hidden=self.hidden[:, :, -1]),
+            ),
         )
         self.cache.forget()
         self.hidden = torch.cat([self.hidden, seen.hidden], dim=2)
@@ -126,7 +143,12 @@ class Shallow:
     def _append(self, tokens: Tensor, depths: Tensor, visible: Tensor, last: int, skipped: Collection[int]) -> Features:
         positions = self.cache.lengths[:, None] + depths
         layers: tuple[Layer, ...] = (*self.kept, "final")
-        seen = self.target.run(tokens, positions, visible, self.cache, layers, last=last, skipped=skipped)
+        seen = self.target.run(
+            tokens,
+            ForwardPlan(
+                layers=layers, positions=positions, mask=visible, cache=self.cache, part=Part(last=last, skipped=skipped)
+            ),
+        )
         kept = seen.hidden[:, :, :-1]
         self.hidden = kept if self.hidden is None else torch.cat([self.hidden, kept], dim=1)
         return seen

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from spectrain.kernels.onednn import product
 
+from .replaced_forward import set_forward
+
 
 class _TrainedLinear(torch.autograd.Function):
     """A linear whose forward and backward products all go through oneDNN."""
@@ -81,14 +83,14 @@ def pack_linears(module: nn.Module) -> None:
         if is_packed(child):
             child.forward.packed = None  # type: ignore[attr-defined]  # packing anew tells of a write through `.data`, which has no version
         elif type(child) is nn.Linear and child.weight.device.type == "cpu":
-            child.forward = PackedLinear(child)  # type: ignore[method-assign]
+            set_forward(child, PackedLinear(child))
 
 
 def unpack_linears(module: nn.Module) -> None:
     """Undo `pack_linears`."""
     for child in module.modules():
         if is_packed(child):
-            del child.forward
+            set_forward(child, None)
 
 
 def is_packed(module: nn.Module) -> bool:

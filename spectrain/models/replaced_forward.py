@@ -1,125 +1,89 @@
-"""Decoder layers compiled for decoding: one compilation of a shape serves all layers of a model, whose code stays as it is.
+"""Other forwards in the place of modules' own: the one way in which anything here changes what a layer runs.
 
-Inductor fuses a layer's norms, rotary embedding and activation around its matrix products. Attention is one opaque operation:
-which cache, tree and layer it belongs to is looked up when it runs, so none of them is traced, and the number of a layer, which
-is all that tells one from the next, never enters the compiled code. Nor does a cache's storage: of a tensor that is written to,
-Inductor made a copy for every call (Torch 2.13).
+Layers that are skipped, dropped for some sequences, checkpointed or compiled, and linears whose weights lie ready for oneDNN.
+Shapes: B batch, T tokens, D width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import cache, partial
-from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from spectrain.kernels.tree_attention import Visibility
-
-from .kv_cache import TreeCache, known_caches
-
-if TYPE_CHECKING:
-    from .target import Target
-
-SHAPES = 64  # batch sizes times numbers of nodes that one process may decode with before layers run uncompiled
+Forward = Callable[..., Any]
 
 
-@dataclass
-class Forward:
-    """The forward that runs: what its attention sees, and the layers that are still to come."""
-
-    cache: TreeCache
-    visibility: Visibility
-    layers: Iterator[int]
-
-
-_running: list[Forward] = []
+def set_forward(module: nn.Module, forward: Forward | None) -> Forward | None:
+    """Let `forward` run in a module's place, or the forward of its class where it is None; returns what did so before."""
+    before: Forward | None = vars(module).get("forward")
+    if forward is not None:
+        module.forward = forward
+    elif before is not None:
+        del module.forward
+    return before
 
 
 @contextmanager
-def running(cache: TreeCache | None, visibility: Visibility | None, layers: Iterable[int]) -> Iterator[None]:
-    """Say what compiled layers belong to, while they run in this order."""
-    if cache is None or visibility is None:
-        yield
-        return
-    _running.append(Forward(cache, visibility, iter(layers)))
+def replaced(forwards: Iterable[tuple[nn.Module, Forward]]) -> Iterator[None]:
+    """These forwards in the place of the modules', for as long as this lasts."""
+    before: list[tuple[nn.Module, Forward | None]] = []
     try:
+        for module, forward in forwards:
+            before.append((module, set_forward(module, forward)))
         yield
     finally:
-        _running.pop()
+        for module, own in reversed(before):
+            set_forward(module, own)
 
 
-def passed(layer: int) -> None:
-    """Say that a layer attends by itself, uncompiled, so that the compiled ones behind it are not taken for it."""
-    if _running:
-        following = next(_running[-1].layers)
-        assert following == layer, f"layer {layer} runs where layer {following} was to run"
+def checkpointed(layer: nn.Module) -> Forward:
+    """Gradient checkpointing: of the layer only the input is kept, and the backward pass runs it again."""
+    return partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-@torch.library.custom_op("spectrain::attend_layer", mutates_args=())
-def attend_layer(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
-    """Append the next layer's keys and values and attend, [B, N, H, D]."""
-    now = _running[-1]
-    attended = now.cache.attend(next(now.layers), q, k, v, now.visibility, scale, window, softcap)
-    return attended.transpose(1, 2).contiguous()
+def passing_on(returns_tuple: bool) -> Forward:
+    """In a layer's place, nothing: its input is its output."""
+
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states,) if returns_tuple else hidden_states
+
+    return run
 
 
-@attend_layer.register_fake
-def _unfilled(q: Tensor, *args: Any) -> Tensor:
-    batch, heads, nodes, width = q.shape
-    return q.new_empty(batch, nodes, heads, width)
+def for_kept(
+    layer: nn.Module, kept: Tensor, lengths: tuple[int, ...] | None, returns_tuple: bool, device: torch.device
+) -> Forward:
+    """The layer for the sequences in `kept`, [B] bool, which are rows, or stretches of a packed row; others pass it by."""
+    forward = layer.forward
+    dim, remaining, kept_tokens = 0, None, kept
+    if lengths is not None:
+        dim, remaining = 1, tuple(length for length, keep in zip(lengths, kept.tolist()) if keep)
+        kept_tokens = kept.repeat_interleave(torch.tensor(lengths))
+    index = kept_tokens.nonzero()[:, 0].to(device)
+    if not len(index):  # nothing to run, but others wait for this layer: a sequence that counts for nothing
+        index = index.new_tensor(range(lengths[0]) if lengths is not None else [0])
+        remaining = lengths[:1] if lengths is not None else None
+
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Whatever else has a part for each sequence is cut to the same ones."""
+        size = hidden_states.shape[dim]
+        args, kwargs = (_kept(value, index, size, dim) for value in (args, kwargs))
+        kwargs["lengths"] = remaining
+        output = forward(hidden_states.index_select(dim, index), *args, **kwargs)
+        states = output[0] if returns_tuple else output
+        result = hidden_states.index_copy(dim, index, states) if kept.any() else hidden_states + 0 * states.sum()
+        return (result, *output[1:]) if returns_tuple else result
+
+    return run
 
 
-def attend_behind(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, cache: TreeCache, layer: int, scale: float) -> Tensor:
-    """Append a layer's keys and values to a drafter's cache and attend, [B, N, H, D], from code that is being compiled."""
-    return _attend_behind(q, k, v, visible, cache.lengths, cache.number, layer, cache.pending, scale)
-
-
-@torch.library.custom_op("spectrain::attend_behind", mutates_args=())
-def _attend_behind(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, lengths: Tensor, number: int, layer: int, pending: int, scale: float
-) -> Tensor:
-    """What the code writes to, lengths and pending nodes, comes as it is at this point: the cache itself is told at the end."""
-    held = known_caches[number]
-    before = held.lengths, held.pending
-    held.lengths, held.pending = lengths, pending
-    try:
-        attended = held.attend(layer, q, k, v, held.sees(visible), scale)
-    finally:
-        held.lengths, held.pending = before
-    return attended.transpose(1, 2).contiguous()
-
-
-_attend_behind.register_fake(_unfilled)
-
-
-@cache
-def _compile(backend: str) -> Any:
-    def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return type(layer).forward(layer, *args, **kwargs)
-
-    return torch.compile(run, backend=backend, dynamic=False)
-
-
-def compiled_call(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """The same function compiled, for calls of fixed shapes; with code of its own, so that its compilations count apart."""
-    assert isinstance(function, FunctionType)
-    mine = FunctionType(function.__code__.replace(), function.__globals__)
-    return torch.compile(mine, backend=backend, dynamic=False)
-
-
-@contextmanager
-def compiled_layers(targets: list[Target], backend: str) -> Iterator[None]:
-    """Run the layers of these models compiled, over a tree or a single node behind a cache."""
-    with ExitStack() as stack:
-        stack.enter_context(torch._dynamo.config.patch(recompile_limit=SHAPES))
-        for target in targets:
-            for layer in target.layers:
-                assert "forward" not in vars(layer), "something else runs in this layer's place"
-                layer.forward = partial(_compile(backend), layer)
-                stack.callback(delattr, layer, "forward")
-        yield
+def _kept(value: Any, index: Tensor, size: int, dim: int) -> Any:
+    """The same arguments for some sequences of the batch, dim 0, or for some tokens, dim 1, of packed ones."""
+    if isinstance(value, Tensor):
+        return value.index_select(dim, index) if value.dim() > 1 and value.shape[dim] == size else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_kept(item, index, size, dim) for item in value)
+    return {key: _kept(item, index, size, dim) for key, item in value.items()} if isinstance(value, dict) else value

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, Losses
-from spectrain.features.batch import Batch, Layer
+from spectrain.features.batch import Batch
 from spectrain.features.sources import Live, Source
+from spectrain.models.features import Layer
 from spectrain.models.loading import untrained_network
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target

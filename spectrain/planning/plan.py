@@ -27,10 +27,11 @@ from spectrain.data.readers import Hub, Jsonl
 from spectrain.data.stream import Stream
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Layer
+from spectrain.features.batch import Batch
 from spectrain.features.sources import Source
 from spectrain.features.store import STORED, bytes_of
 from spectrain.models.device import wait
+from spectrain.models.features import Layer
 from spectrain.models.loading import load_tokenizer, untrained_network
 from spectrain.models.target import Target
 from spectrain.provenance import provenance

@@ -21,8 +21,8 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Batches, Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, Stopped, UserError
-from spectrain.features.batch import Layer
 from spectrain.features.sources import Source
+from spectrain.models.features import Layer
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.runs.tracking import MetricsFile, Tracker

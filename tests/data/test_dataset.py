@@ -11,9 +11,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
 from spectrain.data.chat import Example, Message, tokenize
-from spectrain.data.dataset import Dataset, collate
+from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Data
 from spectrain.errors import UserError
+from spectrain.features.batch import collate
 
 
 class Fixed(Data):

@@ -23,8 +23,8 @@ from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.pard import Pard
 from spectrain.errors import UserError
+from spectrain.models.compiled_layers import compiled_layers
 from spectrain.models.loading import load_tiny
-from spectrain.models.replaced_forward import compiled_layers
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.dynamic import Entropy, OptTree
@@ -173,7 +173,7 @@ def test_layers_that_are_not_compiled_do_not_shift_the_others(monkeypatch: pytes
     target = load_tiny()
     expected = decode(target, PROMPTS[:1], Greedy(), 12)
     forwards = [layer.forward for layer in target.layers]
-    with compiled_layers([target], "eager"):
+    with compiled_layers(target.layers, "eager"):
         for layer, forward in list(zip(target.layers, forwards))[::2]:
             layer.forward = forward
         found = decode(target, PROMPTS[:1], Greedy(), 12)

@@ -19,6 +19,7 @@ from spectrain.drafters.shared.losses import split_loss
 from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.features.batch import Batch
 from spectrain.features.sources import Generated, Live
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import Round
@@ -153,7 +154,7 @@ def replayed(tiny: Target, drafter: Drafter) -> Batch:
 
 def after(model: Target, text: list[int]) -> Tensor:
     """A model's logits after a text, by itself."""
-    logits = model.run(torch.tensor([text]), logits=True).logits
+    logits = model.run(torch.tensor([text]), ForwardPlan(logits=True)).logits
     assert logits is not None
     return logits[0, -1]
 

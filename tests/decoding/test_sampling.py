@@ -21,6 +21,7 @@ from spectrain.decoding.acceptance import (
 )
 from spectrain.decoding.loop import Context, Generation, decode
 from spectrain.drafters.base import Drafter
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, DySpec, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -74,7 +75,7 @@ def truth(tiny: Target) -> Truth:
     guesses = torch.full((vocab, vocab), 0.0)
     for _ in range(LENGTH):
         paths = list(joint)
-        logits = tiny.run(torch.tensor([[*prompt, *path] for path in paths]), logits=True).logits
+        logits = tiny.run(torch.tensor([[*prompt, *path] for path in paths]), ForwardPlan(logits=True)).logits
         assert logits is not None
         p = rule.shape(logits[:, -1]).double().softmax(-1)
         for path, weights in zip(paths, p):

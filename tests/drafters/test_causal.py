@@ -22,6 +22,7 @@ from spectrain.errors import UserError
 from spectrain.eval.baselines import generate, plain_model
 from spectrain.features.batch import Batch
 from spectrain.features.sources import Live
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import load_tensors, tensors_of
@@ -148,7 +149,7 @@ def test_what_is_drafted_is_what_is_trained(tiny: Target, builder: TreeBuilder, 
     assert max(map(max, accepted)) > 1 and min(map(len, accepted)) > 2 and (count == 1 or accepted[0] != accepted[1])
     assert len(seen) > 10
     for path, log_q in seen:
-        logits = drafter.model.run(torch.tensor([path]), logits=True).logits
+        logits = drafter.model.run(torch.tensor([path]), ForwardPlan(logits=True)).logits
         assert logits is not None
         torch.testing.assert_close(log_q, logits[0, -1].log_softmax(-1), rtol=1e-4, atol=1e-4)
 
@@ -226,7 +227,9 @@ def test_saved_settings_rebuild_the_drafter(tiny: Target, options: dict[str, Any
     }
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in drafter.state_dict().items())
     tokens = torch.tensor(PROMPTS[:1])
-    assert torch.equal(drafter.model.run(tokens, logits=True).logits, again.model.run(tokens, logits=True).logits)
+    assert torch.equal(
+        drafter.model.run(tokens, ForwardPlan(logits=True)).logits, again.model.run(tokens, ForwardPlan(logits=True)).logits
+    )
 
 
 def test_saved_settings_need_no_other_directory(tiny: Target, tmp_path: Path) -> None:
@@ -336,8 +339,8 @@ def test_bad_settings_are_refused(tiny: Target, options: dict[str, Any], said: s
 
 def brute_force(target: Target, drafter: Causal, batch: Batch, temperature: float) -> tuple[Tensor, int, int]:
     """The summed loss, the hits and the count by a loop over the assistant's tokens."""
-    mine = drafter.model.run(batch.tokens, logits=True).logits
-    theirs = target.run(batch.tokens, logits=True).logits
+    mine = drafter.model.run(batch.tokens, ForwardPlan(logits=True)).logits
+    theirs = target.run(batch.tokens, ForwardPlan(logits=True)).logits
     assert mine is not None and theirs is not None
     total, hits, count = torch.zeros(()), 0, 0
     for b, t in batch.loss_mask.nonzero().tolist():

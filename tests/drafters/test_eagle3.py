@@ -13,6 +13,7 @@ from spectrain.drafters.eagle3 import Eagle3, _Eagle3Rollout
 from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.features.batch import Batch
 from spectrain.features.sources import Live
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 
@@ -78,7 +79,7 @@ def test_teacher_judges_the_predicted_token(tiny: Target) -> None:
     dataset = examples()
     drafter = make(tiny)
     batch = batch_of(dataset, [0, 1], tiny, drafter)
-    logits = tiny.run(batch.tokens, logits=True).logits
+    logits = tiny.run(batch.tokens, ForwardPlan(logits=True)).logits
     assert logits is not None
     teacher = Supervision(drafter, batch)
     for step in range(3):

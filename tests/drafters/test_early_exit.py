@@ -14,14 +14,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spectrain.cli.main import main
 from spectrain.data.chat import Example
-from spectrain.data.dataset import Dataset, collate
+from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.errors import UserError
 from spectrain.eval.baselines import generate
-from spectrain.features.batch import Batch
+from spectrain.features.batch import Batch, collate
 from spectrain.features.sources import Live
+from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.run import fresh_drafter, load_weights, save_drafter
@@ -77,7 +78,7 @@ def dataset(vocab: int = VOCAB, count: int = 8) -> Dataset:
 
 
 def logits_of(target: Target, tokens: Tensor) -> Tensor:
-    logits = target.run(tokens, logits=True).logits
+    logits = target.run(tokens, ForwardPlan(logits=True)).logits
     assert logits is not None
     return logits
 
@@ -288,10 +289,12 @@ def test_loss_is_said_by_the_layers_that_are_kept(tiny: Target) -> None:
     with torch.no_grad():
         for row, example in enumerate(rows):
             tokens, place = torch.tensor([example.tokens]), [n for n in range(1, len(example.tokens)) if example.mask[n]]
-            state = target.run(tokens, layers=(0,)).at(0)
+            state = target.run(tokens, ForwardPlan(layers=(0,))).at(0)
             for layer in range(LAYERS):
                 if not dropped[layer, row]:
-                    part = target.run(tokens, layers=(layer + 1,), first=layer, last=layer + 1, hidden=state)
+                    part = target.run(
+                        tokens, ForwardPlan(layers=(layer + 1,), part=Part(first=layer, last=layer + 1, hidden=state))
+                    )
                     state = part.at(layer + 1)
                 log_q = reference.lm_head(reference.model.norm(state))[0].log_softmax(-1)
                 wanted += weights[layer] * float(-sum(log_q[n - 1, example.tokens[n]] for n in place))
@@ -347,7 +350,7 @@ def test_self_distillation_asks_the_original(tiny: Target, adapt: Any) -> None:
             parameter.add_(0.1 * torch.randn_like(parameter))
         weights = drafter.exit_weights(LAYERS)
         wanted = 0.0
-        states = target.run(batch.tokens, layers=tuple(range(1, LAYERS + 1)))
+        states = target.run(batch.tokens, ForwardPlan(layers=tuple(range(1, LAYERS + 1))))
         for exit, weight in enumerate(weights):
             log_q = target.head.logits(target.normed(states.at(exit + 1))).log_softmax(-1)
             wanted += weight * float(-(original * log_q).sum(-1)[:, :-1][batch.loss_mask[:, 1:]].sum())

@@ -29,9 +29,11 @@ from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
 from spectrain.features.batch import Batch
 from spectrain.features.sources import Live
 from spectrain.kernels import linear_divergence as fused
+from spectrain.models.attention import ATTENTION
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import adapters_off
 from spectrain.models.prepacked import pack_linears
-from spectrain.models.target import ATTENTION, Target
+from spectrain.models.target import Target
 from spectrain.settings.build import build
 from spectrain.training.trainer import trained_groups
 
@@ -139,7 +141,7 @@ def head_weights(drafter: Any) -> tuple[list[float], list[str]]:
 
 def medusa(drafter: Medusa, batch: Batch, target: Target) -> Losses:
     logits = logits_of(target, batch)
-    final = target.run(batch.tokens, layers=("final",), grad=drafter.adapt is not None).at("final")
+    final = target.run(batch.tokens, ForwardPlan(layers=("final",), grad=drafter.adapt is not None)).at("final")
     heads = steps(
         [ahead(drafter, batch, logits, head(final), k) for k, head in enumerate(drafter.heads)], *head_weights(drafter)
     )
@@ -174,7 +176,7 @@ def next_token(drafter: Any, batch: Batch, logits: Tensor, said: Tensor) -> Loss
 
 
 def causal(drafter: Causal, batch: Batch, target: Target) -> Losses:
-    said = drafter.model.run(batch.tokens, logits=True, grad=True).logits
+    said = drafter.model.run(batch.tokens, ForwardPlan(logits=True, grad=True)).logits
     assert said is not None
     return next_token(drafter, batch, logits_of(target, batch) / 2, said[..., :VOCAB] / 2)  # loss_temperature is 2
 
@@ -196,7 +198,9 @@ def by_mask(depths: Tensor, right: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def pard(drafter: Pard, batch: Batch, target: Target) -> Losses:
     blocks = add_blocks(batch, drafter.prefixes(batch))
     with mask_embeddings(drafter.model.head.embedding, drafter.mask, blocks.numbers):
-        said = drafter.model.run(blocks.tokens, blocks.positions, blocks.visible, logits=True, grad=True).logits
+        said = drafter.model.run(
+            blocks.tokens, ForwardPlan(logits=True, grad=True, positions=blocks.positions, mask=blocks.visible)
+        ).logits
     assert said is not None
     asked = torch.cat([batch.predicts, blocks.supervised[:, batch.tokens.shape[1] :]], dim=1)
     logits = logits_of(target, batch).gather(1, blocks.positions[..., None].expand(-1, -1, VOCAB))
@@ -217,7 +221,9 @@ def of_sequences(asked: Tensor, batch: Batch) -> Tensor:
 def gated_lora(drafter: GatedLora, batch: Batch, target: Target) -> Losses:
     blocks = add_blocks(batch, drafter.prefixes(batch))
     with drafter.gated(target, blocks.numbers):
-        final = target.run(blocks.tokens, blocks.positions, blocks.visible, layers=("final",), grad=True).at("final")
+        final = target.run(
+            blocks.tokens, ForwardPlan(layers=("final",), grad=True, positions=blocks.positions, mask=blocks.visible)
+        ).at("final")
     asked = blocks.supervised
     states, positions = final[asked], blocks.positions
     anchors = final.detach().gather(1, positions[..., None].expand_as(final))[asked]
@@ -238,7 +244,7 @@ def early_exit(drafter: EarlyExit, batch: Batch, target: Target) -> Losses:
     if drafter.self_distillation:
         with adapters_off(target):
             wanted = logits_of(target if not drafter.original else drafter.original[0], batch)[asked].softmax(-1)
-    states = target.run(batch.tokens, layers=tuple(range(1, count + 1)), grad=True)
+    states = target.run(batch.tokens, ForwardPlan(layers=tuple(range(1, count + 1)), grad=True))
     logits = [target.head.logits(target.normed(states.at(n + 1), grad=True))[asked] for n in range(count)]
     losses = [torch.nn.functional.cross_entropy(said, wanted, reduction="sum") for said in logits]
     *early, last = (weight * loss for weight, loss in zip(drafter.exit_weights(count), losses, strict=True))

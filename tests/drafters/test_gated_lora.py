@@ -28,8 +28,10 @@ from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
 from spectrain.errors import UserError
 from spectrain.eval.baselines import plain_model
-from spectrain.features.batch import Batch, Features
+from spectrain.features.batch import Batch
 from spectrain.features.sources import Live
+from spectrain.models.features import Features
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.run import load_weights, save_drafter
@@ -106,12 +108,14 @@ def check_packed(tiny: Target, drafter: GatedLora, batch: Batch) -> None:
 
     def run() -> Features:
         with drafter.gated(tiny, blocks.numbers):
-            return tiny.run(blocks.tokens, blocks.positions, blocks.visible, layers=EVERY, logits=True)
+            return tiny.run(
+                blocks.tokens, ForwardPlan(layers=EVERY, logits=True, positions=blocks.positions, mask=blocks.visible)
+            )
 
     on = run()
     with adapter_off(drafter):
         off = run()
-    plain = tiny.run(batch.tokens, layers=EVERY, logits=True)
+    plain = tiny.run(batch.tokens, ForwardPlan(layers=EVERY, logits=True))
     assert on.logits is not None and off.logits is not None and plain.logits is not None
     masks = blocks.numbers >= 0
     assert masks.sum() >= len(batch.tokens) * MASKS
@@ -199,13 +203,13 @@ def test_an_open_gate_is_noticed(tiny: Target, monkeypatch: pytest.MonkeyPatch) 
 def test_the_gate_leaves_nothing_behind(tiny: Target) -> None:
     """After a forward, and after one that fails, the target's own forward is what it was, bit by bit."""
     drafter, tokens = make(tiny), torch.randint(3, 2000, (2, 7))
-    before = tiny.run(tokens, logits=True).logits
+    before = tiny.run(tokens, ForwardPlan(logits=True)).logits
     with drafter.gated(tiny, torch.zeros_like(tokens)):
-        assert not torch.equal(before, tiny.run(tokens, logits=True).logits)
-    assert torch.equal(before, tiny.run(tokens, logits=True).logits)
+        assert not torch.equal(before, tiny.run(tokens, ForwardPlan(logits=True)).logits)
+    assert torch.equal(before, tiny.run(tokens, ForwardPlan(logits=True)).logits)
     with pytest.raises(ZeroDivisionError), drafter.gated(tiny, torch.zeros_like(tokens)):
         raise ZeroDivisionError
-    assert torch.equal(before, tiny.run(tokens, logits=True).logits)
+    assert torch.equal(before, tiny.run(tokens, ForwardPlan(logits=True)).logits)
 
 
 # An independent forward, on transformers' own model
@@ -852,7 +856,7 @@ def test_peft_reads_the_saved_adapter(
     assert adapted.peft_config["default"].base_model_name_or_path == tiny.path
     open_gate(drafter, monkeypatch)
     with torch.no_grad(), drafter.gated(tiny, torch.full_like(tokens, -1)):
-        ours = tiny.run(tokens, logits=True).logits
+        ours = tiny.run(tokens, ForwardPlan(logits=True)).logits
     torch.testing.assert_close(logits, ours, rtol=1e-4, atol=1e-3)
     assert (logits - unadapted).abs().mean() > 0.1
 

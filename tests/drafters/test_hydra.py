@@ -14,8 +14,9 @@ from spectrain.decoding.loop import Context, decode, prefill
 from spectrain.drafters.hydra import Hydra, _Path
 from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Features
+from spectrain.features.batch import Batch
 from spectrain.features.sources import Live
+from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, DySpec, Eagle2, OptTree, Rollout, Static, TreeBuilder

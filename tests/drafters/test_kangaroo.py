@@ -23,6 +23,7 @@ from spectrain.drafters.shared.losses import DIVERGENCES
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.features.sources import Live
+from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer, trained_groups
 from spectrain.trees import Chain, Eagle2
@@ -150,7 +151,7 @@ def test_untrained_drafts_are_the_early_exits(tiny: Target, layer: int, said: li
     drafter = make(tiny, exit_layer=layer).eval()
     (generation,) = decode(tiny, [prompt], Greedy(), 6, drafter, Chain(3), ignore_eos=True)
     tokens = torch.tensor([prompt + generation.output[:1]])
-    final = tiny.run(tokens, layers=("final",), last=layer).at("final")
+    final = tiny.run(tokens, ForwardPlan(layers=("final",), part=Part(last=layer))).at("final")
     torch.testing.assert_close(said[0][0, 0], tiny.head.logits(final)[0, -1].log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 

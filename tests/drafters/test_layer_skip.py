@@ -18,6 +18,7 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.layer_skip import LayerSkipping, own_answers, search
 from spectrain.errors import UserError
 from spectrain.eval.baselines import generate
+from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.target import Target
 from spectrain.runs.run import load_weights, save_drafter
 from spectrain.settings.build import build
@@ -185,9 +186,9 @@ def test_search_leaves_the_target_as_it_was(tiny: Target) -> None:
     """After a search a run says what it said before."""
     target, _ = pair(tiny, 4)
     tokens = torch.randint(3, VOCAB, (2, 9))
-    before = target.run(tokens, layers=("final",)).hidden
+    before = target.run(tokens, ForwardPlan(layers=("final",))).hidden
     found_by(target, 20)
-    assert torch.equal(target.run(tokens, layers=("final",)).hidden, before)
+    assert torch.equal(target.run(tokens, ForwardPlan(layers=("final",))).hidden, before)
 
 
 @pytest.mark.parametrize("skipped", [[], [-1], [8], [2, 9], list(range(8)), [*range(8), 3]])
@@ -248,7 +249,7 @@ def test_drafts_are_the_shorter_models(tiny: Target, skipped: list[int]) -> None
     tiny.prefill(torch.tensor([prompt]), torch.tensor([len(prompt)]), cache, ())
     tokens = [out[0]]
     for _ in range(3):
-        logits = tiny.run(torch.tensor([tokens[-1:]]), cache=cache, skipped=skipped, logits=True).logits
+        logits = tiny.run(torch.tensor([tokens[-1:]]), ForwardPlan(logits=True, cache=cache, part=Part(skipped=skipped))).logits
         assert logits is not None
         tokens.append(int(logits[0, -1].argmax()))
     assert trees[0].tokens[0].tolist() == tokens

@@ -9,7 +9,8 @@ from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import Context, decode
 from spectrain.drafters.lookahead import Lookahead
 from spectrain.errors import UserError
-from spectrain.features.batch import Features
+from spectrain.models.features import Features
+from spectrain.models.forward_plan import TEXT, ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -53,8 +54,8 @@ class Bigram(Target):
         self.__dict__ = {**tiny.__dict__}
         self.period = period
 
-    def run(self, tokens: Tensor, *args: object, **options: object) -> Features:
-        seen = super().run(tokens, *args, **options)  # type: ignore[arg-type]
+    def run(self, tokens: Tensor, plan: ForwardPlan = TEXT) -> Features:
+        seen = super().run(tokens, plan)
         if seen.logits is None:
             return seen
         wanted = 10 + (tokens[:, -seen.logits.shape[1] :] + 1) % self.period

@@ -10,6 +10,7 @@ from torch import Tensor
 from spectrain.drafters.shared.masks import Blocks, add_blocks, mask_embeddings, start_masks
 from spectrain.eval.baselines import plain_model
 from spectrain.features.batch import Batch
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 
 LENGTHS = (17, 11, 14)
@@ -100,7 +101,9 @@ def test_visibility_is_that_of_a_slow_construction(case: str) -> None:
 def packed_states(tiny: Target, blocks: Blocks, vectors: Tensor) -> Tensor:
     """Final states [B, N, D] of the packed batch."""
     with mask_embeddings(tiny.head.embedding, vectors, blocks.numbers):
-        return tiny.run(blocks.tokens, blocks.positions, blocks.visible, layers=("final",)).at("final")
+        return tiny.run(blocks.tokens, ForwardPlan(layers=("final",), positions=blocks.positions, mask=blocks.visible)).at(
+            "final"
+        )
 
 
 @torch.no_grad()

@@ -21,8 +21,10 @@ from spectrain.decoding.calibration import Calibration, Latency
 from spectrain.decoding.loop import Context, decode, prefill
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch, Features
+from spectrain.features.batch import Batch
 from spectrain.features.sources import Live
+from spectrain.models.features import Features
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer, trained_groups
@@ -256,7 +258,7 @@ def test_language_model_loss_is_the_datas_cross_entropy() -> None:
     drafter = make(target, adapt="lora")
     disturb(drafter)
     batch = batch_of(target, drafter, 1)
-    logits = target.run(batch.tokens, logits=True).logits
+    logits = target.run(batch.tokens, ForwardPlan(logits=True)).logits
     assert logits is not None
     labels = batch.tokens.masked_fill(~batch.loss_mask, -100)[:, 1:]
     wanted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
@@ -311,10 +313,10 @@ def test_trained_target_decodes_as_it_is_saved(options: dict[str, Any], tmp_path
     target.pack()
     drafter = make(target, **options)
     tokens = torch.randint(3, 2000, (1, 12))
-    before = target.run(tokens, logits=True).logits
+    before = target.run(tokens, ForwardPlan(logits=True)).logits
     Trainer(lr=3e-3, max_steps=4).fit(drafter, target, dataset(), Live(), tmp_path / "run")
     target.save(tmp_path / "target")
-    after, saved = (model.run(tokens, logits=True).logits for model in (target, load_hf(str(tmp_path / "target"))))
+    after, saved = (model.run(tokens, ForwardPlan(logits=True)).logits for model in (target, load_hf(str(tmp_path / "target"))))
     assert before is not None and after is not None and saved is not None
     torch.testing.assert_close(after, saved, rtol=1e-3, atol=1e-3)
     assert not torch.allclose(after, before, atol=1e-2)

@@ -7,7 +7,7 @@ import torch
 
 from spectrain.decoding.loop import Context
 from spectrain.drafters.ngram import Index, Ngram
-from spectrain.features.batch import Features
+from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 

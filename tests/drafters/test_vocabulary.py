@@ -11,6 +11,7 @@ from spectrain.drafters.shared.losses import DIVERGENCES, UNNORMALISED
 from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.features.batch import Batch
 from spectrain.features.sources import Live
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 
 LOSSES = ["cross_entropy", *DIVERGENCES]
@@ -55,7 +56,7 @@ def places(batch: Batch, step: int) -> list[tuple[int, int]]:
 
 def right(tiny: Target, loss: str, batch: Batch, step: int) -> tuple[list[int], Tensor]:
     """By brute force, the right token at every place and the target's logits before it."""
-    logits = tiny.run(batch.tokens, logits=True).logits
+    logits = tiny.run(batch.tokens, ForwardPlan(logits=True)).logits
     assert logits is not None
     before = torch.stack([logits[b, t + 1 + step] for b, t in places(batch, step)])
     if loss == "cross_entropy":

@@ -10,8 +10,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spectrain.decoding.loop import Context
 from spectrain.drafters.base import Drafter, Losses
 from spectrain.features.batch import Batch
+from spectrain.models.attention import ATTENTION
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.models.target import ATTENTION, Target
+from spectrain.models.target import Target
 from spectrain.trees import Rollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
@@ -82,7 +84,7 @@ class Independent(Drafter):
         return [{"params": list(self.parameters())}]
 
     def loss(self, batch: Batch, target: Target) -> Losses:
-        logits = self.model.run(batch.tokens, logits=True, grad=True).logits
+        logits = self.model.run(batch.tokens, ForwardPlan(logits=True, grad=True)).logits
         assert logits is not None
         loss, hits, count = cross_entropy(logits, batch, 1)
         return Losses({"cross_entropy": loss}, hits[None], count[None])
@@ -93,7 +95,7 @@ class Independent(Drafter):
         behind = context.cache.lengths - self.cache.lengths  # committed tokens that this model has not run yet
         width = int(behind.max())
         index = (self.cache.lengths[:, None] + torch.arange(width)).clamp(max=context.tokens.shape[1] - 1)
-        self.model.run(context.tokens.gather(1, index), cache=self.cache)
+        self.model.run(context.tokens.gather(1, index), ForwardPlan(cache=self.cache))
         self.cache.commit(torch.arange(width).expand(len(behind), -1), behind)
         tree = budget.grow(context, _Model(self.model, self.cache, context.root))
         self.cache.forget()
@@ -109,7 +111,9 @@ class _Model(Rollout):
     def _run(self, tokens: Tensor, depth: Tensor, above: Tensor) -> Tensor:
         new = tokens.shape[1]
         visible = torch.cat([above, torch.eye(new, dtype=torch.bool).expand(len(tokens), -1, -1)], dim=2)
-        seen = self.model.run(tokens, self.cache.lengths[:, None] + depth, visible, self.cache, logits=True)
+        seen = self.model.run(
+            tokens, ForwardPlan(logits=True, positions=self.cache.lengths[:, None] + depth, mask=visible, cache=self.cache)
+        )
         self.visible = torch.cat([F.pad(self.visible, (0, new)), visible], dim=1)
         self.depth = torch.cat([self.depth, depth], dim=1)
         assert seen.logits is not None

@@ -12,6 +12,7 @@ from spectrain.decoding.loop import Generation, decode
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.drift import Text, own_answers, quality, rule_drift, target_drift
 from spectrain.eval.metrics import Turn
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.trees import Chain
@@ -44,7 +45,7 @@ def test_quality_by_hand(tiny: Target) -> None:
     cases = [*texts(), ([5, 6, 7], greedy(tiny, [5, 6, 7]))]
     for prompt, answer in cases:
         for position, token in enumerate(answer):
-            logits = tiny.run(torch.tensor([prompt + answer[:position]]), logits=True).logits
+            logits = tiny.run(torch.tensor([prompt + answer[:position]]), ForwardPlan(logits=True)).logits
             assert logits is not None
             loss -= math.log(float(logits[0, -1].double().softmax(-1)[token]))
             best += int(logits[0, -1].argmax()) == token

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
-from spectrain.data.dataset import collate
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import Generation, decode
 from spectrain.decoding.replay import Recorder, collate_replays, replays
@@ -25,7 +24,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.eval.metrics import Turn
 from spectrain.eval.online import Online, curve, supervised
 from spectrain.eval.run import Evaluation
-from spectrain.features.batch import Batch
+from spectrain.features.batch import Batch, collate
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 

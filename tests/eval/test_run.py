@@ -25,8 +25,9 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import identity
 from spectrain.eval.run import Evaluation, prompt_tokens
-from spectrain.features.batch import Features
-from spectrain.models.target import ATTENTION, Target
+from spectrain.models.attention import ATTENTION
+from spectrain.models.features import Features
+from spectrain.models.target import Target
 from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from spectrain.features.batch import Features, Layer
+from spectrain.models.features import Features, Layer
 
 
 @pytest.mark.parametrize("layers", [(), (2,), ("final", 2), (2, 4, "final")])

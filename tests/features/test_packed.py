@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.data.dataset import collate
 from spectrain.decoding.replay import KEPT, Replay, collate_replays
-from spectrain.features.batch import Batch
+from spectrain.features.batch import Batch, collate
 from spectrain.features.sources import Generated, Live
 from spectrain.models.attention import causal_attention, unrolled_attention
+from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.training.trainer import trained_groups
@@ -129,8 +129,10 @@ def test_documents_skip_layers_by_themselves(architecture: str, tiny: Target) ->
     dropped = torch.rand(LAYERS, len(LENGTHS), generator=torch.Generator().manual_seed(1)) < 0.5
     dropped[1] = True
     packed, padded = collate(rows, packed=True), collate(rows)
-    found = unpacked(target.run(packed.tokens, layers=EVERY, dropped=dropped, lengths=packed.lengths).hidden)
-    expected = target.run(padded.tokens, layers=EVERY, dropped=dropped).hidden
+    found = unpacked(
+        target.run(packed.tokens, ForwardPlan(layers=EVERY, lengths=packed.lengths, part=Part(dropped=dropped))).hidden
+    )
+    expected = target.run(padded.tokens, ForwardPlan(layers=EVERY, part=Part(dropped=dropped))).hidden
     for document, row in zip(found, expected):
         close(document, row[: len(document)])
 

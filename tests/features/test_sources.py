@@ -17,6 +17,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.features.sources import Generated, Live, Source, evaluating
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain
@@ -139,7 +140,7 @@ def test_interleaved_keeps_what_is_among_the_top_k(tiny: Target, top_k: int) -> 
         text = one.prompt + one.output
         end = len(one.prompt) + 1
         for drafted, count in rounds:
-            logits = tiny.run(torch.tensor([text[:end] + drafted]), logits=True).logits
+            logits = tiny.run(torch.tensor([text[:end] + drafted]), ForwardPlan(logits=True)).logits
             assert logits is not None
             ranks = [int((logits[0, end - 1 + n] > logits[0, end - 1 + n, token]).sum()) for n, token in enumerate(drafted)]
             assert all(rank < top_k for rank in ranks[: count - 1])

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.data.dataset import Dataset, collate
+from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
 from spectrain.features import store as module
-from spectrain.features.batch import Batch
+from spectrain.features.batch import Batch, collate
 from spectrain.features.sources import Live, Source, Stored
 from spectrain.features.store import Contents, FeatureStore, checksum, fingerprint, quantize, read_before
 from spectrain.models.loading import load_tiny

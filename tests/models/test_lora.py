@@ -7,6 +7,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.lora import adapters_off, inject_lora, lora_layers, merge_lora
 from spectrain.models.target import Target
@@ -34,7 +35,7 @@ def fill(parameters: list[torch.nn.Parameter]) -> None:
 def seen(target: Target) -> Tensor:
     """Every layer's features and the logits of a fixed text, side by side."""
     tokens = torch.arange(40).reshape(2, 20) * 13 + 5
-    features = target.run(tokens, layers=(*range(target.num_layers + 1), "final"), logits=True)
+    features = target.run(tokens, ForwardPlan(layers=(*range(target.num_layers + 1), "final"), logits=True))
     assert features.logits is not None
     return torch.cat([features.hidden.flatten(2), features.logits], dim=-1)
 

@@ -1,6 +1,6 @@
 """A tree whose nodes were run in parts, in another order and among others, is verified as one that was run at once."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
@@ -11,9 +11,10 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from spectrain.decoding.loop import Context
-from spectrain.features.batch import Layer
-from spectrain.models.partial_forward import Level, Shallow
+from spectrain.models.features import Layer
+from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.kv_cache import TreeCache
+from spectrain.models.partial_forward import Level, PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import Children, TokenTree
 from tests.models.test_target import SIZE, VOCAB, WINDOW, build, words
@@ -47,16 +48,23 @@ class Case:
     def __init__(self, target: Target, lengths: list[int], layers: tuple[Layer, ...] = EVERY) -> None:
         self.target, self.batch, self.layers = target, len(lengths), layers
         self.tokens, self.lengths = words(len(lengths), 64), torch.tensor(lengths)
-        self.context, self.fresh = self._context(), self._context().cache
+        self.cache, self.fresh = self._cache(), self._cache()
 
-    def _context(self) -> Context:
+    def _cache(self) -> TreeCache:
         cache = self.target.new_cache(self.batch, 64)
-        seen = self.target.prefill(self.tokens[:, : int(self.lengths.max())], self.lengths, cache, ())
-        return Context(self.target, cache, self.tokens, torch.arange(self.batch), seen, self.lengths)
+        self.target.prefill(self.tokens[:, : int(self.lengths.max())], self.lengths, cache, ())
+        return cache
+
+    def part(self, last: int, skipped: Collection[int] = (), layers: tuple[Layer, ...] = EVERY) -> PartialForward:
+        return PartialForward(self.target, self.cache, last, skipped, layers)
+
+    @property
+    def root(self) -> Tensor:
+        return self.tokens.gather(1, self.cache.lengths[:, None])[:, 0]
 
     def tree(self, children: Children, random: Random, root: Tensor | None = None) -> TokenTree:
         """Trees with padding that differ from row to row; the same token often comes below different nodes."""
-        tokens = (self.context.root if root is None else root)[:, None].repeat(1, NODES)
+        tokens = (self.root if root is None else root)[:, None].repeat(1, NODES)
         parents, valid = torch.full_like(tokens, -1), torch.ones_like(tokens, dtype=torch.bool)
         for row in range(self.batch):
             for node in range(1, NODES):
@@ -78,7 +86,7 @@ class Case:
             last = random.choice(tree.valid[row].nonzero()[:, 0].tolist())
             path = tree.ancestors[row, last].nonzero()[:, 0]
             paths[row, : len(path)], counts[row] = path, 0 if row == 2 else len(path)
-        for cache in (self.context.cache, self.fresh):
+        for cache in (self.cache, self.fresh):
             cache.commit(paths, counts)
 
 
@@ -90,10 +98,10 @@ def paths_of(tokens: Tensor, parents: Tensor) -> list[tuple[int, ...]]:
     return found
 
 
-def give(shallow: Shallow, tree: TokenTree, random: Random) -> tuple[TokenTree, list[Level]]:
+def give(partial: PartialForward, tree: TokenTree, random: Random) -> tuple[TokenTree, list[Level]]:
     """Run a part of the tree, shuffled among nodes that it does not hold; all that was given, and what was seen."""
     batch, root = len(tree.tokens), tree.tokens[:, 0]
-    levels = [shallow.start(root)]
+    levels = [partial.start(root)]
     nodes: list[list[int | None]] = [[0] for _ in range(batch)]  # which node of the tree each given one is
     tokens, parents = root[:, None], torch.full_like(root[:, None], -1)
     for width in (2, 3, 3):
@@ -115,23 +123,23 @@ def give(shallow: Shallow, tree: TokenTree, random: Random) -> tuple[TokenTree, 
             )
             given += chosen
         added = torch.tensor(new)
-        levels.append(shallow.extend(added[..., 0], added[..., 1]))
+        levels.append(partial.extend(added[..., 0], added[..., 1]))
         tokens, parents = torch.cat([tokens, added[..., 0]], dim=1), torch.cat([parents, added[..., 1]], dim=1)
     return TokenTree.of(tokens, parents), levels
 
 
-def assert_verified(case: Case, shallow: Shallow, tree: TokenTree, random: Random) -> None:
+def assert_verified(case: Case, partial: PartialForward, tree: TokenTree, random: Random) -> None:
     """Finishing a tree and verifying it agree at every real node, and so does the next tree behind the path that is kept."""
-    found, expected = shallow.finish(tree), case.target.verify(tree, case.fresh, case.layers)
+    found, expected = partial.finish(tree), case.target.verify(tree, case.fresh, case.layers)
     assert found.layers == case.layers and found.hidden.shape == expected.hidden.shape
     assert found.logits is not None and expected.logits is not None and expected.logits.std() > 0.1
     close(found.logits[tree.valid], expected.logits[tree.valid])
     close(found.hidden[tree.valid], expected.hidden[tree.valid])
-    assert case.context.cache.pending == case.fresh.pending == NODES or tree.tokens.shape[1] < NODES
+    assert case.cache.pending == case.fresh.pending == NODES or tree.tokens.shape[1] < NODES
     case.commit(tree, random)
     following = case.tree("deterministic", random, words(case.batch))
-    again = [case.target.verify(following, cache, EVERY) for cache in (case.context.cache, case.fresh)]
-    assert torch.equal(case.context.cache.lengths, case.fresh.lengths)
+    again = [case.target.verify(following, cache, EVERY) for cache in (case.cache, case.fresh)]
+    assert torch.equal(case.cache.lengths, case.fresh.lengths)
     for one, other in ((again[0].logits, again[1].logits), (again[0].hidden, again[1].hidden)):
         assert one is not None and other is not None
         close(one[following.valid], other[following.valid])
@@ -151,9 +159,9 @@ def test_finishing_equals_verifying(
     for seed in range(3):
         random, case = Random(seed), Case(target, lengths)
         tree = case.tree(children, random)
-        shallow = Shallow(case.context, last, skipped, EVERY)
-        give(shallow, tree, random)
-        assert_verified(case, shallow, tree, random)
+        partial = case.part(last, skipped)
+        give(partial, tree, random)
+        assert_verified(case, partial, tree, random)
 
 
 @LENGTHS
@@ -162,9 +170,9 @@ def test_only_the_features_that_are_asked_for(target: Target, lengths: list[int]
     """Whether layers lie below, at or above the exit, features are these layers' in their order."""
     random, case = Random(0), Case(target, lengths, layers)
     tree = case.tree("deterministic", random)
-    shallow = Shallow(case.context, 2, layers=layers)
-    give(shallow, tree, random)
-    assert_verified(case, shallow, tree, random)
+    partial = case.part(2, layers=layers)
+    give(partial, tree, random)
+    assert_verified(case, partial, tree, random)
 
 
 @LENGTHS
@@ -172,10 +180,17 @@ def test_only_the_features_that_are_asked_for(target: Target, lengths: list[int]
 def test_drafting_sees_what_its_layers_say(target: Target, last: int, skipped: tuple[int, ...], lengths: list[int]) -> None:
     """Given level by level, nodes have the states and positions of one run of the same layers over all of them."""
     random, case = Random(1), Case(target, lengths)
-    given, levels = give(Shallow(case.context, last, skipped, EVERY), case.tree("deterministic", random), random)
+    given, levels = give(case.part(last, skipped), case.tree("deterministic", random), random)
     positions = case.fresh.lengths[:, None] + given.depths
     expected = target.run(
-        given.tokens, positions, given.ancestors, case.fresh, (min((last, *skipped)), "final"), last=last, skipped=skipped
+        given.tokens,
+        ForwardPlan(
+            layers=(min((last, *skipped)), "final"),
+            positions=positions,
+            mask=given.ancestors,
+            cache=case.fresh,
+            part=Part(last=last, skipped=skipped),
+        ),
     )
     close(torch.cat([level.seen.at("final") for level in levels], dim=1), expected.at("final"))
     close(torch.cat([level.seen.at(expected.layers[0]) for level in levels], dim=1), expected.at(expected.layers[0]))
@@ -206,16 +221,16 @@ def test_deeper_and_smaller_trees_equal_verifying(
     for seed in range(2):
         random, case = Random(seed), Case(target, lengths)
         tree = case.tree(children, random)
-        shallow = Shallow(case.context, last, skipped, EVERY)
+        partial = case.part(last, skipped)
         if drafted:
-            give(shallow, tree, random)
-        shallow.deepen(tree, deeper)
-        assert shallow.exit == max(deeper, min((last, *skipped)))
+            give(partial, tree, random)
+        partial.deepen(tree, deeper)
+        assert partial.exit == max(deeper, min((last, *skipped)))
         if seed:
             likely = torch.tensor([[random.random() < 0.8 for _ in range(NODES)] for _ in lengths])
             likely[:, 0] = True
             tree = tree.select((likely[:, None] | ~tree.ancestors).all(-1) & tree.valid)
-        assert_verified(case, shallow, tree, random)
+        assert_verified(case, partial, tree, random)
 
 
 @contextmanager
@@ -245,12 +260,12 @@ def test_no_layer_runs_a_node_twice(target: Target, children: Children, deeper: 
     for seed in range(12):
         random, case = Random(seed), Case(target, [9])
         tree = case.tree(children, random)
-        shallow = Shallow(case.context, 2, (), EVERY)
+        partial = case.part(2)
         with counted(target) as calls:
-            given, _ = give(shallow, tree, random)
+            given, _ = give(partial, tree, random)
             if deeper is not None:
-                shallow.deepen(tree, deeper)
-            shallow.finish(tree)
+                partial.deepen(tree, deeper)
+            partial.finish(tree)
         known = paths_of(given.tokens[0], given.parents[0])
         paths = [path for path, valid in zip(paths_of(tree.tokens[0], tree.parents[0]), tree.valid[0]) if valid]
         missing = [path for path in paths if path not in known]

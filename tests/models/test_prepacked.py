@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.prepacked import is_packed, pack_linears, unpack_linears
 
@@ -168,9 +169,9 @@ def test_a_packed_target_equals_a_plain_one() -> None:
     """The tiny target's logits and features are the same within 1e-4 on packed linears."""
     target = load_tiny(device="cpu")
     tokens, layers = torch.randint(0, target.head.vocab_size, (2, 12)), (0, 1, target.num_layers)
-    before = target.run(tokens, layers=layers, logits=True)
+    before = target.run(tokens, ForwardPlan(layers=layers, logits=True))
     target.pack()
-    after = target.run(tokens, layers=layers, logits=True)
+    after = target.run(tokens, ForwardPlan(layers=layers, logits=True))
     assert before.logits is not None and after.logits is not None
     assert is_packed(target.head.output)
     close(after.logits, before.logits)

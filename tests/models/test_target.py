@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spectrain.errors import UserError
+from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
@@ -171,10 +172,16 @@ def test_a_tree_in_stages_equals_one_stage(target: Target, lengths: list[int]) -
     whole, staged = prefilled(target, lengths, prompts), prefilled(target, lengths, prompts)
     expected = target.verify(tree, whole).logits
     positions = staged.lengths[:, None] + tree.depths
-    parts = [target.run(tree.tokens[:, new], cache=staged, logits=True).logits for new in (slice(0, 2), slice(2, 4))]
+    parts = [
+        target.run(tree.tokens[:, new], ForwardPlan(logits=True, cache=staged)).logits for new in (slice(0, 2), slice(2, 4))
+    ]
     for new in (slice(4, 6), slice(6, 10)):
         mask = tree.ancestors[:, new, : new.stop]
-        parts.append(target.run(tree.tokens[:, new], positions[:, new], mask, staged, logits=True).logits)
+        parts.append(
+            target.run(
+                tree.tokens[:, new], ForwardPlan(logits=True, positions=positions[:, new], mask=mask, cache=staged)
+            ).logits
+        )
     close(torch.cat([part for part in parts if part is not None], dim=1), expected)
     paths, counts = random_paths(tree)
     for cache in (whole, staged):
@@ -224,15 +231,15 @@ def test_two_partial_runs_equal_a_whole_one(models: tuple[Target, Any], middle: 
     """Layers up to `middle`, then the others from what these gave; an early exit reads the final norm of `middle`."""
     target, reference = models
     tokens = words(2, 11)
-    whole = target.run(tokens, layers=EVERY, logits=True)
-    early = target.run(tokens, layers=(middle, "final"), last=middle)
-    late = target.run(tokens, layers=EVERY[middle:], first=middle, hidden=early.at(middle), logits=True)
+    whole = target.run(tokens, ForwardPlan(layers=EVERY, logits=True))
+    early = target.run(tokens, ForwardPlan(layers=(middle, "final"), part=Part(last=middle)))
+    late = target.run(tokens, ForwardPlan(layers=EVERY[middle:], logits=True, part=Part(first=middle, hidden=early.at(middle))))
     close(early.at(middle), whole.at(middle))
     close(late.hidden, whole.hidden[:, :, middle:])
     close(late.logits, whole.logits)
     norm = reference.model.final_layernorm if target.name == "phi" else reference.model.norm
     close(early.at("final"), norm(whole.at(middle)))
-    again = target.run(tokens, layers=EVERY, logits=True)
+    again = target.run(tokens, ForwardPlan(layers=EVERY, logits=True))
     assert torch.equal(again.hidden, whole.hidden), "partial runs must leave the model as it was"
 
 
@@ -244,10 +251,21 @@ def test_two_partial_runs_over_a_cache_equal_a_verified_tree(target: Target, len
     whole, split = prefilled(target, lengths, prompts), prefilled(target, lengths, prompts)
     expected = target.verify(tree, whole).logits
     positions = split.lengths[:, None] + tree.depths
-    early = target.run(tree.tokens, positions, tree.ancestors, split, layers=(middle,), last=middle)
+    early = target.run(
+        tree.tokens,
+        ForwardPlan(layers=(middle,), positions=positions, mask=tree.ancestors, cache=split, part=Part(last=middle)),
+    )
     split.forget()
     hidden = early.at(middle)
-    close(target.run(tree.tokens, positions, tree.ancestors, split, first=middle, hidden=hidden, logits=True).logits, expected)
+    close(
+        target.run(
+            tree.tokens,
+            ForwardPlan(
+                logits=True, positions=positions, mask=tree.ancestors, cache=split, part=Part(first=middle, hidden=hidden)
+            ),
+        ).logits,
+        expected,
+    )
     paths, counts = random_paths(tree)
     for cache in (whole, split):
         cache.commit(paths, counts)
@@ -262,8 +280,8 @@ def test_a_block_diagonal_mask_equals_separate_runs(models: tuple[Target, Any]) 
     mask = torch.ones(15, 15).tril().bool()
     mask[cut:, :cut] = False
     positions = torch.cat([torch.arange(cut), torch.arange(15 - cut)]).expand(2, -1)
-    packed = target.run(tokens, positions, mask.expand(2, -1, -1), layers=EVERY, logits=True)
-    alone = [target.run(part, layers=EVERY, logits=True) for part in (tokens[:, :cut], tokens[:, cut:])]
+    packed = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, positions=positions, mask=mask.expand(2, -1, -1)))
+    alone = [target.run(part, ForwardPlan(layers=EVERY, logits=True)) for part in (tokens[:, :cut], tokens[:, cut:])]
     close(packed.hidden, torch.cat([part.hidden for part in alone], dim=1))
     close(packed.logits, torch.cat([part.logits for part in alone if part.logits is not None], dim=1))
 
@@ -271,7 +289,7 @@ def test_a_block_diagonal_mask_equals_separate_runs(models: tuple[Target, Any]) 
 def test_a_tree_mask_needs_no_cache(target: Target) -> None:
     """Without a cache, a mask and positions say the same as a tree behind an empty cache: windows count positions."""
     tree = random_tree(3, 12)
-    plain = target.run(tree.tokens, tree.depths, tree.ancestors, logits=True)
+    plain = target.run(tree.tokens, ForwardPlan(logits=True, positions=tree.depths, mask=tree.ancestors))
     close(plain.logits, target.verify(tree, target.new_cache(3, 16)).logits)
 
 
@@ -291,7 +309,7 @@ def test_scaled_logits_equal_the_model(name: str, tiny: Target) -> None:
     target, reference = build(name, SCALED[name], tiny)
     tokens = words(2, 5)
     with torch.no_grad():
-        close(target.run(tokens, logits=True).logits, reference(tokens).logits)
+        close(target.run(tokens, ForwardPlan(logits=True)).logits, reference(tokens).logits)
 
 
 def test_gradients_flow_where_they_are_asked_for(tiny: Target) -> None:
@@ -300,9 +318,9 @@ def test_gradients_flow_where_they_are_asked_for(tiny: Target) -> None:
     tokens, gradients = words(2, 9), []
     for model in (target.model, reference):
         model.model.layers[1].self_attn.k_proj.weight.requires_grad_(True)  # type: ignore[union-attr, index]
-    assert not target.run(tokens, layers=EVERY).hidden.requires_grad
+    assert not target.run(tokens, ForwardPlan(layers=EVERY)).hidden.requires_grad
     for logits, model in (
-        (target.run(tokens, logits=True, grad=True).logits, target.model),
+        (target.run(tokens, ForwardPlan(logits=True, grad=True)).logits, target.model),
         (reference(tokens, use_cache=False).logits, reference),
     ):
         loss = logits.float().logsumexp(-1).sum()
@@ -331,7 +349,10 @@ def test_a_saved_target_loads_with_the_same_logits(tiny: Target, tmp_path: Path)
     """What `save` writes is what `load_hf` reads."""
     tokens = torch.randint(0, tiny.head.vocab_size, (2, 9))
     tiny.save(tmp_path)
-    close(load_hf(str(tmp_path), device="cpu").run(tokens, logits=True).logits, tiny.run(tokens, logits=True).logits)
+    close(
+        load_hf(str(tmp_path), device="cpu").run(tokens, ForwardPlan(logits=True)).logits,
+        tiny.run(tokens, ForwardPlan(logits=True)).logits,
+    )
 
 
 def test_saving_is_quiet(tmp_path: Path) -> None:

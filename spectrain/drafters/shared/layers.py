@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from spectrain.models.attention import causal_attention
-from spectrain.models.replaced_forward import attend_behind
+from spectrain.models.compiled_layers import attend_behind
 
 if TYPE_CHECKING:
     from spectrain.models.kv_cache import TreeCache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.models.partial_forward import Level, Shallow
+from spectrain.models.partial_forward import Level, PartialForward
 from spectrain.trees.base import Rollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
@@ -16,7 +16,8 @@ from ..base import Drafter
 
 if TYPE_CHECKING:
     from spectrain.decoding.loop import Context
-    from spectrain.models.target import Head, Target
+    from spectrain.models.head import Head
+    from spectrain.models.target import Target
 
 
 class SelfDrafter(Drafter):
@@ -37,7 +38,7 @@ class SelfDrafter(Drafter):
         return min((self.exit_layer, *self.skipped))
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        context.shallow = Shallow(context, self.exit_layer, self.skipped, self.layers)
+        context.shallow = PartialForward(context.target, context.cache, self.exit_layer, self.skipped, self.layers)
         return budget.grow(context, SelfRollout(self, context.shallow, context.root))
 
     def log_q(self, level: Level) -> Tensor:
@@ -52,7 +53,7 @@ class SelfDrafter(Drafter):
 class SelfRollout(Rollout):
     """One round: every node goes through the drafting layers once."""
 
-    def __init__(self, drafter: SelfDrafter, shallow: Shallow, root: Tensor) -> None:
+    def __init__(self, drafter: SelfDrafter, shallow: PartialForward, root: Tensor) -> None:
         self.drafter, self.shallow, self.root = drafter, shallow, root
 
     def start(self) -> Tensor:

@@ -10,7 +10,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
-from spectrain.models.target import ATTENTION, Target
+from spectrain.models.attention import ATTENTION
+from spectrain.models.target import Target
 
 
 def small_model(target: Target, num_layers: int | None, model: str | None, architecture: dict[str, Any] | None) -> Target:

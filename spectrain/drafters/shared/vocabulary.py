@@ -19,7 +19,8 @@ from ..base import Drafter
 from .losses import UNNORMALISED, Teacher, head_loss
 
 if TYPE_CHECKING:
-    from spectrain.models.target import Head, Target
+    from spectrain.models.head import Head
+    from spectrain.models.target import Target
 
 
 class VocabularyDrafter(Drafter):

@@ -1,0 +1,120 @@
+"""Decoder layers compiled for decoding: one compilation of a shape serves all layers of a model, whose code stays as it is.
+
+Inductor fuses a layer's norms, rotary embedding and activation around its matrix products. Attention is one opaque operation:
+which cache, tree and layer it belongs to is looked up when it runs, so none of them is traced, and the number of a layer, which
+is all that tells one from the next, never enters the compiled code. Nor does a cache's storage: of a tensor that is written to,
+Inductor made a copy for every call (Torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.kernels.tree_attention import Visibility
+
+from .kv_cache import TreeCache, known_caches
+from .replaced_forward import replaced
+
+SHAPES = 64  # batch sizes times numbers of nodes that one process may decode with before layers run uncompiled
+
+
+@dataclass
+class Running:
+    """The forward that runs: what its attention sees, and the layers that are still to come."""
+
+    cache: TreeCache
+    visibility: Visibility
+    layers: Iterator[int]
+
+
+_running: list[Running] = []
+
+
+@contextmanager
+def running(cache: TreeCache | None, visibility: Visibility | list[Visibility] | None, layers: Iterable[int]) -> Iterator[None]:
+    """Say what compiled layers belong to, while they run in this order."""
+    if cache is None or visibility is None:
+        yield
+        return
+    assert isinstance(visibility, Visibility), "packed documents have no cache"
+    _running.append(Running(cache, visibility, iter(layers)))
+    try:
+        yield
+    finally:
+        _running.pop()
+
+
+def passed(layer: int) -> None:
+    """Say that a layer attends by itself, uncompiled, so that the compiled ones behind it are not taken for it."""
+    if _running:
+        following = next(_running[-1].layers)
+        assert following == layer, f"layer {layer} runs where layer {following} was to run"
+
+
+@torch.library.custom_op("spectrain::attend_layer", mutates_args=())
+def attend_layer(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """Append the next layer's keys and values and attend, [B, N, H, D]."""
+    now = _running[-1]
+    attended = now.cache.attend(next(now.layers), q, k, v, now.visibility, scale, window, softcap)
+    return attended.transpose(1, 2).contiguous()
+
+
+@attend_layer.register_fake
+def _unfilled(q: Tensor, *args: Any) -> Tensor:
+    batch, heads, nodes, width = q.shape
+    return q.new_empty(batch, nodes, heads, width)
+
+
+def attend_behind(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, cache: TreeCache, layer: int, scale: float) -> Tensor:
+    """Append a layer's keys and values to a drafter's cache and attend, [B, N, H, D], from code that is being compiled."""
+    return _attend_behind(q, k, v, visible, cache.lengths, cache.number, layer, cache.pending, scale)
+
+
+@torch.library.custom_op("spectrain::attend_behind", mutates_args=())
+def _attend_behind(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, lengths: Tensor, number: int, layer: int, pending: int, scale: float
+) -> Tensor:
+    """What the code writes to, lengths and pending nodes, comes as it is at this point: the cache itself is told at the end."""
+    held = known_caches[number]
+    before = held.lengths, held.pending
+    held.lengths, held.pending = lengths, pending
+    try:
+        attended = held.attend(layer, q, k, v, held.sees(visible), scale)
+    finally:
+        held.lengths, held.pending = before
+    return attended.transpose(1, 2).contiguous()
+
+
+_attend_behind.register_fake(_unfilled)
+
+
+@cache
+def _compile(backend: str) -> Any:
+    def run(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return type(layer).forward(layer, *args, **kwargs)
+
+    return torch.compile(run, backend=backend, dynamic=False)
+
+
+def compiled_call(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """The same function compiled, for calls of fixed shapes; with code of its own, so that its compilations count apart."""
+    assert isinstance(function, FunctionType)
+    mine = FunctionType(function.__code__.replace(), function.__globals__)
+    return torch.compile(mine, backend=backend, dynamic=False)
+
+
+@contextmanager
+def compiled_layers(layers: Iterable[nn.Module], backend: str) -> Iterator[None]:
+    """Run these layers of targets compiled, over a tree or a single node behind a cache."""
+    forwards = [(layer, partial(_compile(backend), layer)) for layer in layers]
+    assert not any("forward" in vars(layer) for layer, _ in forwards), "something else runs in a layer's place"
+    with torch._dynamo.config.patch(recompile_limit=SHAPES), replaced(forwards):
+        yield

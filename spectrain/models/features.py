@@ -1,0 +1,57 @@
+"""What a forward of the target gives. Shapes: B batch, T tokens, L captured layers, D width, V vocabulary."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Layer = int | Literal["final"]
+"""A place in the target: k is the residual stream entering layer k, `num_layers` the un-normed output of the
+last one, "final" the output of the final norm, which the head reads."""
+
+
+@dataclass(frozen=True)
+class Features:
+    """Hidden states of the target over some tokens; `hidden[:, t]` has seen `tokens[:, :t + 1]`, or a node's ancestors."""
+
+    tokens: Tensor  # [B, T]
+    layers: tuple[Layer, ...]
+    hidden: Tensor  # [B, T, L, D]
+    logits: Tensor | None = None  # [B, T, V], only where they were asked for
+
+    def at(self, layer: Layer) -> Tensor:
+        """The hidden states of one layer, [B, T, D]."""
+        return self.hidden[:, :, self.layers.index(layer)]
+
+    def fused(self, layers: tuple[Layer, ...]) -> Tensor:
+        """The hidden states of several layers side by side, [B, T, len(layers) * D]."""
+        if layers == self.layers[: len(layers)]:  # the usual case: one view, one copy at most
+            return self.hidden[:, :, : len(layers)].flatten(2)
+        return torch.cat([self.at(layer) for layer in layers], dim=-1)
+
+    def gather(self, index: Tensor) -> "Features":
+        """The positions `index` [B, P] of every row."""
+        hidden = self.hidden.gather(1, index[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))
+        return Features(self.tokens.gather(1, index), self.layers, hidden)
+
+    @staticmethod
+    def joined(parts: list[tuple["Features", Tensor]]) -> "Features":
+        """The first `counts[b]` positions of every part, one after another; layers are those of the last part."""
+        layers = parts[-1][0].layers
+        states = [part.hidden if part.layers == layers else torch.stack([part.at(layer) for layer in layers], 2)
+                  if layers else part.hidden[:, :, :0] for part, _ in parts]  # fmt: skip
+        real = torch.cat(
+            [torch.arange(part.tokens.shape[1], device=counts.device) < counts[:, None] for part, counts in parts], 1
+        )
+        order = (~real).long().argsort(dim=1, stable=True)[:, : int(real.sum(1).max())]
+        return Features(torch.cat([part.tokens for part, _ in parts], 1), layers, torch.cat(states, 1)).gather(order)
+
+    def to(self, device: torch.device | str) -> "Features":
+        return replace(self, tokens=self.tokens.to(device), hidden=self.hidden.to(device))
+
+
+def document_positions(lengths: Iterable[int], device: torch.device) -> Tensor:
+    """[1, T] the position of every token in its own document, the documents standing one after another."""
+    return torch.cat([torch.arange(length) for length in lengths])[None].to(device)

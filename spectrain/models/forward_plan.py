@@ -1,0 +1,60 @@
+"""What one forward of the target is asked for. Shapes: B batch, N tokens or nodes, D width."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .features import Layer
+from .kv_cache import TreeCache
+
+
+@dataclass(frozen=True)
+class Part:
+    """The layers that run, `first` to `last` (excluded) without those `skipped`, and for whom.
+
+    A layer that does not run passes its input on, and so does layer l for sequence b where `dropped` [layers, B] is True (in
+    training: without cache and mask). Neither costs the layer's work.
+    """
+
+    first: int = 0
+    last: int | None = None  # None: to the end
+    hidden: Tensor | None = None  # [B, N, D] what enters layer `first`, in place of the embedded tokens
+    skipped: Collection[int] = ()
+    dropped: Tensor | None = None
+
+    def working(self, num_layers: int) -> list[int]:
+        """The layers that run, in their order."""
+        return [layer for layer in range(num_layers)[self.first : self.last] if layer not in self.skipped]
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True)
+class ForwardPlan:
+    """One forward over tokens [B, N]: what is kept of it, what a token sees, which layers run.
+
+    Without a cache, `mask` [B, N, N] says what each token sees; with one it marks, for every new node, the nodes behind the
+    committed tokens that it sees [B, N, pending + N]. None is causal. With `lengths`, the one row [1, N] holds packed
+    documents, which do not see each other: positions start anew in each, `part.dropped` is [layers, documents], and `mask` has
+    one [1, n, n] for each.
+    """
+
+    layers: tuple[Layer, ...] = ()  # features to keep; "final" is the final norm of whatever layer ran last
+    logits: bool = False
+    grad: bool = False
+    positions: Tensor | None = None  # [B, N]; None: in the order of the tokens
+    mask: Tensor | tuple[Tensor, ...] | None = None
+    cache: TreeCache | None = None
+    lengths: tuple[int, ...] | None = None
+    part: Part = WHOLE
+
+    def __post_init__(self) -> None:
+        dropped = self.part.dropped is not None
+        assert not dropped or (self.cache is None and self.mask is None), "layers are dropped in training only"
+        assert self.lengths is None or self.cache is None, "documents are packed in training only"
+        assert self.cache is None or not isinstance(self.mask, tuple), "a mask for each document is for packed ones"
+
+
+TEXT = ForwardPlan()

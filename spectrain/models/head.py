@@ -1,0 +1,53 @@
+"""The ends of the target that drafters borrow. Shapes: D width, V vocabulary."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.kernels.linear_divergence import Projection
+
+
+class Head:
+    """The ends of the target that drafters borrow: its embedding and its output layer.
+
+    Not a module, so a drafter that keeps one neither owns nor saves what is the target's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        self.output: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]
+        self.softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
+        self.scale: float = getattr(model.config, "logit_scale", None) or 1 / getattr(model.config, "logits_scaling", 1.0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Head":
+        """A copied drafter borrows from the same target."""
+        return self
+
+    @property
+    def vocab_size(self) -> int:
+        return self.output.weight.shape[0]
+
+    @property
+    def width(self) -> int:
+        return self.output.weight.shape[1]
+
+    @property
+    def projection(self) -> Projection:
+        """The output layer as a loss takes it."""
+        return Projection(self.output.weight, self.output.bias, self.scale, self.softcap)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., D]"""
+        return self.embedding(tokens)
+
+    def logits(self, final: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Logits [..., V] in float32 from "final" features; with `rows`, of these vocabulary entries only."""
+        if rows is None:
+            logits = self.output(final)
+        else:
+            bias = self.output.bias
+            logits = F.linear(final, self.output.weight[rows], None if bias is None else bias[rows])
+        logits = logits.float() * self.scale
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
