@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from spectrain.data.chat import render
+from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.calibration import Calibration, Forced, Known, calibrate
 from spectrain.decoding.guard import Guard
@@ -437,9 +437,3 @@ class Evaluation:
                 continue
             left.append((prompt, messages))
         return left
-
-
-def prompt_tokens(target: Target, messages: list[dict[str, str]]) -> list[int]:
-    """The token ids after which the assistant goes on."""
-    text = render(target.tokenizer, messages, prompt=True)
-    return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])

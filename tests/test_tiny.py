@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from spectrain.data.chat import prompt_tokens
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Embedded
 from spectrain.decoding.acceptance import Greedy, Match
@@ -11,7 +12,6 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.prompts import read_prompts
-from spectrain.eval.run import prompt_tokens
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
+from spectrain.models.target import Target
 
 Message = dict[str, str]
 
@@ -42,6 +43,12 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: 
     except Exception as error:  # templates raise whatever their author chose
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"data: the chat template refuses a conversation of {roles} ({error}); mend or drop it") from error
+
+
+def prompt_tokens(target: Target, messages: list[Message]) -> list[int]:
+    """The token ids after which the assistant goes on."""
+    encoded: Any = target.tokenizer(render(target.tokenizer, messages, prompt=True), add_special_tokens=False)
+    return list(encoded["input_ids"])
 
 
 def assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[tuple[str, list[tuple[int, int]]]]:

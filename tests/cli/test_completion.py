@@ -128,8 +128,8 @@ def test_a_config_dir_adds_its_choices(place: Path) -> None:
 def test_nothing_heavy_is_imported(words: list[str]) -> None:
     """Completing waits for no torch, no hydra and no transformers."""
     program = (
-        "import sys; from spectrain.cli.main import main; sys.argv = ['spectrain', 'completion', 'words', '--', *sys.argv[1:]]\n"
-        f"main()\n"
+        "import sys; from spectrain.cli.main import main\n"
+        "sys.argv = ['spectrain', 'completion', 'words', '--', *sys.argv[1:]]\nmain()\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True, env=os.environ)

@@ -17,8 +17,8 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.layer_skip import LayerSkipping, own_answers, search
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate
 from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.plain import generate
 from spectrain.models.target import Target
 from spectrain.runs.run import load_weights, save_drafter
 from spectrain.settings.build import build

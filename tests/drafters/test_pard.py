@@ -20,10 +20,10 @@ from spectrain.decoding.loop import Context, decode
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.shared.masks import add_blocks
 from spectrain.errors import UserError
-from spectrain.eval.baselines import plain_model
 from spectrain.features.batch import Batch
 from spectrain.features.sources import Live
 from spectrain.models.loading import load_tiny
+from spectrain.models.plain import plain_model
 from spectrain.models.target import Target
 from spectrain.runs.run import load_weights, save_drafter
 from spectrain.trees import Auto, Cast, Chain, DySpec, Eagle2, Rollout, Sequoia, Static, TreeBuilder

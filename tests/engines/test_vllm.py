@@ -27,11 +27,11 @@ pytest.importorskip("vllm")
 from omegaconf import OmegaConf
 
 from spectrain.cli.export import export
+from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import Generation, decode
 from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
-from spectrain.eval.run import prompt_tokens
 from spectrain.eval.summary import write_whole
 from spectrain.export.converter import read_drafter
 from spectrain.export.measure import instantiate

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.acceptance import (
     AcceptanceRule,
     Block,
@@ -24,7 +25,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import identity
-from spectrain.eval.run import Evaluation, prompt_tokens
+from spectrain.eval.run import Evaluation
 from spectrain.models.attention import ATTENTION
 from spectrain.models.features import Features
 from spectrain.models.target import Target

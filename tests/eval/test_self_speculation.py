@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from spectrain.cli.main import dispatch, main
+from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.acceptance import Block, Greedy, SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.early_exit import EarlyExit
@@ -26,7 +27,7 @@ from spectrain.eval import summary as summaries
 from spectrain.eval.drift import own_answers, target_drift
 from spectrain.eval.exits import exit_quality
 from spectrain.eval.metrics import Turn
-from spectrain.eval.run import Evaluation, prompt_tokens
+from spectrain.eval.run import Evaluation
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.trees import Chain
