@@ -8,7 +8,7 @@ ENGINES_PIP := $(ENGINES)/bin/pip install --quiet --disable-pip-version-check -c
 # Where the drafters are that make test-engines serves, engines-eagle3 and so on; they are trained where they are missing.
 ENGINES_RUNS ?= runs
 
-.PHONY: help install demo test test-full test-engines lint clean
+.PHONY: help install demo test test-full test-engines lint docs clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -32,8 +32,11 @@ lint: install  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: install  ## the pages of docs/ as a site, in site/; a broken link fails
+	$(BIN)/mkdocs build --strict
+
 clean:  ## forget the environment and every cache, keep runs/
-	rm -rf .venv $(ENGINES) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv $(ENGINES) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
 # A GPU machine has its own torch (with triton): there, make its environment by hand and use pip install -e .[dev].
 .venv/installed: pyproject.toml constraints.txt

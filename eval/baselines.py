@@ -61,7 +61,9 @@ def _assistant(target: Target, path: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=target.dtype, trust_remote_code=False, use_safetensors=True
+        )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"eval.assistant={path}: it cannot be loaded ({reason}); give a directory or a model's name") from error

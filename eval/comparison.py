@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Interval, interval
 from spectrain.settings.build import settings_of
+from spectrain.settings.choices import choice, looked_up
 
 SAME = ("max_new_tokens", "batch_size", "dtype", "rule")  # of the setting, without which numbers say nothing of each other
 TRAINED = ", trained"  # behind the name of a target that was trained with its drafter
@@ -65,7 +66,8 @@ class Scored:
     def told(self, key: str) -> Any:
         """A setting that must agree."""
         if key == "acceptance":
-            return settings_of(self.setting["acceptance"]) if self.setting.get("acceptance") else None
+            rule = self.setting.get("acceptance")
+            return settings_of(looked_up(key, rule, str(self.folder / "summary.json"))) if rule else None
         return self.target if key == "target" else self.setting.get(key)
 
     @property
@@ -248,7 +250,7 @@ def row_of(scored: Scored, place: Path) -> dict[str, Any]:
     row = {
         "name": scored.name,
         "label": scored.name,
-        "family": str(setting["drafter"]["_target_"]).rsplit(".", 1)[1],
+        "family": choice("drafter", setting["drafter"]),
         "evaluation": os.path.relpath(folder, place.resolve()),
         "trained": scored.is_trained,
         "systems": systems,

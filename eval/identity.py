@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import Decoder, System
 from spectrain.models.plain import generate, plain_model
@@ -39,26 +39,30 @@ def check_identity(
     A rule that weighs p against q is the target's in distribution, not token by token: nothing is compared.
     """
     found = {}
-    greedy = [system for system in systems if isinstance(system.rule, Greedy)]
-    references: list[list[int]] = []
-    if greedy:
-        with plain_model(target) as model:
-            for turn in turns[greedy[0].name]:
-                references.append(generate(model, turn.autoregressive.prompt, max_new_tokens, target.stop_ids))
+    greedy = [system.name for system in systems if system.rule.fixes_choice and not system.rule.is_random]
+    plain = plain_outputs(target, turns[greedy[0]], max_new_tokens) if greedy else []
     for system in systems:
-        if system in greedy:
-            identity = Identity(system.rule.name, True, "transformers generate")
-        elif isinstance(system.rule, Match):
-            identity = Identity(system.rule.name, True, "autoregressive, same random draws")
-            references = [turn.autoregressive.output for turn in turns[system.name]]
-        else:
-            reference = "the target's distribution, by proof" if system.rule.lossless else "none: the rule is lossy"
-            found[system.name] = Identity(system.rule.name, system.rule.lossless, reference)
+        identity = found[system.name] = Identity(system.rule.name, system.rule.lossless, reference_of(system.rule))
+        if not system.rule.fixes_choice:
             continue
-        found[system.name] = identity
+        drawn = [turn.autoregressive.output for turn in turns[system.name]]
+        references = drawn if system.rule.is_random else plain
         for row, (turn, wanted) in enumerate(zip(turns[system.name], references), 1):
             _compare(target, system, identity, turn, wanted, row, max_new_tokens)
     return found
+
+
+def reference_of(rule: AcceptanceRule) -> str:
+    """What outputs under a rule are held against."""
+    if rule.fixes_choice:
+        return "autoregressive, same random draws" if rule.is_random else "transformers generate"
+    return "the target's distribution, by proof" if rule.lossless else "none: the rule is lossy"
+
+
+def plain_outputs(target: Target, turns: list[Turn], max_new_tokens: int) -> list[list[int]]:
+    """What `generate` says to every turn's prompt."""
+    with plain_model(target) as model:
+        return [generate(model, turn.autoregressive.prompt, max_new_tokens, target.stop_ids) for turn in turns]
 
 
 def _compare(
@@ -70,7 +74,7 @@ def _compare(
     while (position := first_difference(output, wanted)) is not None:
         where = {"id": turn.id, "turn": turn.turn, "position": position}
         prefix = wanted[:position]
-        tied = isinstance(system.rule, Greedy)  # a sampled token is decided by noise as well: equal logits excuse nothing
+        tied = not system.rule.is_random  # a sampled token is decided by noise as well: equal logits excuse nothing
         gap = logit_gap(target, turn.drafted.prompt + prefix) if tied else None
         if gap is None or gap >= NEAR_TIE or position >= len(wanted):
             found.differences.append({**where, "gap": gap})

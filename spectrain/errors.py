@@ -20,6 +20,11 @@ class Stopped(Exception):
         self.status = status
 
 
+def first_line(error: BaseException) -> str:
+    """What another library says of its error, for a sentence of ours."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The valid names closest to a wrong one, for an error message."""
     options = sorted(known)

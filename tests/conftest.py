@@ -15,6 +15,7 @@ import pytest
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.settings.build import register_resolvers
+from tests import sampling
 
 register_resolvers()
 torch.set_num_threads(1)  # two test processes share two cores
@@ -32,3 +33,9 @@ def tiny() -> Target:
 def seeded() -> None:
     """Every test draws the same random numbers."""
     torch.manual_seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of sweeps, only a sample is not slow."""
+    sampling.mark_what_is_left_out(items)

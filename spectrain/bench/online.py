@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.loading import load_tokenizer
 from spectrain.models.target import Target
 from spectrain.planning import dry_run as rehearsal

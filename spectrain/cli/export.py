@@ -17,8 +17,8 @@ from spectrain.export.layout import Files, Portable
 from spectrain.export.layouts import detect, layout_for
 from spectrain.export.linter import check, lint
 from spectrain.export.targets import TargetFiles
+from spectrain.files import written
 from spectrain.runs.run import drafter_directory
-from spectrain.training.checkpoints import written_whole
 
 
 def export(config: Any) -> Path:
@@ -35,7 +35,7 @@ def export(config: Any) -> Path:
     layout = layout_for(drafter.family, config.format)
     target = asked or named_target(drafter)
     refuse_full(out)
-    with written_whole(out) as scratch:
+    with written(out, folder=True) as scratch:
         write_drafter(drafter, layout, target, scratch)
         if drafter.trained_target is not None and drafter.family != "EarlyExit":
             shutil.copytree(drafter.trained_target, scratch / "target")

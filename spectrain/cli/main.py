@@ -73,8 +73,11 @@ def compose_and_call(config_name: str, task: Task, words: list[str]) -> None:
     import hydra
 
     from spectrain.settings.build import register_resolvers
+    from spectrain.settings.choices import look_in
+    from spectrain.settings.schema import conf_folders
 
     register_resolvers()
+    look_in(conf_folders(words))
     quiet_bars()
     groups = config_groups(words)
     sys.argv = ["spectrain", *(allow_new_keys(word, groups) for word in words)]

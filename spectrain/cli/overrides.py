@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 
 from spectrain.errors import UserError, nearest
-from spectrain.settings.schema import Schema, choice_files, conf_folders, keys, load, schema
+from spectrain.settings.schema import Schema, choice_files, conf_folders, keys, owners, schema
 
 from .help import COMMANDS, Command
 
@@ -130,9 +130,12 @@ def check_words(command: str, words: list[str]) -> None:
             if not word.startswith("~"):
                 raise UserError(f"{word}: settings are KEY=VALUE without spaces{meant(command, word, known, folders)}")
             continue
-        head = re.split(r"[./@]", setting[1])[0]
-        if setting[1] in asked.groups and not word.startswith("~"):
-            check_choice(setting[1], setting[2], folders, sweeps)
+        name, value = setting[1], setting[2]
+        if not value and any(key.name == name for key in asked.keys):
+            raise UserError(f"{name}=: it is empty; write {name}=VALUE, or leave it out")
+        head = re.split(r"[./@]", name)[0]
+        if name in asked.groups and not word.startswith("~"):
+            check_choice(name, value, folders, sweeps)
         elif head not in known and head != "hydra":
             raise UserError(f"{head}: there is no such key{likely(setting[1], head, asked, known)}")
 
@@ -201,11 +204,3 @@ def homes(name: str, asked: Schema) -> list[str]:
     found = [node for node, target in asked.nodes.items() if any(key.name == name for key in keys(target))]
     found += [group for group in asked.groups if owners(group, name)]
     return [f"{group}.{name}" for group in dict.fromkeys(found)]
-
-
-def owners(group: str, name: str) -> list[str]:
-    """The choices of a group that have a setting of this name."""
-    if group == "recipe":
-        return []
-    nodes = {choice: load(path).get("_target_") for choice, path in choice_files(group, conf_folders()).items()}
-    return [choice for choice, target in nodes.items() if target and any(key.name == name for key in keys(target))]

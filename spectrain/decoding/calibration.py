@@ -24,7 +24,7 @@ from spectrain.randomness import DRAFT, generator, gumbel
 from spectrain.trees.base import Rollout, Round, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
-from .acceptance import AcceptanceRule, Greedy, Recursive, Sampling, Traversal, normalised, ratio, without
+from .acceptance import AcceptanceRule, Greedy, Siblings
 from .loop import Context, decode
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -125,10 +125,12 @@ class Forced(TreeBuilder):
     is_chain = True
 
     def __init__(self, sequences: dict[int, list[int]], builder: TreeBuilder, rule: AcceptanceRule, width: int = 10) -> None:
-        self.sequences, self.builder, self.rule, self.width = sequences, builder, rule, width
+        self.sequences, self.builder, self.width = sequences, builder, width
+        self.rule = rule if builder.children in rule.children else rule.matched()  # what children chosen so are judged by
         self.depth, self.budget, self.drafted = builder.depth, builder.depth + 1, builder.depth - 1
         self.sums = torch.zeros(self.depth, width, dtype=torch.float64)
         self.counts = [0] * self.depth
+        self.overlaps, self.firsts = [0.0] * self.depth, [0] * self.depth  # sums over the places of each depth
         self.levels: list[Tensor] = []  # log q [B, V] after each node of this round's chain
         self.rollout: Rollout | None = None
 
@@ -154,47 +156,51 @@ class Forced(TreeBuilder):
                 log_q = rollout.extend(tokens[:, level : level + 1], torch.full_like(tokens[:, :1], level))
         return TokenTree.chain(torch.cat([context.root[:, None], tokens], dim=1), valid)
 
+    @property
+    def overlap(self) -> list[float]:
+        """The mean sum of min(p, q) at each depth: how often a drawn token is kept; p and q at the rule's and the builder's
+        temperatures, p at 1 where the rule draws nothing."""
+        return [total / count for total, count in zip(self.overlaps, self.counts) if count]
+
+    @property
+    def first(self) -> list[float]:
+        """How often the drafter's most likely token is the target's most likely one, at each depth."""
+        return [hits / count for hits, count in zip(self.firsts, self.counts) if count]
+
     def observe(self, round: Round) -> None:
         """Add each child's chance of being kept at every place that was really reached."""
         for b in range(len(round.counts) if self.rollout is not None else 0):  # None: the drafter drafts by itself
             drafted = int((round.tree.valid & round.tree.emitted)[b].sum()) > 1  # else nothing was ready to draft
+            rate: Any = 1
             for level in range(min(int(round.counts[b]), len(self.levels)) if drafted else 0):
                 logits = round.logits[b, level]
-                chances = self._chances(logits, self.levels[level][b], level)
+                siblings, q = self._siblings(logits, self.levels[level][b], level)
+                chances = [float(chance) for chance in self.rule.chances(siblings, rate)]
                 self.sums[level, : len(chances)] += torch.tensor(chances, dtype=torch.float64)
+                if level + 1 < len(self.levels):
+                    rate = self.rule.rate_after(siblings.p, q, int(round.tree.tokens[b, level + 1]), rate)
+                p = siblings.p if self.rule.is_random else logits.double().softmax(-1)
+                self.overlaps[level] += float(torch.minimum(p, q).sum())
+                self.firsts[level] += int(q.argmax() == logits.argmax())
                 self.counts[level] += 1
 
-    def _chances(self, logits: Tensor, log_q: Tensor, level: int) -> list[float]:
-        """The chance of each child, in the order the builder would choose or draw them, to be the kept one."""
+    def _siblings(self, logits: Tensor, log_q: Tensor, level: int) -> tuple[Siblings, Tensor]:
+        """Children as the builder would choose or draw them, and the drafter's whole distribution over target ids."""
         assert self.rollout is not None
-        if isinstance(self.rule, Sampling):
-            p = self.rule.shape(logits).double().softmax(-1)
-        else:
-            p = torch.zeros_like(logits, dtype=torch.float64)
-            p[logits.argmax()] = 1
+        p = self.rule.distribution(logits)
         width = min(self.width, len(log_q))
+        scores, log_q = log_q, (log_q.double() / self.builder.temperature).log_softmax(-1)
+        every = self.rollout.to_target(torch.arange(len(log_q), device=log_q.device))
+        q = torch.zeros_like(p).scatter(0, every, log_q.exp())
         if self.builder.children == "deterministic":
-            return p[self.rollout.to_target(log_q.topk(width).indices)].tolist()
-        log_q = (log_q.double() / self.builder.temperature).log_softmax(-1)
+            return Siblings(self.rollout.to_target(scores.topk(width).indices).tolist(), p, None), q
         source = generator(DRAFT, self.builder.seed, level, self.counts[level])
         drop = self.builder.children == "without_replacement"
         if drop:
             drawn = (log_q + gumbel((len(log_q),), source).to(log_q.device)).topk(width).indices
         else:
             drawn = torch.multinomial(log_q.exp().cpu(), width, replacement=True, generator=source).to(log_q.device)
-        tokens = self.rollout.to_target(drawn)
-        if not isinstance(self.rule, (Recursive, Traversal)):
-            return p[tokens].tolist()
-        q = torch.zeros_like(p)
-        q[self.rollout.to_target(torch.arange(len(log_q), device=log_q.device))] = log_q.exp()
-        chances, left = [], 1.0
-        for token in tokens.tolist():
-            keep = float(ratio(p[token], q[token]))
-            chances.append(left * keep)
-            left *= 1 - keep
-            p = normalised((p - q).clip(0), p)
-            q = without(q, token) if drop else q
-        return chances
+        return Siblings(self.rollout.to_target(drawn).tolist(), p, q, drop), q
 
 
 class Known(TreeBuilder):

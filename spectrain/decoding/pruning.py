@@ -14,7 +14,7 @@ from spectrain.models.features import Layer
 from spectrain.models.partial_forward import PartialForward
 from spectrain.trees.token_tree import TokenTree
 
-from .acceptance import AcceptanceRule, Greedy, Match
+from .acceptance import AcceptanceRule
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -41,7 +41,7 @@ class Pruning:
         """Raise where a pruned tree would change the output's distribution, or there is no such layer."""
         if self.layer >= target.num_layers:
             raise UserError(f"eval.prune_layer={self.layer}: {target.name} has {target.num_layers} layers; use fewer")
-        if not isinstance(rule, (Greedy, Match)):
+        if not rule.fixes_choice:
             raise UserError(f"acceptance={rule.name}: it is not valid for pruned trees; use acceptance=greedy or match")
 
     def __call__(self, context: Context, tree: TokenTree, layers: tuple[Layer, ...]) -> TokenTree:

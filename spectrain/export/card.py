@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from spectrain.settings.saved import read_object
 
 from .layout import Layout, Portable
 from .targets import LOADERS, TargetFiles
@@ -42,7 +43,7 @@ def base_name(target: TargetFiles, drafter: Portable, run: Path) -> str:
     for place in (run, run.parent):
         facts = place / "provenance.json"
         if facts.exists():
-            known = json.loads(facts.read_text()).get("target_name")
+            known = read_object(facts).get("target_name")
             if known:
                 return str(known)
     return target.name
@@ -50,7 +51,7 @@ def base_name(target: TargetFiles, drafter: Portable, run: Path) -> str:
 
 def measured(run: Path) -> list[str]:
     """A table of the run's evaluations, then the setting of each."""
-    summaries = {path.parent.name: json.loads(path.read_text()) for path in sorted(run.glob("eval/*/summary.json"))}
+    summaries = {path.parent.name: read_object(path) for path in sorted(run.glob("eval/*/summary.json"))}
     if not summaries:
         return ["## Measured", "", "Nothing: this drafter was not scored. `spectrain eval run=DIR target=TARGET` does it."]
     lines = [

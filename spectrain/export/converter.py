@@ -8,12 +8,13 @@ from typing import Any
 from transformers import AutoConfig
 
 from spectrain.errors import UserError
+from spectrain.files import written
 from spectrain.provenance import versions
-from spectrain.training.checkpoints import written_whole
+from spectrain.settings.choices import named
 
-from .layout import Files, Layout, Portable, write_json
+from .layout import KEPT, Files, Layout, Portable, write_json
 from .layouts import detect, layout_for
-from .linter import check
+from .linter import NOT_DATA, check
 from .own import Own
 from .targets import TargetFiles
 
@@ -28,6 +29,8 @@ def read_drafter(directory: Path, target: TargetFiles | None = None) -> Portable
     files = Files.read(directory)
     layout = detect(files)
     for finding in check(files, layout, None):
+        if finding.name == NOT_DATA:
+            raise UserError(f"{finding.what}; {finding.mend}")
         if finding.level == "error" and finding.name not in MENDED:
             raise UserError(f"{directory}: {finding.what} ({finding.name}); {finding.mend}")
     try:
@@ -43,7 +46,7 @@ def write_drafter(drafter: Portable, layout: Layout, target: TargetFiles | None,
         return
     kept: dict[str, Any] = {
         "drafter": {key: value for key, value in drafter.drafter.items() if key not in SAID_BY_LAYOUT},
-        "description": {k: drafter.description[k] for k in ("tree", "acceptance", "recipe") if drafter.description.get(k)},
+        "description": named({k: drafter.description[k] for k in KEPT if drafter.description.get(k)}),
         "spectrain_version": versions().get("spectrain"),
     }
     if "mask_row" in drafter.description:
@@ -58,7 +61,7 @@ def write_drafter(drafter: Portable, layout: Layout, target: TargetFiles | None,
 def trained_exits(drafter: Portable) -> dict[str, Any]:
     """The early exits that a target was trained for, as transformers counts them: layers that are run."""
     assert drafter.trained_target is not None
-    count = AutoConfig.from_pretrained(drafter.trained_target).get_text_config().num_hidden_layers
+    count = AutoConfig.from_pretrained(drafter.trained_target, trust_remote_code=False).get_text_config().num_hidden_layers
     return {"trained": list(range(1, count)), "default": drafter.drafter.get("exit_layer")}
 
 
@@ -69,11 +72,13 @@ def convert(source: Path, out: Path, form: str, target: TargetFiles | None) -> P
         target = TargetFiles(drafter.target)
     layout = layout_for(drafter.family, form)
     refuse_full(out)
-    with written_whole(out) as scratch:
+    with written(out, folder=True) as scratch:
         write_drafter(drafter, layout, target, scratch)
     return out
 
 
 def refuse_full(out: Path) -> None:
+    if out.is_symlink():
+        raise UserError(f"{out}: this is a link, and it would be replaced; give the folder that it leads to, or another")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: something is there already; choose another folder")

@@ -124,18 +124,17 @@ class Eagle3Layout(Layout):
         if own is not None and target is not None and same(own, target.embedding()):
             own = None
             del tensors["embed_tokens.weight"]
-        kept = files.sidecar("spectrain.json")
-        drafter = {"_target_": EAGLE3, **kept.get("drafter", {})}
+        kept = files.kept()
+        drafter = {"_target_": EAGLE3, **kept.drafter}
         drafter |= {"vocab_size": size, "layers": said.layers}
         if said.layers is None and target is not None:
             drafter["layers"] = default_layers(target.num_layers)
         drafter["architecture"] = said.architecture | ({} if own is None else {"own_embedding": True})
-        return Portable(drafter, tensors, self.target_name(files), description=kept.get("description", {}))
+        return Portable(drafter, tensors, self.target_name(files), description=kept.description)
 
     def target_name(self, files: Files) -> str | None:
         """The target that the files name."""
-        found = files.sidecar("spectrain.json").get("target", {}).get("said")
-        return None if found is None else str(found)
+        return files.kept().said
 
     def findings(self, files: Files) -> Iterator[Finding]:
         said, tensors = self.settings(files), self.view(files)

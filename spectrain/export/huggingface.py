@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 
 from .layout import Expected, Files, Finding, Layout, Portable, need, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
@@ -35,9 +35,15 @@ class HuggingFace(Layout):
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(files.directory)
-        with init_empty_weights():
-            state = AutoModelForCausalLM.from_config(config).state_dict()
+        try:
+            config = AutoConfig.from_pretrained(files.directory, trust_remote_code=False)
+            with init_empty_weights():
+                state = AutoModelForCausalLM.from_config(config, trust_remote_code=False).state_dict()
+        except Exception as error:  # of any kind: these are a stranger's settings
+            raise UserError(
+                f"{files.directory / 'config.json'}: transformers cannot build this model ({first_line(error)}); copy the file "
+                "again"
+            ) from error
         optional = {"lm_head.weight"} if config.get_text_config().tie_word_embeddings else set()
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         return Expected(
@@ -54,27 +60,26 @@ class HuggingFace(Layout):
             )  # fmt: skip
 
     def read(self, files: Files, target: TargetFiles | None) -> Portable:
-        kept = files.sidecar("spectrain.json")
-        if kept.get("exits") is not None:
+        kept = files.kept()
+        if kept.exits is not None:
             raise UserError(
                 f"{files.directory}: this is a target that exits early, no drafter; use it as target=hf "
                 f"target.model={files.directory} drafter=early_exit"
             )
         architecture = {key: value for key, value in files.config.items() if key not in ("spd_type", "pard_token")}
         tensors = {INNER + name: tensor for name, tensor in files.tensors.items()}
-        drafter: dict[str, Any] = {"_target_": CAUSAL, **kept.get("drafter", {})}
+        drafter: dict[str, Any] = {"_target_": CAUSAL, **kept.drafter}
         drafter |= {"architecture": architecture, "num_layers": None, "model": None}
         if files.config.get("spd_type") == "pard":
             drafter["_target_"] = PARD
             name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
             token = files.config["pard_token"]
             tensors["mask"] = tensors[name][token : token + 1].clone()
-            row = kept.get("mask_row")
+            row = kept.mask_row
             if row is not None:  # what the mask stands in for
                 tensors[name] = tensors[name].clone()
                 tensors[name][token] = torch.tensor(row, dtype=tensors[name].dtype)
-        said = kept.get("target", {}).get("said")
-        return Portable(drafter, tensors, said, description=kept.get("description", {}))
+        return Portable(drafter, tensors, kept.said, description=kept.description)
 
     def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
         if drafter.family == "EarlyExit":

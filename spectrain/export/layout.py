@@ -18,9 +18,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.settings.saved import checked_orders, read_object, saved_groups
 
 from .targets import TargetFiles
 
+KEPT = ("tree", "acceptance", "recipe")  # of a saved description, whatever the layout
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -35,16 +37,11 @@ class Files:
     @staticmethod
     def read(directory: Path) -> Files:
         """Stops at a directory without config.json or safetensors; nothing is unpickled."""
-        try:
-            config = json.loads((directory / "config.json").read_text())
-        except OSError as error:
-            if not (directory / "adapter_config.json").exists():  # peft has no other
-                raise UserError(f"{directory}: there is no config.json in it; give the directory of a drafter") from error
-            config = {}
-        except ValueError as error:
-            raise UserError(f"{directory / 'config.json'}: this is not JSON ({error}); copy the file again") from error
-        if not isinstance(config, dict):
-            raise UserError(f"{directory / 'config.json'}: it holds no settings; give the directory of a drafter")
+        config: dict[str, Any] = {}
+        if (directory / "config.json").exists():
+            config = read_object(directory / "config.json")
+        elif not (directory / "adapter_config.json").exists():  # peft has no other
+            raise UserError(f"{directory}: there is no config.json in it; give the directory of a drafter")
         found = sorted(directory.glob("*.safetensors"))
         pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED)
         if not found and pickled:
@@ -65,15 +62,43 @@ class Files:
         return Files(directory, config, tensors)
 
     def sidecar(self, name: str) -> dict[str, Any]:
-        """A JSON file beside config.json; empty where there is none."""
+        """A JSON file beside config.json, in which nothing is an order; empty where there is none."""
         path = self.directory / name
-        if not path.exists():
-            return {}
-        try:
-            found: dict[str, Any] = json.loads(path.read_text())
-        except ValueError as error:
-            raise UserError(f"{path}: this is not JSON ({error}); copy the file again") from error
+        return checked_orders(read_object(path), path) if path.exists() else {}
+
+    def kept(self) -> Kept:
+        """What spectrain.json keeps, where there is one."""
+        path = self.directory / "spectrain.json"
+        content = read_object(path) if path.exists() else {}
+        description = saved_groups(content.pop("description", {}), path)
+        checked_orders(content, path)
+        drafter, target = content.get("drafter", {}), content.get("target", {})
+        if not isinstance(drafter, dict) or not isinstance(target, dict) or "choice" in drafter:
+            raise UserError(f"{path}: drafter and target hold no settings; copy the file again")
+        said = {key: str(target[key]) for key in ("said", "tokenizer") if target.get(key)}
+        return Kept(
+            drafter, description, said.get("said"), said.get("tokenizer"), content.get("exits"), content.get("mask_row")
+        )
+
+    def node(self, group: str) -> dict[str, Any] | None:
+        """A group of our own config.json, as a node to construct."""
+        path = self.directory / "config.json"
+        found: dict[str, Any] | None = saved_groups({group: self.config.get(group)}, path)[group]
+        if found is not None and (not isinstance(found, dict) or "_target_" not in found):
+            raise UserError(f"{path}: {group} names no choice; copy the file again")
         return found
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an export says beside its layout, in spectrain.json."""
+
+    drafter: dict[str, Any]  # settings that the layout has no words for
+    description: dict[str, Any]  # tree, acceptance and recipe, as a saved description has them
+    said: str | None  # the target
+    tokenizer: str | None  # its hash
+    exits: Any = None  # of a target that was trained to exit early
+    mask_row: Any = None  # what PARD's mask stands in for
 
 
 @dataclass

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from spectrain.drafters.eagle3 import default_layers
 from spectrain.errors import UserError
+from spectrain.settings.choices import choice
+from spectrain.settings.saved import checked_orders, saved_groups
 
 from .eagle3 import Eagle3Layout, Settings, rope_of
 from .flat import Flat
@@ -28,6 +31,7 @@ MISSING = {
     "lm_head.weight": "missing-lm-head",
     "token_map": "missing-token-map",
 }
+NOT_DATA = "not-data"
 NEVER_ZERO = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight", "_proj.weight")
 
 
@@ -47,6 +51,10 @@ def lint(directory: Path, target: TargetFiles | None) -> list[Finding]:
 
 def check(files: Files, layout: Layout, target: TargetFiles | None) -> Iterator[Finding]:
     """What the files show by themselves, and beside those of a target."""
+    found = list(read_as_data(files, layout))
+    yield from found
+    if found:
+        return
     yield from numbers(files)
     try:
         yield from shapes(files, layout.expected(files), layout)
@@ -66,8 +74,22 @@ def check(files: Files, layout: Layout, target: TargetFiles | None) -> Iterator[
         )  # fmt: skip
 
 
+def read_as_data(files: Files, layout: Layout) -> Iterator[Finding]:
+    """Whatever in the settings would run something, or names what there is not."""
+    path = files.directory / "config.json"
+    config = saved_groups if isinstance(layout, Own) else checked_orders
+    readers: list[Callable[[], Any]] = [partial(config, files.config, path), files.kept]
+    readers += [partial(files.sidecar, name) for name in ("adapter_config.json", "gated_lora.json")]
+    for read in readers:
+        try:
+            read()
+        except UserError as error:
+            what, _, mend = str(error).rpartition("; ")
+            yield Finding(NOT_DATA, "error", what, "a stranger's file must not say what is run on your machine", mend)
+
+
 def is_eagle3(files: Files) -> bool:
-    return str(files.config["drafter"]["_target_"]).endswith(".Eagle3")
+    return choice("drafter", files.config["drafter"]) == "eagle3"
 
 
 def numbers(files: Files) -> Iterator[Finding]:
@@ -273,7 +295,7 @@ def against(said: Settings, target: TargetFiles, layout: Layout) -> Iterator[Fin
 
 def tokens(files: Files, target: TargetFiles) -> Iterator[Finding]:
     """Whether the drafter was made for this tokenizer and chat template."""
-    made_for: Any = files.sidecar("spectrain.json").get("target", {}).get("tokenizer")
+    made_for: Any = files.kept().tokenizer
     if made_for is not None and made_for != target.template_hash():
         yield Finding(
             "tokenizer", "error", "it was made for a target with another tokenizer or chat template",
@@ -283,7 +305,7 @@ def tokens(files: Files, target: TargetFiles) -> Iterator[Finding]:
         from transformers import AutoTokenizer
 
         try:
-            mine = AutoTokenizer.from_pretrained(files.directory)
+            mine = AutoTokenizer.from_pretrained(files.directory, trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise UserError(f"{files.directory}: its tokenizer cannot be read ({str(error).splitlines()[0]})") from error
         if tokenizer_hash(mine) != target.template_hash():

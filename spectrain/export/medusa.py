@@ -274,8 +274,8 @@ def portable_medusa(
     tensors.setdefault("d2t", torch.zeros(rows, dtype=torch.int64))
     ids = absolute(tensors["d2t"])
     tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
-    kept = files.sidecar("spectrain.json")
-    drafter: dict[str, Any] = {"_target_": MEDUSA, **kept.get("drafter", {})}
+    kept = files.kept()
+    drafter: dict[str, Any] = {"_target_": MEDUSA, **kept.drafter}
     drafter |= {"num_heads": heads, "num_layers": layers, "vocab_size": rows}
-    said = kept.get("target", {}).get("said") if target is None else target
-    return Portable(drafter, tensors, said, description=kept.get("description", {}))
+    said = kept.said if target is None else target
+    return Portable(drafter, tensors, said, description=kept.description)

@@ -10,9 +10,11 @@ from typing import Any
 from spectrain.drafters.eagle3 import VARIANTS
 from spectrain.errors import UserError
 from spectrain.provenance import versions
+from spectrain.settings.choices import named
+from spectrain.settings.saved import saved_groups
 
 from .eagle3 import Settings, completed, shapes_of
-from .layout import Expected, Files, Finding, Layout, Portable, write_json, write_tensors
+from .layout import KEPT, Expected, Files, Finding, Layout, Portable, write_json, write_tensors
 from .peft import shape_of
 from .targets import TargetFiles
 
@@ -23,7 +25,7 @@ class Own(Layout):
     families = ("Eagle3", "Medusa", "Hydra", "Kangaroo", "Causal", "Pard", "GatedLora", "EarlyExit")
 
     def recognises(self, files: Files) -> bool:
-        return isinstance(files.config.get("drafter"), dict) and "_target_" in files.config["drafter"]
+        return "drafter" in files.config
 
     def expected(self, files: Files) -> Expected:
         drafter = self._drafter(files)
@@ -50,12 +52,12 @@ class Own(Layout):
         return dict(files.tensors)
 
     def _target(self, files: Files) -> TargetFiles | None:
-        settings = files.config.get("target")
+        settings = files.node("target")
         return TargetFiles.of(settings) if settings else None
 
     def _drafter(self, files: Files) -> dict[str, Any]:
         """The settings, with everything said that shapes the weights."""
-        drafter: dict[str, Any] = copy.deepcopy(files.config["drafter"])
+        drafter: dict[str, Any] = copy.deepcopy(files.node("drafter") or {})
         names = files.tensors
         if drafter["_target_"].endswith(".Eagle3") and not {"layers", "architecture"} <= {k for k, v in drafter.items() if v}:
             target = self._target(files)
@@ -78,11 +80,12 @@ class Own(Layout):
         return iter(())
 
     def read(self, files: Files, target: TargetFiles | None) -> Portable:
-        settings = files.config.get("target") or {}
-        said = None if not settings else TargetFiles.of(settings).said
+        target_files = self._target(files)
+        said = None if target_files is None else target_files.said
         places = (files.directory / "target", files.directory.parent / "target")
         trained = next((place for place in places if place.is_dir()), None)
-        kept = {key: files.config[key] for key in ("tree", "acceptance", "recipe", "target") if files.config.get(key)}
+        path = files.directory / "config.json"
+        kept = saved_groups({k: files.config[k] for k in (*KEPT, "target") if files.config.get(k)}, path)
         if adapter := files.sidecar("adapter_config.json"):
             kept["adapter_config"] = adapter
         return Portable(self._drafter(files), dict(files.tensors), said, trained, kept)
@@ -95,7 +98,7 @@ class Own(Layout):
         description = {
             "drafter": drafter.drafter,
             "target": settings,
-            **{key: drafter.description.get(key) for key in ("tree", "acceptance", "recipe")},
+            **{key: drafter.description.get(key) for key in KEPT},
             "spectrain_version": versions().get("spectrain"),
         }
         adapters = {name: tensor for name, tensor in drafter.tensors.items() if name.startswith("base_model.")}
@@ -104,7 +107,7 @@ class Own(Layout):
             write_tensors(directory / "adapter_model.safetensors", adapters)
             write_json(directory / "adapter_config.json", drafter.description["adapter_config"])
         write_tensors(directory / "model.safetensors", rest)
-        write_json(directory / "config.json", description)
+        write_json(directory / "config.json", named(description))
 
     def _check(self, drafter: Portable) -> None:
         ids = drafter.tensors.get("d2t")

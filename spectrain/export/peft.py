@@ -49,11 +49,11 @@ class Peft(Layout):
         return Expected(shapes)
 
     def read(self, files: Files, target: TargetFiles | None) -> Portable:
-        settings, kept = files.sidecar("gated_lora.json"), files.sidecar("spectrain.json")
+        settings, kept = files.sidecar("gated_lora.json"), files.kept()
         shape = {key: settings[key] for key in ("num_masks", "rank", "alpha", "sampler")}
-        drafter = {"_target_": GATED, **kept.get("drafter", {}), **shape}
-        description = {**kept.get("description", {}), "adapter_config": files.sidecar("adapter_config.json")}
-        return Portable(drafter, dict(files.tensors), kept.get("target", {}).get("said"), description=description)
+        drafter = {"_target_": GATED, **kept.drafter, **shape}
+        description = {**kept.description, "adapter_config": files.sidecar("adapter_config.json")}
+        return Portable(drafter, dict(files.tensors), kept.said, description=description)
 
     def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
         adapter = drafter.description.get("adapter_config")

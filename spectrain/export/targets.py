@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
 from spectrain.models.loading import convert_smollm2
+from spectrain.settings.choices import choice
 
 LOADERS = {"tiny": "spectrain.models.loading.load_tiny", "smollm2": "spectrain.models.loading.load_smollm2"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
@@ -33,8 +34,11 @@ class TargetFiles:
     @staticmethod
     def of(settings: dict[str, Any]) -> TargetFiles:
         """The files behind the `target` group of a configuration."""
-        said = {loader: name for name, loader in LOADERS.items()}.get(settings.get("_target_", ""))
-        found = TargetFiles(settings.get("path") or said or settings.get("model") or "")
+        said = choice("target", settings)
+        where = settings.get("path") or (said if said in LOADERS else settings.get("model"))
+        if not isinstance(where, str) or not where:
+            raise UserError(f"target.model={where}: this names no target; give a model directory or a name on the hub")
+        found = TargetFiles(where)
         found.settings = {**settings, **({"model": found.settings["model"]} if "model" in settings else {})}  # a whole path
         return found
 
@@ -72,7 +76,7 @@ class TargetFiles:
     @cached_property
     def whole_config(self) -> Any:
         try:
-            return AutoConfig.from_pretrained(self.directory)
+            return AutoConfig.from_pretrained(self.directory, trust_remote_code=False)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"target {self.said}: its config.json cannot be read ({reason}); give a model directory") from error
@@ -88,7 +92,7 @@ class TargetFiles:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(self.directory)
+        return AutoTokenizer.from_pretrained(self.directory, trust_remote_code=False)
 
     def embedding(self) -> Tensor:
         """[V, D]"""

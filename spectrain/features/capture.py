@@ -6,12 +6,11 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.settings.build import build
 
-from .sources import Stored
+from .base import Request, Source
 from .store import FeatureStore, names
 
 
@@ -20,8 +19,8 @@ def capture(config: DictConfig) -> None:
 
     Sequences are run in the batches of the first epoch, so that a training reads, bit for bit, what it would have computed.
     """
-    source = build(config.source)
-    if not isinstance(source, Stored):
+    source: Source = build(config.source)
+    if not source.stores_features:
         raise UserError("source: data store writes a feature store; say source=store source.path=DIR")
     trainer = build(config.trainer)
     accelerator = trainer.accelerator()
@@ -36,13 +35,14 @@ def capture(config: DictConfig) -> None:
             f"target.sharding={target.sharding}: data store gives every process its own batches; leave it out, or train with "
             "source=store, which captures what it reads"
         )
-    drafter: Drafter = build(config.drafter, target=target)
-    told = source.prepare(drafter, target, dataset.examples)
-    if not isinstance(source.store, FeatureStore):
+    drafter = build(config.drafter, target=target)
+    layers = drafter.stages[0].layers
+    told = source.prepare(target, layers, drafter.stages[0].final_reach, dataset.examples)
+    store = source.fillable()
+    if store is None:
         raise UserError(
-            f"source.path={source.path}: this cache is another project's, and nothing is added; choose another folder"
+            f"source.path={config.source.path}: this cache is another project's, and nothing is added; choose another folder"
         )
-    layers, store = drafter.features_in(0), source.store
     batches = [dataset[batch] for batch in dataset.epoch(0, trainer.batch_tokens, trainer.seed, trainer.packing)]
     todo = [batch for batch in batches if not all(example in store for example in batch)]
     if accelerator.is_main_process:
@@ -54,7 +54,7 @@ def capture(config: DictConfig) -> None:
     tokens = 0
     try:
         for number, examples in enumerate(mine, 1):
-            source.batch(examples, target, layers, drafter, packed=trainer.packing)
+            source.batch(Request(examples, target, layers, trainer.packing))
             tokens += sum(len(example.tokens) for example in examples)
             now = time.monotonic()
             if accelerator.is_main_process and now - printed > 10:
@@ -65,9 +65,9 @@ def capture(config: DictConfig) -> None:
         source.flush()
     accelerator.wait_for_everyone()
     if missing := sum(example not in store for example in dataset.examples):
-        raise RunError(f"source.path={source.path}: {missing} sequences are still missing; give the same command again")
+        raise RunError(f"source.path={store.path}: {missing} sequences are still missing; give the same command again")
     if accelerator.is_main_process:
-        print(f"{source.path}: complete; train with source=store source.path={source.path}")
+        print(f"{store.path}: complete; train with source=store source.path={store.path}")
 
 
 def verify(config: DictConfig) -> None:

@@ -5,11 +5,9 @@ A layers and then the un-normed output of the last one, and token_ids [T]. Which
 they are found by running the target. Shapes: T tokens, A captured layers, D width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,9 +17,9 @@ from spectrain.data.chat import Example
 from spectrain.data.readers import Data
 from spectrain.errors import UserError
 from spectrain.models.features import Layer
+from spectrain.models.target import Target
 
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from .store import names
 
 ALIKE = 0.1
 """How far stored states may lie from the target's own, as a share of their length, at the median token. Measured on tiny and
@@ -62,10 +60,12 @@ def hidden_states_folder(path: Path) -> Path | None:
 
 
 class SpeculatorsCache:
-    """Reads such a folder; what it lacks is run live each time, for the folder is another project's."""
+    """Reads such a folder, at `path` or below it; what it lacks is run live each time, for the folder is another project's."""
 
-    def __init__(self, folder: Path, target: Target) -> None:
-        self.folder, self.target = folder, target
+    def __init__(self, path: Path, target: Target) -> None:
+        folder = hidden_states_folder(path)
+        assert folder is not None, "the caller has looked"
+        self.path, self.folder, self.target = path, folder, target
         self.files: dict[str, Path] = {}
         self.damaged: dict[str, str] = {}  # files that cannot be read, and why
         first: tuple[int, Tensor, Tensor] | None = None
@@ -113,6 +113,18 @@ class SpeculatorsCache:
 
     def key(self, example: Example) -> str:
         return example.key
+
+    def announced(self, distinct: list[Example], missing: list[Example]) -> str:
+        """What it gives of these sequences, of which some are missing; stops where that is nothing."""
+        if len(missing) == len(distinct):
+            raise UserError(
+                f"source.path={self.path}: none of the {len(distinct)} sequences is in it, made from other data or with "
+                "another chat template; read that data"
+            )
+        told = f"{self.path}: layers {names(self.layers)}, {len(distinct) - len(missing)} of {len(distinct)} sequences"
+        for name, reason in self.damaged.items():
+            told += f"; {name} cannot be read ({reason})"
+        return told + (f"; the target is run for the other {len(missing)}" if missing else "")
 
     def __contains__(self, example: Example) -> bool:
         return example.key in self.files

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
+import shutil
 import time
 import zlib
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,11 +31,9 @@ from torch import Tensor, nn
 
 from spectrain.data.chat import Example
 from spectrain.errors import RunError, UserError
+from spectrain.files import write_text, written
 from spectrain.models.features import Layer
-from spectrain.training.checkpoints import written_file
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
 
 Dtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -230,6 +229,29 @@ class FeatureStore:
     def key(self, example: Example) -> str:
         return self.contents.key(example)
 
+    def announced(self, distinct: list[Example], missing: list[Example]) -> str:
+        """What it will take with these sequences, of which some are missing; stops where there is less room."""
+        contents, max_gb = self.contents, self.max_bytes / 1e9
+        tokens = sum(len(example.tokens) for example in distinct)
+        a_token = sum(map(contents.num_bytes, distinct)) / tokens
+        to_come = sum(map(contents.num_bytes, missing))
+        total = self.num_bytes + to_come + PLACE * len(missing)
+        where = next(folder for folder in (self.path.absolute(), *self.path.absolute().parents) if folder.is_dir())
+        free = shutil.disk_usage(where).free
+        told = f"{tokens} tokens of {a_token:.0f} bytes, {total / 1e9:.3g} GB in {contents.dtype}"
+        less = "ask for less: source.dtype=int8 in a new folder, source.supervised_only=true, data.limit"
+        if total > self.max_bytes:
+            raise UserError(f"source.max_gb={max_gb:g}: the store needs {told}; raise it, or {less}")
+        if to_come > free:
+            raise UserError(
+                f"source.path={self.path}: the store needs {told}, and only {free / 1e9:.3g} GB are free; choose another disk, "
+                f"or {less}"
+            )
+        return (
+            f"{self.path}: {len(distinct)} sequences, {told}; {len(distinct) - len(missing)} are stored, "
+            f"{to_come / 1e9:.3g} GB to capture; {free / 1e9:.3g} GB free"
+        )
+
     def __contains__(self, example: Example) -> bool:
         key = self.contents.key(example)
         if key not in self.home and key not in self.waiting:
@@ -282,17 +304,15 @@ class FeatureStore:
                 )
         else:
             self.path.mkdir(parents=True, exist_ok=True)
-            with written_file(manifest) as scratch:
-                scratch.write_text(json.dumps({"format": FORMAT, **asdict(self.contents)}, indent=2) + "\n")
+            write_text(manifest, json.dumps({"format": FORMAT, **asdict(self.contents)}, indent=2) + "\n")
         name = f"features-{secrets.token_hex(5)}"
         file = self.path / f"{name}.safetensors"
         tensors = {f"{key}/{part}": tensor for key, parts in self.waiting.items() for part, tensor in parts.items()}
-        with written_file(file) as scratch:
+        with written(file) as scratch:
             save_file(tensors, scratch, metadata={"format": "pt"})
             scratch.chmod(manifest.stat().st_mode)  # safetensors lets nobody else read what it writes
             shard = Shard(name, scratch.stat().st_size, sha256(scratch), {k: checksum(v) for k, v in self.waiting.items()})
-        with written_file(file.with_suffix(".json")) as scratch:
-            scratch.write_text(json.dumps(asdict(shard)) + "\n")
+        write_text(file.with_suffix(".json"), json.dumps(asdict(shard)) + "\n")
         self._add(shard)
         self.checked |= set(self.waiting)
 

@@ -25,13 +25,11 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Hub, Jsonl
 from spectrain.data.stream import Stream
-from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
+from spectrain.features.base import Request, Source
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Source
 from spectrain.features.store import STORED, bytes_of
 from spectrain.models.device import wait
-from spectrain.models.features import Layer
 from spectrain.models.loading import load_tokenizer, untrained_network
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
@@ -165,7 +163,7 @@ def notes(config: DictConfig, asked: Plan, seen: Rehearsal) -> list[str]:
     found = []
     if seen.assumed:
         found.append(f"{seen.assumed} sizes hang on what the target says; the most was assumed")
-    if str(config.source["_target_"]).endswith(".Generated"):
+    if build(config.source).writes_text:
         found.append("sequences that are written while training are not counted, in memory, arithmetic or assumed hours")
     if asked.planned.type == "cuda":
         found.append(
@@ -211,7 +209,7 @@ def tokenizer(config: DictConfig) -> Any:
 
 def kept_features(config: DictConfig, seen: Rehearsal, work: Work) -> float:
     """Bytes of features that the live source keeps in the host's memory."""
-    keep = getattr(build(config.source), "keep_bytes", 0)
+    keep = build(config.source).keep_bytes
     whole = work.tokens * len(seen.features) * seen.width * seen.dtype.itemsize
     return float(min(keep, whole)) if work.epochs > 0 and seen.features else 0.0
 
@@ -230,7 +228,7 @@ def total_flops(config: DictConfig, seen: Rehearsal, work: Work) -> float:
 
 
 def is_stored(config: DictConfig) -> bool:
-    return str(config.source["_target_"]).rsplit(".", 1)[1] == "Stored"
+    return bool(build(config.source).stores_features)
 
 
 def disk(seen: Rehearsal, work: Work) -> dict[str, Any]:
@@ -324,20 +322,12 @@ class _Timed(Source):
         self.source, self.device = source, target.device
         self.seconds = self.tokens = 0.0
 
-    def batch(
-        self,
-        examples: list[Example],
-        target: Target,
-        layers: tuple[Layer, ...],
-        drafter: Drafter | None = None,
-        step: int = 0,
-        packed: bool = False,
-    ) -> Batch:
+    def batch(self, request: Request) -> Batch:
         began = time.perf_counter()
-        batch = self.source.batch(examples, target, layers, drafter, step, packed)
+        batch = self.source.batch(request)
         wait(self.device)
         self.seconds += time.perf_counter() - began
-        self.tokens += slots(examples, packed)
+        self.tokens += slots(request.examples, request.packed)
         return batch
 
 

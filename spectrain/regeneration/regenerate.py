@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.data.chat import Message
@@ -27,7 +26,7 @@ from spectrain.models.target import Target
 from spectrain.provenance import provenance
 from spectrain.runs.defaults import complete as with_defaults
 from spectrain.runs.run import drafter_directory, load_weights, trained_target
-from spectrain.settings.build import build, check_config
+from spectrain.settings.build import build, check_config, constructor
 
 from .shards import Lost, Row, Shard, Shards, Wanted
 from .writers import EngineWriter, Sampling, Writer, opening_prompts
@@ -212,7 +211,7 @@ def regenerate(config: DictConfig) -> None:
     sampling, settings, data = build(config.sampling), build(config.regenerate), build(config.data)
     data.asks_only = True
     data.conversations()
-    if get_object(config.writer._target_).needs_target:
+    if constructor(config.writer).needs_target:
         writer = engine_writer(config, sampling, settings, data)
     else:
         for key in ("target", "run", "tree"):
@@ -236,7 +235,7 @@ def engine_writer(config: DictConfig, sampling: Sampling, settings: Regeneration
     if config.run is None:
         return plain
     directory, drafter, builder = drafter_directory(run), build(completed.drafter, target=target), build(completed.tree)
-    if drafter.trains_target or trained_target(run) is not None:
+    if drafter.abilities.target_training or trained_target(run) is not None:
         raise UserError(
             f"run={run}: its drafter belongs to the target that was trained with it; regenerate without a drafter, by "
             f"target=hf target.model={trained_target(run) or run / 'target'}"

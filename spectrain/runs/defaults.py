@@ -7,7 +7,7 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spectrain.errors import UserError
-from spectrain.runs.run import drafter_directory, saved_description
+from spectrain.runs.run import drafter_directory, run_settings, saved_description
 
 
 def complete(config: DictConfig) -> tuple[DictConfig, Path]:
@@ -53,17 +53,13 @@ def saved_settings(folder: Path, named: bool, target: Any) -> dict[str, Any]:
         if named:
             return {}
         raise UserError(f"run={folder}: there is no drafter in it; give a run folder or a drafter directory")
-    try:
-        description = saved_description(directory, target)
-        saved = {key: description[key] for key in ("drafter", "target")}
-        saved |= {key: description[key] for key in ("tree", "acceptance") if description.get(key)}
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{directory / 'config.json'}: this is not a drafter's description ({error!r})") from error
+    description = saved_description(directory, target)
+    if not description.get("target") and target is None:
+        raise UserError(f"{directory / 'config.json'}: it does not say which target it is for; say it, as in target=tiny")
+    saved = {key: description[key] for key in ("drafter", "target", "tree", "acceptance") if description.get(key)}
     saved["recipe_name"] = description.get("recipe")
     if (folder / "config.yaml").exists():
-        config: Any = OmegaConf.load(folder / "config.yaml")
+        config = run_settings(folder)
         saved |= {key: config[key] for key in ("data", "trainer", "eval") if config.get(key)}
     if not (saved.get("eval") or {}).get("_target_"):
         saved.pop("eval", None)

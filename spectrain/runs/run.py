@@ -10,27 +10,30 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import AcceptanceRule
+from spectrain.settings.build import build, constructor
+from spectrain.settings.choices import choice, named
+from spectrain.settings.saved import read_json, read_object, read_yaml, saved_groups
+from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.export.converter import read_drafter
 from spectrain.export.layout import PICKLED, Portable
 from spectrain.export.targets import TargetFiles
-from spectrain.features.sources import Source
-from spectrain.models.target import Target
+from spectrain.files import AGAIN, write_text, written
 from spectrain.provenance import processor, provenance, versions
-from spectrain.settings.build import build
-from spectrain.training.checkpoints import latest_checkpoint, load_tensors, step_of, tensors_of, written_whole
-from spectrain.training.trainer import Trained
 from spectrain.trees import TreeBuilder
-
+from spectrain.features.base import Source
+from spectrain.models.target import Target
+from spectrain.training.checkpoints import latest_checkpoint, load_tensors, step_of, tensors_of
+from spectrain.training.trainer import Trained
 from .tracking import Tracker, last_step, tracked
+
+RESUME = "go on with trainer.resume=auto"
 
 
 def train(config: DictConfig, asked: list[str], target: Target | None = None, dataset: Dataset | None = None) -> Path:
@@ -68,7 +71,8 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
     trainer.num_steps(dataset)  # a stream must be told
     drafter = fresh_drafter(config, target, dataset)
     source: Source = build(config.source)
-    told = source.prepare(drafter, target, None if dataset.is_sample else dataset.examples)
+    examples = None if dataset.is_sample else dataset.examples
+    told = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
     if accelerator.is_main_process:
         open_run(run, config, dataset, target)
         print(
@@ -87,11 +91,11 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
         finally:
             source.flush()
         if accelerator.is_main_process:
-            if drafter.trains_target:
-                with written_whole(run / "target") as scratch:
+            if drafter.abilities.target_training:
+                with written(run / "target", folder=True, mend=RESUME) as scratch:
                     target.save(scratch)
                 target.name = f"{target.name}, trained"
-            save_drafter(run / "drafter", drafter, config, trained)
+            save_drafter(run / "drafter", drafter, config, trained, RESUME)
             tracker.drafter(run / "drafter")
         if evaluation is None:
             return run
@@ -100,7 +104,7 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
         if trained.in_place and target.sharding == "none" and accelerator.is_main_process:
             score(config, run, target, drafter, evaluation, build(config.tree), build(config.acceptance), dataset, tracker)
         elif not trained.in_place or target.sharding != "none":  # what was sharded is loaded anew
-            evaluate(config, run, None if drafter.trains_target else target, tracker)
+            evaluate(config, run, None if drafter.abilities.target_training else target, tracker)
     return run
 
 
@@ -143,7 +147,7 @@ def load_target(config: DictConfig, run: Path) -> Target:
     kept = {key: value for key, value in config.target.items() if key in ("dtype", "device", "trust_remote_code")}
     target: Target = build({**kept, "_target_": "spectrain.models.loading.load_hf", "model": str(saved_target)})
     facts = saved_target.parent / "provenance.json"
-    known = json.loads(facts.read_text()).get("target_name") if facts.exists() else None
+    known = read_object(facts).get("target_name") if facts.exists() else None
     target.name = f"{known or target_name(config)}, trained"
     return target
 
@@ -154,7 +158,7 @@ def load_drafter(config: DictConfig, run: Path, target: Target) -> Drafter:
     directory = drafter_directory(run)
     if directory is not None:
         load_weights(drafter, directory, target)
-        if drafter.trains_target and trained_target(run) is None:
+        if drafter.abilities.target_training and trained_target(run) is None:
             raise UserError(
                 f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
             )
@@ -177,21 +181,20 @@ def score(
     trained = trained_target(run)
     setting = {
         "target": target.name,
-        "target_path": str(trained.resolve()) if drafter.trains_target and trained is not None else target.path,
+        "target_path": str(trained.resolve()) if drafter.abilities.target_training and trained is not None else target.path,
         "recipe": recipe_name(config),
-        "drafter": OmegaConf.to_container(config.drafter),
-        "acceptance": OmegaConf.to_container(config.acceptance),
+        **{group: named(plain(config))[group] for group in ("drafter", "acceptance")},
         "trained": drafter_directory(run) is not None,
         "training": training_of(run),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
         **provenance(),
     }
-    trainable = dataset is not None and drafter.has_weights and not drafter.trains_target
-    began: Any = OmegaConf.load(run / "config.yaml") if (run / "config.yaml").exists() else config
+    trainable = dataset is not None and drafter.has_weights and not drafter.abilities.target_training
+    began: Any = OmegaConf.create(run_settings(run)) if (run / "config.yaml").exists() else config
     trainable = trainable and (began is not config or not drafter.settings())  # the description no longer says how it began
     untrained = (lambda: fresh_drafter(began, target, dataset)) if dataset is not None and trainable else None
-    original = (lambda: build(config.target)) if drafter.trains_target and trained is not None else None
+    original = (lambda: build(config.target)) if drafter.abilities.target_training and trained is not None else None
     folder = (place or run) / "eval" / evaluation.name
     keep_earlier(folder)
 
@@ -211,8 +214,7 @@ def training_of(run: Path) -> dict[str, Any] | None:
     directory = drafter_directory(run)
     if directory is None or not is_ours(directory):
         return None
-    description = json.loads((directory / "config.json").read_text())
-    found: dict[str, Any] | None = description.get("training")
+    found: dict[str, Any] | None = read_object(directory / "config.json").get("training")
     return found
 
 
@@ -240,7 +242,7 @@ def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Draft
             f"drafter.init={config.drafter.init}: this family has no weights beside the target's; go on from a trained target, "
             "as in target=hf target.model=RUN/target"
         )
-    if target.sharding != "none" and (drafter.trains_target or (drafter.adapts_layers and target.sharding == "tensor")):
+    if target.sharding != "none" and (drafter.abilities.target_training or (drafter.adapts_layers and target.sharding == "tensor")):
         raise UserError(
             f"target.sharding={target.sharding}: this family changes what the target's layers compute, so each process needs "
             "them whole; leave it out, or use trainer.sharding=zero3 where the target trains"
@@ -268,8 +270,9 @@ def take_shape(config: DictConfig, asked: list[str]) -> None:
     directory = initial_directory(config)
     saved = saved_description(directory, config.target)["drafter"]
     if saved["_target_"] != config.drafter["_target_"]:
-        raise UserError(f"drafter.init={directory}: it holds a {saved['_target_']}; choose the recipe of that family")
-    for key in get_object(saved["_target_"]).shape:
+        family = choice("drafter", saved)
+        raise UserError(f"drafter.init={directory}: it holds drafter={family}; choose the recipe of that family")
+    for key in constructor(saved).shape:
         given = any(override.lstrip("+").startswith(f"drafter.{key}=") for override in asked)
         if given and config.drafter.get(key) != saved.get(key):
             raise UserError(
@@ -318,9 +321,8 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
             "target_name": target.name,
             **provenance(),
         }
-        (run / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
-        OmegaConf.save(config, run / "config.yaml.part")
-        (run / "config.yaml.part").rename(run / "config.yaml")  # whole or not at all
+        write_text(run / "provenance.json", json.dumps(facts, indent=2) + "\n")
+        write_text(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(named(plain(config)))))
     except OSError as error:
         raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
 
@@ -328,15 +330,14 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
 FREE = {
     "trainer": ("resume", "save_every", "log_every", "keep_checkpoints", "patience", "max_skipped", "gradient_checkpointing",
                 "sharding", "accumulate"),
-    "target": ("device", "sharding"),
+    "target": ("device", "sharding", "trust_remote_code"),
 }  # fmt: skip
 """Settings that a resumed run may change, for they change nothing that is learnt; a step goes on taking as many batches."""
 
 
 def resumable(run: Path, config: DictConfig) -> None:
     """Refuse to go on with other settings than a run began with."""
-    before: Any = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
-    now: Any = OmegaConf.to_container(config)
+    before, now = named(run_settings(run)), named(plain(config))
     if latest_checkpoint(run) is None:
         return
     for group in ("target", "drafter", "data", "trainer"):
@@ -345,14 +346,17 @@ def resumable(run: Path, config: DictConfig) -> None:
         new = {k: v for k, v in (now.get(group) or {}).items() if k not in free}
         for key in sorted({*old, *new}):
             if old.get(key) != new.get(key):
+                name = group if key == "choice" else f"{group}.{key}"
                 raise UserError(
-                    f"{group}.{key}={new.get(key)}: the run in {run} began with {old.get(key)}; use that, or another run folder"
+                    f"{name}={new.get(key)}: the run in {run} began with {old.get(key)}; use that, or another run folder"
                 )
 
 
-def save_drafter(directory: Path, drafter: Drafter, config: DictConfig, trained: Trained | None = None) -> None:
+def save_drafter(
+    directory: Path, drafter: Drafter, config: DictConfig, trained: Trained | None = None, mend: str = AGAIN
+) -> None:
     """Write config.json and model.safetensors: all that is needed to load the drafter again, and what its training took."""
-    kept: Any = OmegaConf.to_container(config)
+    kept = named(plain(config))
     description = {key: kept.get(key) for key in ("drafter", "target", "tree", "acceptance")}
     description["drafter"] = {**description["drafter"], **drafter.settings()}
     description |= {"recipe": recipe_name(config), "spectrain_version": versions().get("spectrain")}
@@ -364,7 +368,7 @@ def save_drafter(directory: Path, drafter: Drafter, config: DictConfig, trained:
     for name, tensor in tensors_of(drafter).items():
         file, there = layout.get(name, ("model.safetensors", name))
         files.setdefault(file, {})[there] = tensor
-    with written_whole(directory) as scratch:
+    with written(directory, folder=True, mend=mend) as scratch:
         for file, tensors in files.items():
             save_file(tensors, scratch / file, metadata={"format": "pt"})
         for file, text in drafter.sidecars().items():
@@ -400,19 +404,23 @@ def load_weights(drafter: Drafter, directory: Path, target: Target | None = None
 
 def is_ours(directory: Path) -> bool:
     """Whether `save_drafter` wrote a directory; otherwise it is another project's, or an export."""
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except OSError:
+    if not (directory / "config.json").exists():  # peft has no such file
         return False
+    config = read_json(directory / "config.json")
     return not isinstance(config, dict) or "drafter" in config
 
 
 def saved_description(directory: Path, target: Any) -> dict[str, Any]:
     """What config.json says of a drafter and its surroundings; another project's is translated, with the `target` asked for."""
+    settings: Any = plain(target) if target else None
     if is_ours(directory):
-        found: dict[str, Any] = json.loads((directory / "config.json").read_text())
+        path = directory / "config.json"
+        found = saved_groups(read_json(path), path)
+        for group in ("drafter", "target", "tree", "acceptance"):
+            node, optional = found.get(group), group != "drafter"
+            if not (isinstance(node, dict) and "_target_" in node) and not (optional and node is None):
+                raise UserError(f"{path}: this is not a drafter's description: it names no {group}; copy the file again")
         return found
-    settings: Any = OmegaConf.to_container(target) if target else None
     foreign: Portable = read_drafter(directory, TargetFiles.of(settings) if settings else None)
     if settings is None and foreign.target is not None:
         settings = TargetFiles(foreign.target).settings
@@ -432,15 +440,25 @@ def drafter_directory(run: Path) -> Path | None:
     return None
 
 
+def run_settings(run: Path) -> dict[str, Any]:
+    """What config.yaml of a run folder holds, the groups as nodes to construct."""
+    path = run / "config.yaml"
+    return saved_groups(read_yaml(path), path)
+
+
+def plain(config: Any) -> Any:
+    """Settings as plain containers."""
+    return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+
+
 def recipe_name(config: DictConfig) -> str:
-    """The recipe that the command named, else the drafter's class."""
-    name = config.get("recipe_name")
-    return str(name) if name else str(config.drafter["_target_"]).rsplit(".", 1)[1].lower()
+    """The recipe that the command named, else the drafter's choice."""
+    return str(config.get("recipe_name") or choice("drafter", config.drafter))
 
 
 def target_name(config: DictConfig) -> str:
-    loader = str(config.target["_target_"]).rsplit(".", 1)[1].removeprefix("load_")
-    return Path(str(config.target.get("model", loader))).name if loader == "hf" else loader
+    name = choice("target", config.target)
+    return Path(str(config.target.get("model", name))).name if name == "hf" else name
 
 
 def evaluation_name(config: DictConfig) -> str:

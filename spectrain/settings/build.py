@@ -1,21 +1,24 @@
 """Composed configurations, checked against the constructors they name: each default has one home, the constructor."""
 
+import importlib
 import inspect
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from spectrain.cli.overrides import owners
-from spectrain.errors import RunError, UserError, nearest
+from spectrain.errors import UserError, nearest
+
+from .choices import choice_of, group_of
+from .saved import orders
+from .schema import owners
 
 PLAIN = (int, float, str, bool, type(None), list, tuple, dict)
 
@@ -43,37 +46,79 @@ def check_config(config: DictConfig, known: Iterable[str]) -> DictConfig:
     return OmegaConf.create(plain)
 
 
-def check_node(group: str, node: dict[str, Any]) -> dict[str, Any]:
-    """One group's settings against the constructor that its `_target_` names, values converted to the declared types."""
-    try:
-        target = get_object(node["_target_"])
-    except Exception as error:
-        raise UserError(f"{group}._target_={node['_target_']}: it cannot be imported ({error})") from error
-    parameters = inspect.signature(target).parameters
-    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target, _runtime_names(target))
-    settable = {name: p for name, p in parameters.items() if _is_plain(hints.get(name))}
-    checked = {"_target_": node["_target_"]}
+def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """One group's settings against the constructor that its choice names, values converted to the declared types."""
+    target = str(node["_target_"])
+    if choice_of(group, target) is None:
+        raise UserError(f"{group}._target_={target}: no choice of this group names it; write {group}=CHOICE")
+    settable = _settable(target)
+    checked: dict[str, Any] = {"_target_": target}
     for key, value in node.items():
-        if key in ("_target_", "_partial_", "_convert_", "init"):
+        if key == "_target_":
+            continue
+        if key == "init" and group == "drafter":
             checked[key] = value
             continue
         if key not in settable:
             raise UserError(f"{group}.{key}: there is no such key; {elsewhere(group, key) or nearest(key, settable)}")
         if value == "???":
             raise UserError(f"{group}.{key}: it must be given, as in {group}.{key}=VALUE")
-        try:
-            adapter = TypeAdapter(hints[key], config=ConfigDict(arbitrary_types_allowed=True))
-            checked[key] = adapter.validate_python(value)
-        except ValidationError as error:
-            allowed = str(hints[key]).replace("typing.", "") if not inspect.isclass(hints[key]) else hints[key].__name__
-            reason = error.errors()[0]["msg"]
-            raise UserError(
-                f"{group}.{key}={value}: {reason[0].lower() + reason[1:]} ({allowed}){plainly(value, allowed)}"
-            ) from error
-    for key, parameter in settable.items():
-        if parameter.default is inspect.Parameter.empty and key not in checked:
+        checked[key] = _converted(f"{group}.{key}", value, settable[key][0])
+    for key, (_, required) in settable.items():
+        if required and key not in checked:
             raise UserError(f"{group}.{key}: it must be given, as in {group}.{key}=VALUE")
     return checked
+
+
+def _converted(name: str, value: Any, hint: Any) -> Any:
+    """A value as the declared type has it; nothing in it is an order."""
+    order = next(orders(value, name), None)
+    if order is not None:
+        raise UserError(f"{order}; delete it")
+    try:
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+    except ValidationError as error:
+        raise UserError(f"{name}={value}: {_reason(error, hint)}{plainly(value, str(hint))}") from error
+
+
+def _reason(error: ValidationError, hint: Any) -> str:
+    """What is wrong with a value: in our words where a constraint of ours is broken, else the type that it should have."""
+    first = error.errors()[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    allowed = str(hint).replace("typing.", "") if not inspect.isclass(hint) else hint.__name__
+    return f"{first['msg'][0].lower() + first['msg'][1:]} ({allowed})"
+
+
+@cache
+def _settable(target: str) -> dict[str, tuple[Any, bool]]:
+    """A constructor's settings, as opposed to runtime objects: name -> its type, and whether it must be given."""
+    found = _imported(target)
+    made = found.__init__ if inspect.isclass(found) else found
+    hints = typing.get_type_hints(made, _runtime_names(found), include_extras=True)
+    return {
+        name: (hints.get(name, Any), parameter.default is inspect.Parameter.empty)
+        for name, parameter in inspect.signature(found).parameters.items()
+        if _is_plain(hints.get(name))
+    }
+
+
+def constructor(node: Mapping[str, Any]) -> Any:
+    """What a group's choice constructs: a class or a function, which one of the yaml files names."""
+    group_of(str(node["_target_"]))
+    return _imported(str(node["_target_"]))
+
+
+@cache
+def _imported(target: str) -> Any:
+    module, _, name = target.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(
+            f"{group_of(target)}={choice_of(group_of(target), target)}: {target} cannot be imported ({error}); PYTHONPATH says "
+            "where its module lies"
+        ) from error
 
 
 def elsewhere(group: str, key: str) -> str:
@@ -91,24 +136,31 @@ def plainly(value: Any, allowed: str) -> str:
     return ""
 
 
-def settings_of(node: Any) -> dict[str, Any]:
+def settings_of(node: Mapping[str, Any]) -> dict[str, Any]:
     """One group's settings, defaults included."""
-    parameters = inspect.signature(get_object(node["_target_"])).parameters
+    parameters = inspect.signature(constructor(node)).parameters
     defaults = {name: p.default for name, p in parameters.items() if p.default is not inspect.Parameter.empty}
     return {**defaults, **{str(key): value for key, value in node.items() if not str(key).startswith("_")}}
 
 
 def build(node: Any, **runtime: Any) -> Any:
-    """Instantiate one group, or give None where it is empty."""
+    """Construct what one group names from its settings, checked, or give None where it is empty."""
     if not node or "_target_" not in node:
+        assert not node or "choice" not in node, "what a file names is looked up first"
         return None
-    plain = {key: value for key, value in dict(node).items() if key != "init"}
-    try:
-        return instantiate(OmegaConf.create(plain), _convert_="all", **runtime)
-    except InstantiationException as error:
-        if isinstance(error.__cause__, (UserError, RunError)):
-            raise error.__cause__ from None
-        raise
+    plain = _plain(node)
+    checked = check_node(group_of(str(plain["_target_"])), plain)
+    settings = {key: value for key, value in checked.items() if key not in ("_target_", "init")}
+    return constructor(checked)(**settings, **runtime)
+
+
+def _plain(value: Any) -> Any:
+    """Settings as plain containers; text is not looked into."""
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _is_plain(hint: Any) -> bool:
@@ -116,6 +168,8 @@ def _is_plain(hint: Any) -> bool:
     if hint is None or hint is type(None):
         return True
     origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return _is_plain(typing.get_args(hint)[0])
     if origin in (typing.Union, types.UnionType):
         return all(_is_plain(part) for part in typing.get_args(hint))
     return origin in (list, tuple, dict, typing.Literal) or hint in PLAIN or hint is Any

@@ -131,6 +131,14 @@ def settings(asked: Schema, words: list[str]) -> dict[str, list[Key]]:
     return found
 
 
+def owners(group: str, name: str, words: Iterable[str] = ()) -> list[str]:
+    """The choices of a group that have a setting of this name."""
+    if group == "recipe":
+        return []
+    nodes = {choice: load(path).get("_target_") for choice, path in choice_files(group, conf_folders(words)).items()}
+    return [choice for choice, target in nodes.items() if target and any(key.name == name for key in keys(target))]
+
+
 def required(value: Any) -> str | None:
     return None if value == "???" else written(value)
 
@@ -258,6 +266,8 @@ def _choices(source: Source, annotation: ast.expr | None) -> tuple[str, ...] | N
         return None if None in parts else tuple(choice for part in parts for choice in part or ())
     if isinstance(annotation, ast.Subscript):
         name = ast.unparse(annotation.value)
+        if name == "Annotated" and isinstance(annotation.slice, ast.Tuple):
+            return _choices(source, annotation.slice.elts[0])
         if name == "Literal":
             inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
             return tuple(written(ast.literal_eval(one)) for one in inner)

@@ -1,4 +1,4 @@
-"""The comparison of ways to share training: the README shows what was committed."""
+"""The comparison of ways to share training: its page shows what was committed."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ from spectrain.bench.scale import WAYS, table
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_readme_shows_the_committed_numbers() -> None:
+def test_the_page_shows_the_committed_numbers() -> None:
     """Its table is made from eval/results/scale-cpu.json, which holds every way, none failed, all with the same losses."""
     found = json.loads((ROOT / "eval" / "results" / "scale-cpu.json").read_text())
-    shown = (ROOT / "README.md").read_text().split("<!-- scale -->\n")[1].split("\n<!-- /scale -->")[0]
+    shown = (ROOT / "docs" / "distributed.md").read_text().split("<!-- scale -->\n")[1].split("\n<!-- /scale -->")[0]
     assert shown == table(found)
     assert [row["way"] for row in found["rows"]] == ["one process", *WAYS, "target fsdp2", "target tensor"]
     assert all(row["error"] is None and row["largest_difference"] < 1e-5 for row in found["rows"])

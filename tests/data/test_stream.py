@@ -18,7 +18,7 @@ from spectrain.data.dataset import Batches
 from spectrain.data.stream import Stream, StreamedDataset
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.target import Target
 from spectrain.settings.build import build
 from spectrain.training.trainer import Trainer

@@ -7,7 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, Recursive
+from spectrain.decoding.acceptance import (
+    AcceptanceRule,
+    Block,
+    Greedy,
+    Match,
+    Recursive,
+    SpeculativeSampling,
+    Traversal,
+)
 from spectrain.decoding.calibration import (
     Calibration,
     Forced,
@@ -19,6 +27,7 @@ from spectrain.decoding.calibration import (
     run_forced,
 )
 from spectrain.decoding.loop import Generation, decode
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
@@ -109,17 +118,22 @@ def test_forced_rounds_keep_everything(
         assert found.accepted[:full] == [depth + 1] * full and len(found.accepted) == full + (rest > 0)
 
 
-@torch.no_grad()
 def ranks(tiny: Target, eagle3: Eagle3, text: list[int], step: int) -> list[int]:
     """The drafter's tokens from the likeliest on, after a text whose last `step` tokens are drafted; by the training loss."""
+    return eagle3.draft_ids[draft_logits(tiny, eagle3, text, step).argsort(descending=True)].tolist()
+
+
+@torch.no_grad()
+def draft_logits(tiny: Target, eagle3: Eagle3, text: list[int], step: int = 0) -> Tensor:
+    """The drafter's logits after a text whose last `step` tokens are drafted; by the training loss."""
     logits: list[Tensor] = []
     hook = eagle3.norm.register_forward_hook(lambda module, args, output: logits.append(eagle3.lm_head(output)))
     tokens = torch.tensor([[*text, 0]])
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     mask[:, -1] = True  # every step then has one row
-    eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny)
+    eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny, TrainingState())
     hook.remove()
-    return eagle3.draft_ids[logits[0][step].argsort(descending=True)].tolist()
+    return logits[0][step]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
@@ -162,17 +176,19 @@ def chances(rule: AcceptanceRule, children: Children, logits: Tensor, number: in
     """The chances of the children that are drawn from a table the `number`th time."""
     forced = Forced({}, Chain(1, children), rule, width)
     forced.rollout, forced.counts = Table(soft_scores), [number]
-    return forced._chances(logits, torch.tensor(soft_scores(0, ())), 0)
+    siblings, _ = forced._siblings(logits, torch.tensor(soft_scores(0, ())), 0)
+    return [float(chance) for chance in rule.chances(siblings)]
 
 
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
-def test_first_child_is_kept_with_the_overlap(children: Children) -> None:
-    """On average over draws, recursive rejection keeps the first child with the summed min(p, q)."""
+def test_first_child_is_kept_with_the_overlap(rule: AcceptanceRule, children: Children) -> None:
+    """On average over draws, every rule that weighs p against q keeps the first child with the summed min(p, q)."""
     logits = torch.randn(7 * VOCAB)
     p, q = logits.double().softmax(-1), torch.zeros(7 * VOCAB, dtype=torch.float64)
     q[7 * torch.arange(VOCAB) + 3] = torch.tensor(soft_scores(0, ()), dtype=torch.float64).exp()
-    found = torch.tensor([chances(Recursive(), children, logits, number)[0] for number in range(1000)])
-    assert abs(found.mean() - torch.minimum(p, q).sum()) < 4 * found.std() / 1000**0.5
+    found = torch.tensor([chances(rule, children, logits, number)[0] for number in range(400)])
+    assert abs(found.mean() - torch.minimum(p, q).sum()) < 4 * found.std() / 400**0.5
 
 
 def test_all_tokens_without_replacement_keep_one() -> None:
@@ -183,6 +199,29 @@ def test_all_tokens_without_replacement_keep_one() -> None:
         found = chances(Recursive(), "without_replacement", logits, number)
         assert min(found) >= 0 and sum(found) == pytest.approx(1)
         assert sum(chances(Match(), "without_replacement", logits, number)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("rule", [Greedy(), Block(0.7, seed=2)], ids=lambda rule: rule.name)
+def test_overlap_and_first_equal_a_count_by_hand(
+    tiny: Target, prompts: list, eagle3: Eagle3, monkeypatch: pytest.MonkeyPatch, rule: AcceptanceRule
+) -> None:
+    """At depth 1 the sum of min(p, q) and the equality of the two likeliest tokens are means over the target's own text, p at
+    the rule's temperature, or at 1 where it draws nothing, and q at the builder's."""
+    stop_at(monkeypatch)
+    forced, runs, _ = forced_decode(tiny, prompts[:2], eagle3, Chain(1, "sampled", temperature=0.5), rule)
+    overlap, first = [], []
+    for found in runs:
+        for end in range(1, LIMIT, 2):
+            text = found.prompt + found.output[:end]
+            logits = tiny.run(torch.tensor([text]), logits=True).logits
+            assert logits is not None
+            log_q = torch.full((tiny.head.vocab_size,), -torch.inf)
+            log_q[eagle3.draft_ids] = draft_logits(tiny, eagle3, text)
+            p = (logits[0, -1] / getattr(rule, "temperature", 1.0)).softmax(-1)
+            overlap.append(float(torch.minimum(p, (log_q / 0.5).softmax(-1)).sum()))
+            first.append(float(log_q.argmax() == logits[0, -1].argmax()))
+    assert forced.overlap == pytest.approx([sum(overlap) / len(overlap)], abs=1e-4) and 0 < forced.overlap[0] < 1
+    assert forced.first == pytest.approx([sum(first) / len(first)])
 
 
 def test_calibrate_prepares_what_needs_it(tiny: Target, prompts: list, eagle3: Eagle3) -> None:

@@ -1,5 +1,8 @@
 """The guard keeps decoding from being much slower, and switching drafting on and off changes nothing else."""
 
+import math
+from collections.abc import Callable
+from random import Random
 from typing import cast
 
 import pytest
@@ -32,9 +35,43 @@ def stream(guard: Guard, gain: float, cost: float, num_tokens: int) -> tuple[lis
 
 @pytest.mark.parametrize("gain, cost", [(1.2, 1.1), (3.0, 1.5), (4.0, 3.9)])
 def test_rounds_that_pay_never_fall_back(gain: float, cost: float) -> None:
-    """After two rounds that measure a step, every round drafts."""
-    drafted, _ = stream(Guard(), gain, cost, 500)
-    assert drafted == [False, False] + [True] * (len(drafted) - 2)
+    """After two rounds that measure a step, all rounds draft but one after every 32, which measures it again; that costs a
+    little more than 1 % at most."""
+    drafted, spent = stream(Guard(), gain, cost, 3000)
+    pattern = [False] + ([False] + [True] * 32) * (len(drafted) // 33 + 1)
+    assert drafted == pattern[: len(drafted)]
+    assert spent <= 1.015 * 3000 / gain * cost
+
+
+def long_start(emitted: float, rounds: int) -> float:
+    """A step behind a long first prompt costs half as much again."""
+    return 1.5 if emitted < 150 else 1.0
+
+
+def slow_start(emitted: float, rounds: int) -> float:
+    """The first two steps, by which a guard starts, were slowed by something else."""
+    return 1.5 if rounds < 2 else 1.0
+
+
+@pytest.mark.parametrize("step", [slow_start, long_start], ids=lambda step: step.__name__)
+@pytest.mark.parametrize("cost", [1.1, 1.25, 1.4])
+@pytest.mark.parametrize("spread", [0.0, 0.15])
+def test_a_baseline_that_was_too_slow_is_measured_again(
+    step: Callable[[float, int], float], cost: float, spread: float
+) -> None:
+    """A drafter of which nothing is kept, dearer than a step and cheaper than the steps at the start, costs 5 % at most over
+    2,000 tokens, also where the times of rounds scatter; timed once, it would cost what it costs for ever."""
+    guard, draw = Guard(), Random(1)
+    spent = plain = emitted = 0.0
+    drafted = 0
+    while emitted < 2000:
+        drafts, now = guard.drafts(), step(emitted, drafted + guard.num_plain)
+        own = max(cost, 0.9 * now) if step is slow_start else cost  # less than a step at the start
+        taken = (own if drafts else now) * draw.lognormvariate(0, spread)
+        guard.record(drafts, 1.0, STEP * taken)
+        spent, plain, emitted, drafted = spent + taken, plain + step(emitted, 9), emitted + 1, drafted + drafts
+    assert drafted > 32 and guard.fallen
+    assert spent <= 1.05 * plain * math.exp(spread**2 / 2)
 
 
 @pytest.mark.parametrize("cost", [1.05, 1.2, 1.5, 3.0, 16.0])
@@ -59,7 +96,7 @@ def test_drafting_comes_back_when_it_pays(bad: float) -> None:
     before, _ = stream(guard, 1.0, bad, 600)
     after, _ = stream(guard, 3.0, 1.5, 3000)
     assert sum(before) < len(before) / 2
-    assert all(after[-900:]) and not guard.fallen
+    assert after[-900:].count(False) <= 900 / 32 and not guard.fallen
 
 
 @pytest.mark.parametrize("allowance", [0.0, 1.0, -0.1])
@@ -179,7 +216,7 @@ def test_a_round_that_gets_ready_is_judged_with_the_next() -> None:
         else:
             guard.record(False, 1.0, 1.0)
             ready = False  # a plain round leaves it with nothing
-    assert drafted == 99 and not guard.summary()["fallen_back"]
+    assert 90 <= drafted <= 99 and not guard.summary()["fallen_back"]
 
 
 def test_a_drafter_that_never_proposes_costs_no_more_than_the_allowance() -> None:

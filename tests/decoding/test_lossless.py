@@ -19,20 +19,23 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding import acceptance
 from spectrain.decoding.acceptance import (
     AcceptanceRule,
+    Accepted,
     Block,
     Dice,
     Greedy,
+    Interleaved,
     Match,
     Recursive,
-    Row,
-    Sampling,
+    SamplingRule,
+    Siblings,
     SpeculativeSampling,
     Traversal,
     Typical,
+    VerifiedTree,
     Walking,
+    weighing,
 )
 from spectrain.errors import UserError
 from spectrain.trees.token_tree import Children, TokenTree
@@ -250,9 +253,9 @@ def stopping(depth: int, least: Fraction) -> Draft:
 # The proof
 
 
-def as_row(tree: Drawn, p: Model, q: Model, without_replacement: bool) -> Row:
+def as_row(tree: Drawn, p: Model, q: Model, without_replacement: bool) -> VerifiedTree:
     """The tree as a rule walks it."""
-    return Row(tree.tokens, tree.children, lambda n: p[tree.paths[n]], lambda n: q[tree.paths[n]], without_replacement)
+    return VerifiedTree(tree.tokens, tree.children, lambda n: p[tree.paths[n]], lambda n: q[tree.paths[n]], without_replacement)
 
 
 def outcomes(
@@ -414,6 +417,100 @@ def test_greedy_emits_the_greedy_continuation(name: str, children: Children) -> 
             assert tuple(accepted.emitted(batch)[0].tolist()) == greedy[: held + 1]
 
 
+# What a rule says of its chances
+
+
+def siblings_of(tree: Drawn, node: int, p: Model, q: Model, without_replacement: bool) -> Siblings:
+    """The children of a node with what they are judged by."""
+    tokens, path = [tree.tokens[child] for child in tree.children[node]], tree.paths[node]
+    return Siblings(tokens, p[path], q[path], without_replacement)
+
+
+def kept_with(rule: Walking, tree: Drawn, p: Model, q: Model, without_replacement: bool) -> dict[int, Fraction]:
+    """The probability of every node to be kept, over the rule's own outcomes."""
+    kept: dict[int, Fraction] = defaultdict(Fraction)
+    for chance, (path, _) in every(partial(rule.judge, as_row(tree, p, q, without_replacement))):
+        for node in path:
+            kept[node] += chance
+    return kept
+
+
+DEEP = {name: SHAPES[name] for name in ("1-1", "1-2", "2-1")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("children", ["sampled", "without_replacement"])
+@pytest.mark.parametrize("name", ["1", "2", "3", *DEEP])
+@pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
+def test_chances_are_those_of_judging(rule: Walking, name: str, children: Children, kind: str) -> None:
+    """What a rule says of siblings is how often it keeps each, over all of its outcomes: exactly for the deepest ones, drawn as
+    they are, and for those above them over all that is drawn below."""
+    if rule.chains_only and name not in CHAINS:
+        pytest.skip("it judges chains")
+    shape, drop = SHAPES[name], children == "without_replacement"
+    for p, q, length in itertools.islice(trials(kind, shape), 3):
+        above: dict[Path, Fraction] = defaultdict(Fraction)  # what is left to be kept at depth 1, by what is drawn there
+        for chance, tree in every(partial(drawn(shape, children), q)):
+            kept = kept_with(rule, tree, p, q, drop)
+            siblings = siblings_of(tree, 0, p, q, drop)
+            first = rule.chances(siblings, Fraction(1))
+            for place, child in enumerate(tree.children[0]):
+                if length == 2:
+                    assert kept[child] == first[place]
+                above[(*siblings.tokens, place)] += chance * (kept[child] - first[place])
+            if length == 3 and tree.children[0]:
+                child = tree.children[0][0]
+                rate = Fraction(rule.rate_after(p[()], q[()], siblings.tokens[0]))
+                for node, found in zip(tree.children[child], rule.chances(siblings_of(tree, child, p, q, drop), rate)):
+                    assert kept[node] == first[0] * found
+        assert not any(above.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
+@pytest.mark.parametrize("name", ["1", "2", "3"])
+def test_chances_of_fixed_choices_are_those_of_the_targets_draws(name: str, children: Children, kind: str) -> None:
+    """Sample-and-match keeps a child as often as the target draws it, and of equal ones the first; greedy likewise, with the
+    likeliest token for a draw."""
+    shape = SHAPES[name]
+    p, q = models(kind, 3, 2)
+    draft = likeliest(shape) if children == "deterministic" else drawn(shape, children)
+    logits = torch.tensor(p[()].astype(float)).log()
+    for _, tree in every(partial(draft, q)):
+        weights, choice = choice_tables(tree, p)
+        kept: dict[int, Fraction] = defaultdict(Fraction)
+        accepted = walk(tree.as_tree(children, len(weights)), choice)
+        for weight, path, count in zip(weights, accepted.path.tolist(), accepted.counts.tolist()):
+            kept[path[count - 1]] += weight
+        siblings = siblings_of(tree, 0, p, q, False)
+        assert Match().chances(siblings) == [kept[child] for child in tree.children[0]]
+        greedy = Greedy()(tree.as_tree(children), logits.expand(1, len(tree.paths), -1), torch.zeros(1), torch.zeros(1))
+        last = int(greedy.path[0, int(greedy.counts) - 1])
+        found = Greedy().chances(replace(siblings, p=Greedy().distribution(logits)))
+        assert [float(chance) for chance in found] == [float(child == last) for child in tree.children[0]]
+
+
+@pytest.mark.parametrize("rule", [Typical(), Typical(epsilon=0.9, delta=0.9), Interleaved(top_k=2)], ids=lambda rule: rule.name)
+def test_chances_of_lossy_rules_are_their_verdicts(rule: Walking) -> None:
+    """Rules that draw no lots keep a child surely or not at all; siblings that may be equal are judged as they judge them."""
+    seen = set()
+    for tokens in itertools.product(range(4), repeat=1 if rule.chains_only else 3):
+        for p in ([0.5, 0.3, 0.15, 0.05], [0.25, 0.25, 0.25, 0.25], [0.02, 0.03, 0.05, 0.9]):
+            tree = Drawn()
+            for token in tokens:
+                tree.add(0, token)
+            target = torch.tensor(p, dtype=torch.float64)
+            verified = VerifiedTree(tree.tokens, tree.children, dict.fromkeys(range(4), target).__getitem__, lambda node: None)
+            path, bonus = rule.judge(verified, Likeliest())
+            found = rule.chances(Siblings(list(tokens), target, None))
+            if rule.chains_only:  # a chain that is wholly kept ends with its last token
+                assert (found == [1.0]) == (bonus == tokens[0] and (target > target[tokens[0]]).sum() < 2)
+            else:
+                assert found == [float(child == path[-1]) for child in tree.children[0]]
+            seen |= set(found)
+    assert seen == {0.0, 1.0}
+
+
 # Which rule keeps more
 
 
@@ -510,7 +607,7 @@ def rate_itself(mass: Any, rate: Any) -> Any:
 class SharpBonus(Recursive):
     """The token after a whole path is drawn at another temperature than the rest."""
 
-    def judge(self, row: Row, dice: Dice) -> tuple[list[int], int]:
+    def judge(self, row: VerifiedTree, dice: Dice) -> tuple[list[int], int]:
         def p(node: int) -> Vector:
             return row.p(node) if row.children[node] else scaled(row.p(node) ** 2)
 
@@ -561,7 +658,7 @@ WRONG = [
 def test_a_wrong_variant_is_caught(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof finds another joint distribution than the target's, and still one that sums to 1."""
     if wrong.patch is not None:
-        monkeypatch.setattr(acceptance, *wrong.patch)
+        monkeypatch.setattr(weighing, *wrong.patch)
     caught = 0
     for seed in range(6):
         p, q = models("dense", 4, 3, seed)
@@ -580,7 +677,7 @@ BRANCHED = TokenTree(
 )  # fmt: skip
 
 
-def judged(rule: AcceptanceRule, tree: TokenTree) -> acceptance.Accepted:
+def judged(rule: AcceptanceRule, tree: TokenTree) -> Accepted:
     """A round at a uniform target."""
     return rule(tree, torch.zeros(1, 3, 3), torch.zeros(1, dtype=torch.int64), tree.depths)
 
@@ -612,7 +709,7 @@ def test_rules_for_trees_take_branches(rule: AcceptanceRule) -> None:
     [("temperature", 0.0), ("temperature", -1.0), ("temperature", math.nan), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1)],
 )
 @pytest.mark.parametrize("rule", [Match, SpeculativeSampling, Recursive, Block, Traversal, Typical])
-def test_bad_settings_are_refused(rule: type[Sampling], key: str, value: float) -> None:
+def test_bad_settings_are_refused(rule: type[SamplingRule], key: str, value: float) -> None:
     """A setting that means nothing is refused under its own name, with what to use."""
     with pytest.raises(UserError, match=rf"^acceptance\.{key}={value}: use "):
         rule(**{key: value})
@@ -644,7 +741,7 @@ def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: Typical) -
     tree = Drawn()
     for path in sorted(paths, key=len):
         tree.add(tree.paths.index(path[:-1]), path[-1])
-    row = Row(
+    row = VerifiedTree(
         tree.tokens, tree.children, lambda node: torch.tensor(p[tree.paths[node]], dtype=torch.float64), lambda node: None
     )
     kept, bonus = rule.judge(row, Likeliest())

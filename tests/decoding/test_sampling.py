@@ -14,7 +14,7 @@ from spectrain.decoding.acceptance import (
     Block,
     Match,
     Recursive,
-    Sampling,
+    SamplingRule,
     SpeculativeSampling,
     Traversal,
     Typical,
@@ -125,7 +125,7 @@ def outputs_of(generations: list[Generation]) -> list[Path]:
     return [tuple(generation.output) for generation in generations]
 
 
-def settings(rule: type[Sampling]) -> Any:
+def settings(rule: type[SamplingRule]) -> Any:
     """The rule under test, at the target's three likeliest tokens."""
     return rule(top_k=TOP_K, seed=SEED)
 
@@ -149,7 +149,9 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("rule, builder", PAIRS)
-def test_drafted_decoding_draws_from_the_target(tiny: Target, truth: Truth, rule: type[Sampling], builder: TreeBuilder) -> None:
+def test_drafted_decoding_draws_from_the_target(
+    tiny: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder
+) -> None:
     """Sequences decoded with a rough drafter have the target's joint distribution; drafts were both kept and rejected."""
     generations = decoded(tiny, truth, settings(rule), builder)
     assert p_value(outputs_of(generations), truth.joint) > 1e-4
@@ -158,7 +160,7 @@ def test_drafted_decoding_draws_from_the_target(tiny: Target, truth: Truth, rule
 
 
 @pytest.mark.parametrize("rule", [SpeculativeSampling, Block, Traversal])
-def test_plain_decoding_draws_from_the_target(tiny: Target, truth: Truth, rule: type[Sampling]) -> None:
+def test_plain_decoding_draws_from_the_target(tiny: Target, truth: Truth, rule: type[SamplingRule]) -> None:
     """Without a drafter, as the reference and guarded rounds decode, rules for drawn trees draw from the target too."""
     assert p_value(outputs_of(decoded(tiny, truth, settings(rule), None)), truth.joint) > 1e-4
 
@@ -181,6 +183,6 @@ WRONG = [
 
 
 @pytest.mark.parametrize("rule, builder", WRONG)
-def test_a_wrong_rule_is_caught(tiny: Target, truth: Truth, rule: type[Sampling], builder: TreeBuilder) -> None:
+def test_a_wrong_rule_is_caught(tiny: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder) -> None:
     """The same test, on as many sequences, rejects a rule that is not lossless."""
     assert p_value(outputs_of(decoded(tiny, truth, settings(rule), builder)), truth.joint) < 1e-6

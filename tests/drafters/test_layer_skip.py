@@ -22,6 +22,7 @@ from spectrain.models.plain import generate
 from spectrain.models.target import Target
 from spectrain.runs.run import load_weights, save_drafter
 from spectrain.settings.build import build
+from spectrain.settings.choices import looked_up
 from spectrain.trees import Chain
 
 VOCAB = 600  # an output layer as large as two layers, so that leaving out more is not always worth it
@@ -228,8 +229,8 @@ def test_a_searched_set_is_saved_and_not_searched_again(tiny: Target, tmp_path: 
     found = len(measured)
     save_drafter(tmp_path / "drafter", drafter, OmegaConf.create({"drafter": node}))
     described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
-    assert described == {**node, "skipped": sorted(drafter.skipped)}
-    again: LayerSkipping = build(described, target=tiny)
+    assert looked_up("drafter", described, "") == {**node, "skipped": sorted(drafter.skipped)}
+    again: LayerSkipping = build(looked_up("drafter", described, ""), target=tiny)
     load_weights(again, tmp_path / "drafter")
     again.calibrate(tiny, lambda: PROMPTS, 3)
     assert again.skipped == drafter.skipped and again.settings() == drafter.settings() and len(measured) == found

@@ -16,7 +16,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.export.converter import convert, read_drafter
+from spectrain.export.converter import convert, read_drafter, refuse_full
 from spectrain.export.layout import Files
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
@@ -28,6 +28,15 @@ from spectrain.trees import Chain
 from . import foreign
 
 TINY = TargetFiles("tiny")
+
+
+def test_a_link_is_not_replaced(tmp_path: Path) -> None:
+    """A link to a folder, full or empty, is neither followed nor turned into a folder of files."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    with pytest.raises(UserError, match="link: this is a link"):
+        refuse_full(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
 
 
 def settings_for(drafter: str, **options: Any) -> DictConfig:

@@ -22,7 +22,7 @@ from spectrain.export.layouts import detect
 from spectrain.export.linter import check, lint
 from spectrain.export.measure import misread
 from spectrain.export.targets import TargetFiles
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.target import Target
 from spectrain.runs.run import save_drafter
 from spectrain.training.trainer import Trainer

@@ -14,9 +14,10 @@ from safetensors.torch import save_file
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Embedded
 from spectrain.errors import RunError, UserError
+from spectrain.features.base import Request
 from spectrain.features.capture import capture, verify
-from spectrain.features.sources import Stored
 from spectrain.features.store import FeatureStore
+from spectrain.features.stored import Stored
 from spectrain.models.target import Target
 from spectrain.runs.run import train
 from spectrain.settings.build import build, check_config
@@ -70,12 +71,12 @@ def test_a_stopped_capture_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ran: list[int] = []
     batch = Stored.batch
 
-    def counted(self: Stored, examples: Any, *args: Any, **options: Any) -> Any:
+    def counted(self: Stored, request: Request) -> Any:
         if len(ran) == 1:
             ran.append(0)
             raise KeyboardInterrupt
-        ran.append(len(examples))
-        return batch(self, examples, *args, **options)
+        ran.append(len(request.examples))
+        return batch(self, request)
 
     monkeypatch.setattr(Stored, "batch", counted)
     with pytest.raises(KeyboardInterrupt):

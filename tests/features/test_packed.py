@@ -9,12 +9,15 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.decoding.replay import KEPT, Replay, collate_replays
+from spectrain.drafters.base import TrainingState
+from spectrain.features.base import Request
 from spectrain.features.batch import Batch, collate
-from spectrain.features.sources import Generated, Live
+from spectrain.features.live import Live
 from spectrain.models.attention import causal_attention, unrolled_attention
 from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
+from spectrain.training.on_policy import Generated
 from spectrain.training.trainer import trained_groups
 from tests.drafters.test_contract import FAMILIES, VARIANTS, make, stages, trainable
 from tests.models.test_target import ARCHITECTURES, EVERY, LAYERS, VOCAB, build
@@ -51,13 +54,14 @@ def gradients(name: str, target: Target, stage: int, packed: bool, source: Any =
         for number, parameter in enumerate(drafter.parameters()):
             noise = torch.Generator().manual_seed(number)
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
-    drafter.step, drafter.progress = 4, 0.6
     trained_groups(drafter, target, stage)
     drafter.zero_grad()
     target.zero_grad()
-    batch = (source or Live()).batch(examples(), target, drafter.features_in(stage), drafter, 4, packed)
+    batch = (source or Live()).batch(
+        Request(examples(), target, drafter.stages[stage].layers, packed=packed, step=4, drafter=drafter)
+    )
     assert (batch.lengths is not None) == packed
-    losses = drafter.train()(batch, target)
+    losses = drafter.train()(batch, target, TrainingState(4, 0.6))
     losses.total.backward()
     named = [*drafter.named_parameters(), *((f"target.{n}", p) for n, p in target.named_parameters())]
     return losses, {n: p.grad for n, p in named if p.grad is not None}
@@ -69,7 +73,7 @@ def test_loss_and_gradients_of_packed_documents_are_those_of_padded_ones(name: s
     if name == "early exit dropping":
         monkeypatch.setitem(VARIANTS, name, ("early_exit", {"max_dropout": 0.8, "self_distillation": True}))
     probe = make(name, load_tiny())
-    if not trainable(probe) and not probe.trains_target:  # a family without training
+    if not trainable(probe) and not probe.abilities.target_training:  # a family without training
         return
     for stage in sorted(set(stages(probe, 8))):
         padded, expected = gradients(name, load_tiny(), stage, packed=False)
@@ -87,11 +91,11 @@ def test_replays_packed_equal_replays_padded(name: str) -> None:
     """Documents whose tails are rejected drafts, too."""
 
     class Replays(Live):
-        def batch(self, *args: Any) -> Batch:
-            found, target, layers, packed = args[0], args[1], args[2], args[5]
-            tails = [Replay(e, [KEPT if n < len(e.tokens) - 3 else n % 3 for n in range(len(e.tokens))]) for e in found]
-            batch = collate_replays(tails, packed)
-            return replace(batch, features=target.features(batch.tokens, layers, batch.lengths))
+        def batch(self, request: Request) -> Batch:
+            lengths = [len(example.tokens) for example in request.examples]
+            distances = [[KEPT if n < length - 3 else n % 3 for n in range(length)] for length in lengths]
+            batch = collate_replays(list(map(Replay, request.examples, distances)), request.packed)
+            return replace(batch, features=request.target.features(batch.tokens, request.layers, batch.lengths))
 
     (padded, expected), (found, actual) = (gradients(name, load_tiny(), 0, packed, Replays()) for packed in (False, True))
     close(found.total, padded.total)
@@ -160,9 +164,9 @@ def test_kept_features_are_kept_by_document(tiny: Target) -> None:
     rows = examples()
     for first in (False, True):
         source = Live(keep_gb=1.0)
-        source.batch(rows, tiny, (1, "final"), packed=first)
-        found = source.batch(rows[::-1], tiny, (1, "final"), packed=not first)
-        fresh = Live().batch(rows[::-1], tiny, (1, "final"), packed=not first)
+        source.batch(Request(rows, tiny, (1, "final"), packed=first))
+        found = source.batch(Request(rows[::-1], tiny, (1, "final"), packed=not first))
+        fresh = Live().batch(Request(rows[::-1], tiny, (1, "final"), packed=not first))
         assert found.features is not None and fresh.features is not None
         mask = torch.ones_like(found.tokens) > 0 if not first else found.tokens > 0
         close(found.features.hidden[mask], fresh.features.hidden[mask])

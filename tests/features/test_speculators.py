@@ -9,10 +9,13 @@ from safetensors.torch import save_file
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
-from spectrain.features.sources import Live, Stored
+from spectrain.features.base import Request, Source
+from spectrain.features.live import Live
 from spectrain.features.speculators import Prepared, SpeculatorsCache, hidden_states_folder
+from spectrain.features.stored import Stored
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 
@@ -43,14 +46,21 @@ def drafter(tiny: Target, layers: tuple[int, ...] = AUX) -> Eagle3:
     return Eagle3(tiny, layers=list(layers))
 
 
+def prepare(source: Source, made: Drafter, target: Target, rows: list[Example]) -> str:
+    """What the source says before a training of this drafter."""
+    told = source.prepare(target, made.stages[0].layers, made.stages[0].final_reach, rows)
+    assert told is not None
+    return told
+
+
 def test_its_features_are_the_targets(tiny: Target, tmp_path: Path) -> None:
     """Whatever order it holds them in, a batch has the features of source=live, the last state through the final norm."""
     rows = examples()
     source = Stored(str(cached(tmp_path, tiny, rows[::-1])))
-    told = source.prepare(drafter(tiny), tiny, rows)
+    told = prepare(source, drafter(tiny), tiny, rows)
     assert "layers 2, 4, 5, 8, final, 4 of 4 sequences" in told
     made = drafter(tiny)
-    found, live = source.batch(rows, tiny, made.layers, made), Live().batch(rows, tiny, made.layers)
+    found, live = source.batch(Request(rows, tiny, made.layers)), Live().batch(Request(rows, tiny, made.layers))
     assert found.features is not None and live.features is not None and found.features.layers == live.features.layers
     for row, example in enumerate(rows):
         length = len(example.tokens)
@@ -70,7 +80,7 @@ def test_a_whole_folder_of_it_is_trained_on(tiny: Target, tmp_path: Path, monkey
     dataset = Dataset.build(Prepared(str(tmp_path)), tiny.tokenizer)
     assert dataset.examples == rows
     source, made = Stored(str(tmp_path), capture=False), drafter(tiny)
-    source.prepare(made, tiny, dataset.examples)
+    prepare(source, made, tiny, dataset.examples)
     made.prepare(tiny, dataset.token_counts(tiny.head.vocab_size))
     monkeypatch.setattr(tiny, "features", lambda *args: pytest.fail("the target was run"))
     Trainer(lr=1e-3, epochs=1, batch_tokens=90, log_every=1).fit(made, tiny, dataset, source, tmp_path / "run")
@@ -97,7 +107,7 @@ def test_other_layers_are_refused(tiny: Target, tmp_path: Path) -> None:
     """A drafter that reads another layer hears which there are."""
     source = Stored(str(cached(tmp_path, tiny, examples())))
     with pytest.raises(UserError, match="holds layers 2, 4, 5, 8, final, and the drafter reads 3, 6 too"):
-        source.prepare(drafter(tiny, (3, 5, 6)), tiny, examples())
+        prepare(source, drafter(tiny, (3, 5, 6)), tiny, examples())
 
 
 def test_a_normed_last_state_is_refused(tiny: Target, tmp_path: Path) -> None:
@@ -116,18 +126,18 @@ def test_what_it_lacks_is_run_live(tiny: Target, tmp_path: Path) -> None:
     (folder / "hidden_states" / "hs_9.safetensors").write_bytes(b"cut")
     before = sorted(folder.rglob("*"))
     source, made = Stored(str(folder)), drafter(tiny)
-    told = source.prepare(made, tiny, rows)
+    told = prepare(source, made, tiny, rows)
     assert "2 of 4 sequences" in told and "hs_9.safetensors cannot be read" in told and "run for the other 2" in told
-    found, live = source.batch(rows, tiny, made.layers, made), Live().batch(rows, tiny, made.layers)
+    found, live = source.batch(Request(rows, tiny, made.layers)), Live().batch(Request(rows, tiny, made.layers))
     assert found.features is not None and live.features is not None
     length = len(rows[3].tokens)
     torch.testing.assert_close(found.features.hidden[3, :length], live.features.hidden[3, :length], rtol=1e-4, atol=1e-4)
     source.flush()
     assert sorted(folder.rglob("*")) == before
     with pytest.raises(UserError, match="2 of 4 sequences are not in it"):
-        Stored(str(folder), capture=False).prepare(made, tiny, rows)
+        prepare(Stored(str(folder), capture=False), made, tiny, rows)
     with pytest.raises(UserError, match="none of the 2 sequences is in it"):
-        Stored(str(folder)).prepare(made, tiny, rows[2:])
+        prepare(Stored(str(folder)), made, tiny, rows[2:])
 
 
 def test_files_of_another_shape_are_refused(tiny: Target, tmp_path: Path) -> None:

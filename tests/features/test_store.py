@@ -15,13 +15,15 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
 from spectrain.features import store as module
+from spectrain.features.base import Request, Source
 from spectrain.features.batch import Batch, collate
-from spectrain.features.sources import Live, Source, Stored
+from spectrain.features.live import Live
 from spectrain.features.store import Contents, FeatureStore, checksum, fingerprint, quantize, read_before
+from spectrain.features.stored import Stored
 from spectrain.models.loading import load_tiny
 from spectrain.models.lora import inject_lora
 from spectrain.models.target import Target
@@ -347,11 +349,20 @@ def drafter(tiny: Target, **options: Any) -> Eagle3:
     return made
 
 
-def trained(tiny: Target, source: Source, run: Path, made: Eagle3 | None = None, on_step: Any = None) -> list[float]:
+def prepare(source: Source, made: Drafter, target: Target, rows: list[Example]) -> str:
+    """What the source says before a training of this drafter."""
+    told = source.prepare(target, made.stages[0].layers, made.stages[0].final_reach, rows)
+    assert told is not None
+    return told
+
+
+def trained(tiny: Target, source: Source, run: Path, on_step: Any = None, asked: bool = True) -> list[float]:
     """Losses of two epochs and a half, a checkpoint every third step."""
-    trainer = Trainer(lr=1e-3, epochs=2.5, batch_tokens=60, log_every=1, save_every=3)
+    trainer, made = Trainer(lr=1e-3, epochs=2.5, batch_tokens=60, log_every=1, save_every=3), drafter(tiny)
+    if asked:
+        source.prepare(tiny, made.stages[0].layers, made.stages[0].final_reach, dataset().examples)
     try:
-        trainer.fit(made or drafter(tiny), tiny, dataset(), source, run, on_step=on_step)
+        trainer.fit(made, tiny, dataset(), source, run, on_step=on_step)
     finally:
         source.flush()
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -382,9 +393,9 @@ def gradients(made: Drafter, batch: Batch, target: Target) -> list[Tensor]:
     """The loss and the gradients of everything that learns, at a fixed seed."""
     made.zero_grad()
     torch.manual_seed(1)
-    losses = made.loss(batch, target)
+    losses = made.loss(batch, target, TrainingState())
     losses.total.backward()
-    found = [p.grad for group in made.param_groups(0) for p in group["params"] if p.grad is not None]
+    found = [p.grad for group in made.stages[0].groups for p in group["params"] if p.grad is not None]
     return [losses.total.detach(), losses.hits, losses.counts, *found]
 
 
@@ -401,15 +412,18 @@ def test_every_family_learns_what_it_learns_live(
     made: Drafter = build(family, target=target)
     made.prepare(target, torch.ones(target.head.vocab_size, dtype=torch.int64))
     source = Stored(str(tmp_path), supervised_only=supervised_only)
-    if supervised_only and made.final_reach is None:
+    if supervised_only and made.stages[0].final_reach is None:
         with pytest.raises(UserError, match="reads every position"):
-            source.prepare(made, target, examples())
+            prepare(source, made, target, examples())
         return
-    layers = made.features_in(0)
-    live = gradients(made, Live().batch(examples(), target, layers, packed=packed), target)
-    source.batch(examples(), target, layers, made, packed=packed)
+    layers = made.stages[0].layers
+    prepare(source, made, target, examples())
+    live = gradients(made, Live().batch(Request(examples(), target, layers, packed=packed)), target)
+    source.batch(Request(examples(), target, layers, packed=packed))
     source.flush()
-    batch = Stored(str(tmp_path), capture=False).batch(examples(), target, layers, made, packed=packed)
+    again = Stored(str(tmp_path), capture=False)
+    prepare(again, made, target, examples())
+    batch = again.batch(Request(examples(), target, layers, packed=packed))
     assert batch.features is not None and bool(batch.features.hidden.isnan().any()) == supervised_only
     stored = gradients(made, batch, target)
     assert len(live) == len(stored) > 3 and all(torch.equal(a, b) for a, b in zip(live, stored))
@@ -482,20 +496,20 @@ def test_the_budget_is_told_before_anything_is_written(tiny: Target, tmp_path: P
     """Tokens, bytes a token and gigabytes; too much for the budget or the disk stops, with nothing written."""
     path, rows = tmp_path / "store", examples(12)
     tokens = sum(len(example.tokens) for example in rows)
-    told = Stored(str(path)).prepare(drafter(tiny), tiny, [*rows, rows[0]])
+    told = prepare(Stored(str(path)), drafter(tiny), tiny, [*rows, rows[0]])
     assert f"12 sequences, {tokens} tokens of {4 * tiny.width * 4} bytes" in told and "0 are stored" in told
     with pytest.raises(UserError, match=r"source.max_gb=0.0003: the store needs .* source.dtype=int8"):
-        Stored(str(path), max_gb=0.0003).prepare(drafter(tiny), tiny, rows)
-    Stored(str(path), "int8", max_gb=0.0003).prepare(drafter(tiny), tiny, rows)
+        prepare(Stored(str(path), max_gb=0.0003), drafter(tiny), tiny, rows)
+    prepare(Stored(str(path), "int8", max_gb=0.0003), drafter(tiny), tiny, rows)
     with pytest.raises(UserError, match="are free; choose another disk"), monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda where: os.statvfs_result([0] * 10) and type("", (), {"free": 1000}))
-        Stored(str(path)).prepare(drafter(tiny), tiny, rows)
+        prepare(Stored(str(path)), drafter(tiny), tiny, rows)
     with pytest.raises(UserError, match="12 of 12 sequences are not in it"):
-        Stored(str(path), capture=False).prepare(drafter(tiny), tiny, rows)
+        prepare(Stored(str(path), capture=False), drafter(tiny), tiny, rows)
     assert not path.exists()
     tight = Stored(str(path), max_gb=1e-4)
     with pytest.raises(UserError, match="is full"):  # also where nobody asked before
-        trained(tiny, tight, tmp_path / "run")
+        trained(tiny, tight, tmp_path / "run", asked=False)
     assert not path.exists()
 
 
@@ -503,12 +517,12 @@ def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: P
     """Each with its reason; a store that holds more than is asked for is read."""
     path, rows = str(tmp_path / "store"), examples()
     full = Stored(path, "bfloat16")
-    full.batch(rows, tiny, drafter(tiny).layers, drafter(tiny))
+    full.batch(Request(rows, tiny, drafter(tiny).layers))
     full.flush()
 
     def refused(reason: str, made: Drafter, target: Target = tiny, where: str = path, **options: Any) -> None:
         with pytest.raises(UserError, match=reason):
-            Stored(where, **options).prepare(made, target, rows)
+            prepare(Stored(where, **options), made, target, rows)
 
     refused("holds bfloat16, not int8", drafter(tiny), dtype="int8")
     refused("holds layers 2, 4, 5, final, and the drafter reads 3, 6 too", drafter(tiny, layers=[3, 5, 6]))
@@ -519,24 +533,25 @@ def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: P
     other = load_tiny()
     other.tokenizer.chat_template += " "
     refused("another chat template", drafter(tiny), other)
-    assert "6 are stored" in Stored(path, supervised_only=True).prepare(drafter(tiny, layers=[5]), tiny, rows)
+    assert "6 are stored" in prepare(Stored(path, supervised_only=True), drafter(tiny, layers=[5]), tiny, rows)
     some = Stored(str(tmp_path / "some"), supervised_only=True)
-    some.batch(rows, tiny, drafter(tiny).layers, drafter(tiny))
+    prepare(some, drafter(tiny), tiny, rows)
+    some.batch(Request(rows, tiny, drafter(tiny).layers))
     some.flush()
     medusa: Drafter = build({"_target_": "spectrain.drafters.medusa.Medusa"}, target=tiny)
     refused("only at supervised positions", medusa, where=str(tmp_path / "some"))
     refused("only at supervised positions", drafter(tiny), where=str(tmp_path / "some"), supervised_only=False)
     with pytest.raises(UserError, match="reads no features"):
-        Stored(path).prepare(build({"_target_": "spectrain.drafters.gated_lora.GatedLora"}, target=load_tiny()), tiny, rows)
+        prepare(Stored(path), build({"_target_": "spectrain.drafters.gated_lora.GatedLora"}, target=load_tiny()), tiny, rows)
 
 
 def test_what_is_missing_may_stop(tiny: Target, tmp_path: Path) -> None:
     """With capture=false the target is not run."""
     layers = drafter(tiny).layers
     source = Stored(str(tmp_path))
-    source.batch(examples()[:3], tiny, layers, drafter(tiny))
+    source.batch(Request(examples()[:3], tiny, layers))
     source.flush()
     with pytest.raises(RunError, match="3 sequences of a batch are not in it"):
-        Stored(str(tmp_path), capture=False).batch(examples(), tiny, layers, drafter(tiny))
-    plain = Stored(str(tmp_path), capture=False).batch(examples(), tiny, ())
+        Stored(str(tmp_path), capture=False).batch(Request(examples(), tiny, layers))
+    plain = Stored(str(tmp_path), capture=False).batch(Request(examples(), tiny, ()))
     assert plain.features is None and torch.equal(plain.tokens, collate(examples()).tokens)

@@ -18,7 +18,7 @@ from spectrain.cli.doctor import targets
 from spectrain.cli.main import dispatch
 from spectrain.cli.overrides import allow_new_keys, config_groups
 from spectrain.data.dataset import Dataset
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.planning.dry_run import size_of
 from spectrain.planning.outline import FORMULAS
 from spectrain.planning.plan import Plan, plan

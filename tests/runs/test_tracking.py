@@ -23,7 +23,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.target import Target
 from spectrain.runs import tracking
 from spectrain.runs.defaults import complete

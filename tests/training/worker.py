@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
+from spectrain.features.base import Request
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Live
+from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
@@ -53,10 +54,10 @@ def make(family: str, target: Target) -> Drafter:
 class Slow(Live):
     """The second process reads its data slowly."""
 
-    def batch(self, *arguments: Any, **options: Any) -> Batch:
+    def batch(self, request: Request) -> Batch:
         if os.environ.get("RANK") == "1":
             time.sleep(6)
-        return super().batch(*arguments, **options)
+        return super().batch(request)
 
 
 def train(job: dict[str, Any]) -> None:
@@ -68,7 +69,7 @@ def train(job: dict[str, Any]) -> None:
     target = load_tiny(sharding=job.get("target", "none"))
     drafter = make(job["family"], target)
     own = {id(parameter) for parameter in drafter.parameters()}
-    theirs = {id(p) for group in drafter.param_groups(1) for p in group["params"]} - own
+    theirs = {id(p) for group in drafter.stages[-1].groups for p in group["params"]} - own
     names = [name for name, parameter in target.named_parameters() if id(parameter) in theirs]
     trainer = Trainer(**{"lr": 1e-3, "max_steps": 4, "warmup": 0.0, "log_every": 1, **job["options"]})
 

@@ -76,7 +76,7 @@ def fresh_model(architecture: dict[str, Any], target: Target) -> nn.Module:
     try:
         kind = settings.pop("model_type", "llama")
         config = AutoConfig.for_model(kind, **settings)
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"drafter.architecture: transformers cannot build it ({str(error).splitlines()[0]})") from error
     return model.float()
@@ -85,8 +85,10 @@ def fresh_model(architecture: dict[str, Any], target: Target) -> nn.Module:
 def load_model(path: str, target: Target) -> nn.Module:
     """A model whose tokenizer is the target's, from a directory or the hub."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
     except (OSError, ValueError) as error:
         raise UserError(
             f"drafter.model={path}: it cannot be loaded ({str(error).strip().splitlines()[0]}); give a directory or a name"

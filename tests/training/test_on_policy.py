@@ -1,4 +1,4 @@
-"""Sources: what is written anew is what the target, the drafter or both would write, and everything else is the data's."""
+"""On-policy text is what the target, the drafter or both would write, and everything else is the data's."""
 
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,18 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decoding.acceptance import Greedy, Interleaved, Row
+from spectrain.decoding.acceptance import Greedy, Interleaved, VerifiedTree
 from spectrain.decoding.loop import Generation, decode
 from spectrain.decoding.replay import Recorder
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
+from spectrain.features.base import Request, Source
 from spectrain.features.batch import Batch
-from spectrain.features.sources import Generated, Live, Source, evaluating
+from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
+from spectrain.training.on_policy import Generated, evaluating
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain
 
@@ -72,8 +74,8 @@ def greedy(target: Target, prompts: list[list[int]], limit: int = ANSWER) -> lis
 def test_without_a_fraction_it_is_the_data(tiny: Target, by: Any) -> None:
     """fraction=0 gives the tokens, the mask and the features of source=live; by=replay, nothing of it rejected."""
     layers = ("final",)
-    mine = Generated(0.0, by).batch(dataset()[EVERY], tiny, layers, make(tiny), 3)
-    theirs = Live().batch(dataset()[EVERY], tiny, layers)
+    mine = Generated(0.0, by).batch(Request(dataset()[EVERY], tiny, layers, step=3, drafter=make(tiny)))
+    theirs = Live().batch(Request(dataset()[EVERY], tiny, layers))
     assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.loss_mask, theirs.loss_mask)
     assert mine.features is not None and theirs.features is not None
     assert torch.equal(mine.features.hidden, theirs.features.hidden)
@@ -84,7 +86,7 @@ def test_without_a_fraction_it_is_the_data(tiny: Target, by: Any) -> None:
 def test_a_cold_writer_writes_greedily(tiny: Target, by: Any) -> None:
     """Near temperature 0 each writes its greedy text; interleaved with top_k=1, that is the target's."""
     drafter = make(tiny)
-    batch = Generated(1.0, by, temperature=COLD, top_k=1).batch(dataset()[EVERY], tiny, (), drafter, 2)
+    batch = Generated(1.0, by, temperature=COLD, top_k=1).batch(Request(dataset()[EVERY], tiny, (), step=2, drafter=drafter))
     assert [row[:length] for row, length in zip(batch.tokens.tolist(), LENGTHS)] == PROMPTS
     assert written(batch) == greedy(drafter.model if by == "drafter" else tiny, PROMPTS)
     assert greedy(drafter.model, PROMPTS) != greedy(tiny, PROMPTS)
@@ -94,7 +96,7 @@ def test_a_cold_writer_writes_greedily(tiny: Target, by: Any) -> None:
 @pytest.mark.parametrize("by", [*WAYS, "replay"])
 def test_features_are_those_of_the_new_tokens(tiny: Target, by: Any) -> None:
     """A drafter that reads features gets the target's over what was written."""
-    batch = Generated(1.0, by).batch(dataset()[EVERY], tiny, (4, "final"), make(tiny), 2)
+    batch = Generated(1.0, by).batch(Request(dataset()[EVERY], tiny, (4, "final"), step=2, drafter=make(tiny)))
     assert batch.features is not None and torch.equal(batch.features.tokens, batch.tokens)
     for row, tokens in enumerate(batch.tokens):
         length = int(batch.loss_mask[row].nonzero().max()) + 1
@@ -106,7 +108,9 @@ def test_features_are_those_of_the_new_tokens(tiny: Target, by: Any) -> None:
 @pytest.mark.parametrize(("answers", "most", "expected"), [((4, 4, 4, 4), 128, 4), ((9, 9, 9, 9), 3, 3)])
 def test_answers_have_a_limit(tiny: Target, by: Any, answers: tuple[int, ...], most: int, expected: int) -> None:
     """An answer is as long as the data's or max_new_tokens, whichever is less, unless it ends before."""
-    batch = Generated(1.0, by, max_new_tokens=most).batch(dataset(answers)[EVERY], tiny, (), make(tiny), 1)
+    batch = Generated(1.0, by, max_new_tokens=most).batch(
+        Request(dataset(answers)[EVERY], tiny, (), step=1, drafter=make(tiny))
+    )
     for answer in written(batch):
         assert len(answer) == expected or (answer[-1] in tiny.stop_ids and len(answer) < expected)
 
@@ -116,7 +120,7 @@ def test_a_prompt_that_nearly_fills_the_context_is_no_accident(tiny: Target, by:
     """Training does not stop at a conversation that the data cut right behind its prompt, at the target's longest."""
     length = tiny.max_length
     data = Dataset([Example([5, 6] * (length // 2), [place == length - 1 for place in range(length)])], 1, 0, 0)
-    batch = Generated(1.0, by).batch(data[[0]], tiny, (), make(tiny), 0)
+    batch = Generated(1.0, by).batch(Request(data[[0]], tiny, (), step=0, drafter=make(tiny)))
     assert batch.tokens[0, : length - 1].tolist() == data.examples[0].tokens[:-1]
 
 
@@ -131,11 +135,12 @@ def rounds_of(tiny: Target, drafter: Causal, source: Generated, step: int) -> tu
 
 @pytest.mark.parametrize("top_k", [3, 25])
 def test_interleaved_keeps_what_is_among_the_top_k(tiny: Target, top_k: int) -> None:
-    """In every round the drafted tokens before the end are among the target's top_k, and the one it replaced is not."""
+    """In every round the drafted tokens are the drafter's as long as they are among the target's top_k, and the one that it
+    replaced is not."""
     drafter, replaced, kept = make(tiny).eval(), 0, 0
     source = Generated(1.0, "interleaved", top_k=top_k, block=3)
     found, recorder = rounds_of(tiny, drafter, source, 4)
-    assert written(source.batch(dataset()[EVERY], tiny, (), drafter, 4)) == [one.output for one in found]
+    assert written(source.batch(Request(dataset()[EVERY], tiny, (), step=4, drafter=drafter))) == [one.output for one in found]
     for one, rounds in zip(found, recorder.rounds):
         text = one.prompt + one.output
         end = len(one.prompt) + 1
@@ -143,27 +148,25 @@ def test_interleaved_keeps_what_is_among_the_top_k(tiny: Target, top_k: int) -> 
             logits = tiny.run(torch.tensor([text[:end] + drafted]), ForwardPlan(logits=True)).logits
             assert logits is not None
             ranks = [int((logits[0, end - 1 + n] > logits[0, end - 1 + n, token]).sum()) for n, token in enumerate(drafted)]
-            assert all(rank < top_k for rank in ranks[: count - 1])
-            assert count == len(drafted) + 1 or ranks[count - 1] >= top_k
-            assert text[end : end + count - 1] == drafted[: count - 1][: len(text) - end]
-            kept, replaced, end = kept + count - 1, replaced + (count <= len(drafted)), end + count
+            own = next((place for place, rank in enumerate(ranks) if rank >= top_k), len(drafted))
+            assert count == min(own + 1, len(drafted))
+            assert text[end : end + own] == drafted[:own][: len(text) - end]
+            kept, replaced, end = kept + own, replaced + (own < len(drafted)), end + count
     assert kept > 3 and replaced > 3
 
 
 def test_interleaved_with_every_token_allowed_is_the_drafters_text(tiny: Target) -> None:
-    """With top_k the whole vocabulary nothing is replaced: block tokens of the drafter's own, then one of the target's."""
+    """With top_k the whole vocabulary nothing is replaced: behind the prefill's token all are the drafter's own."""
     drafter, block = make(tiny).eval(), 3
     source = Generated(1.0, "interleaved", temperature=COLD, top_k=tiny.head.vocab_size, block=block)
     found, _ = rounds_of(tiny, drafter, source, 0)
-    answers = written(source.batch(dataset()[EVERY], tiny, (), drafter, 0))
+    answers = written(source.batch(Request(dataset()[EVERY], tiny, (), step=0, drafter=drafter)))
     assert answers == [one.output for one in found]
     for one in found:
-        assert set(one.accepted) == {block + 1}
-        for begin in range(0, len(one.output) - 1, block + 1):  # a token of the target, then a draft
-            text = one.prompt + one.output[:begin]
-            assert one.output[begin : begin + 1] == greedy(tiny, [text], 2)[0][:1]
-            draft = one.output[begin + 1 : begin + 1 + block]
-            assert draft == greedy(drafter.model, [text + one.output[begin : begin + 1]], block)[0][: len(draft)]
+        assert set(one.accepted) == {block}
+        assert one.output[:1] == greedy(tiny, [one.prompt], 2)[0][:1]
+        own = greedy(drafter.model, [one.prompt + one.output[:1]], len(one.output))[0]
+        assert one.output[1:] == own[: len(one.output) - 1]
 
 
 # Chance
@@ -175,7 +178,11 @@ def test_a_step_repeats_and_steps_differ(tiny: Target, by: Any) -> None:
     drafter = make(tiny)
 
     def tokens(seed: int, step: int) -> list[list[int]]:
-        return written(Generated(1.0, by, temperature=2.0, seed=seed).batch(dataset()[EVERY], tiny, (), drafter, step))
+        return written(
+            Generated(1.0, by, temperature=2.0, seed=seed).batch(
+                Request(dataset()[EVERY], tiny, (), step=step, drafter=drafter)
+            )
+        )
 
     first = tokens(0, 3)
     assert tokens(0, 3) == first
@@ -187,13 +194,13 @@ def test_a_step_repeats_and_steps_differ(tiny: Target, by: Any) -> None:
 def test_an_answer_does_not_depend_on_its_batch(tiny: Target, by: Any) -> None:
     """Each sequence's draws are its own: alone in a batch it is written the same, and no two share their draws."""
     drafter, source = make(tiny), Generated(1.0, by, temperature=2.0)
-    together = written(source.batch(dataset()[EVERY], tiny, (), drafter, 1))
+    together = written(source.batch(Request(dataset()[EVERY], tiny, (), step=1, drafter=drafter)))
     for index in EVERY:
-        alone = source.batch(dataset()[[index]], tiny, (), drafter, 1)
+        alone = source.batch(Request(dataset()[[index]], tiny, (), step=1, drafter=drafter))
         assert alone.tokens[0, LENGTHS[index] :].tolist() == together[index]
     one = dataset().examples[1]
     other = Example([*one.tokens[:-1], 5], one.mask)  # the same prompt
-    twins = source.batch([one, other], tiny, (), drafter, 1).tokens
+    twins = source.batch(Request([one, other], tiny, (), step=1, drafter=drafter)).tokens
     assert not torch.equal(twins[0], twins[1])
 
 
@@ -208,7 +215,7 @@ class Marked(Generated):
 def test_a_fraction_of_the_sequences_is_new(tiny: Target, fraction: float) -> None:
     """Each sequence is drawn by itself: the number of new ones in a batch of 4 has the binomial's mean and variance."""
     source, data, drafter = Marked(fraction), dataset(), make(tiny)
-    batches = [source.batch(data[EVERY], tiny, (), drafter, step) for step in range(400)]
+    batches = [source.batch(Request(data[EVERY], tiny, (), step=step, drafter=drafter)) for step in range(400)]
     new = torch.stack([(batch.tokens[:, 0] == 7) for batch in batches]).float()
     assert new.mean().item() == pytest.approx(fraction, abs=0.04)
     assert new.sum(1).var().item() == pytest.approx(4 * fraction * (1 - fraction), rel=0.25)
@@ -223,8 +230,8 @@ def test_only_what_was_drawn_is_written(tiny: Target) -> None:
     """In a mixed batch the other sequences are the data's, in their order."""
     drafter, data = make(tiny), dataset()
     for step in range(10):
-        batch = Generated(0.5, "target", temperature=COLD).batch(data[EVERY], tiny, (), drafter, step)
-        marked = Marked(0.5).batch(data[EVERY], tiny, (), drafter, step)
+        batch = Generated(0.5, "target", temperature=COLD).batch(Request(data[EVERY], tiny, (), step=step, drafter=drafter))
+        marked = Marked(0.5).batch(Request(data[EVERY], tiny, (), step=step, drafter=drafter))
         for row, example in enumerate(data.examples):
             expected = example.tokens
             if marked.tokens[row, 0] == 7:
@@ -241,7 +248,7 @@ def test_the_drafters_mode_is_restored(tiny: Target, by: Any, training: bool) ->
     """It writes in evaluation mode, and comes back as it was."""
     drafter, modes = make(tiny).train(training), []
     handle = drafter.model.decoder.register_forward_hook(lambda *_: modes.append(drafter.training))
-    Generated(1.0, by).batch(dataset()[EVERY], tiny, (), drafter, 0)
+    Generated(1.0, by).batch(Request(dataset()[EVERY], tiny, (), step=0, drafter=drafter))
     handle.remove()
     assert drafter.training is training and drafter.model.model.training is training
     assert not any(modes) and bool(modes) == (by != "target")
@@ -260,8 +267,10 @@ def test_a_family_that_cannot_write_is_refused(tiny: Target) -> None:
     """source.by=drafter wants a drafter that is a model by itself; the other ways take any."""
     drafter = Eagle3(tiny, vocab_size=2048)
     with pytest.raises(UserError, match=r"source\.by=drafter: this family cannot write"):
-        Generated(1.0, "drafter").batch(dataset()[EVERY], tiny, (), drafter, 0)
-    batch = Generated(1.0, "interleaved", temperature=COLD, top_k=1).batch(dataset()[EVERY], tiny, (), drafter, 0)
+        Generated(1.0, "drafter").batch(Request(dataset()[EVERY], tiny, (), step=0, drafter=drafter))
+    batch = Generated(1.0, "interleaved", temperature=COLD, top_k=1).batch(
+        Request(dataset()[EVERY], tiny, (), step=0, drafter=drafter)
+    )
     assert written(batch) == greedy(tiny, PROMPTS)
 
 
@@ -309,12 +318,12 @@ def test_trainings_repeat_and_resume(tiny: Target, tmp_path: Path, by: Any) -> N
 # The rule
 
 
-def row(tokens: list[int], logits: list[list[float]], temperature: float = 1.0) -> Row:
+def row(tokens: list[int], logits: list[list[float]], temperature: float = 1.0) -> VerifiedTree:
     """A chain of drafted tokens behind a root, and the target's logits after every node."""
     count = len(tokens) + 1
     scores = torch.tensor(logits, dtype=torch.float64) / temperature
     children = [[node + 1] if node + 1 < count else [] for node in range(count)]
-    return Row([9, *tokens], children, lambda node: scores[node].softmax(-1), lambda node: scores[node].softmax(-1),
+    return VerifiedTree([9, *tokens], children, lambda node: scores[node].softmax(-1), lambda node: scores[node].softmax(-1),
                False, lambda node: scores[node])  # fmt: skip
 
 
@@ -331,20 +340,20 @@ class Likeliest:
 FALLING = [4.0, 3.0, 2.0, 1.0]  # token v is the target's choice number v
 RISING = FALLING[::-1]
 CASES = [
-    ([0, 0], [FALLING, FALLING, RISING], 1, 3, 3),  # all likeliest: kept, and the bonus is the target's
+    ([0, 0], [FALLING, FALLING, RISING], 1, 2, 0),  # all likeliest: kept, and the last one ends the round
     ([1, 0], [FALLING, FALLING, RISING], 1, 1, 0),  # the second choice is not among the top 1
-    ([1, 0], [FALLING, FALLING, RISING], 2, 3, 3),
+    ([1, 0], [FALLING, FALLING, RISING], 2, 2, 0),
     ([0, 1, 3, 0], [FALLING, FALLING, RISING, FALLING, RISING], 1, 2, 0),  # what follows the replaced token is dropped
     ([2, 2, 3], [FALLING, FALLING, FALLING, RISING], 3, 3, 0),
-    ([3, 3], [FALLING, FALLING, RISING], 4, 3, 3),  # everything is among the top of the vocabulary
+    ([3, 3], [FALLING, FALLING, RISING], 4, 2, 3),  # everything is among the top of the vocabulary
     ([], [RISING], 1, 1, 3),  # a root alone
-    ([2, 0], [[1.0, 1.0, 1.0, 0.0], FALLING, RISING], 1, 3, 3),  # of equal ones none is likelier
+    ([2, 0], [[1.0, 1.0, 1.0, 0.0], FALLING, RISING], 1, 2, 0),  # of equal ones none is likelier
 ]
 
 
 @pytest.mark.parametrize(("tokens", "logits", "top_k", "kept", "following"), CASES)
 def test_interleaved_on_rows_by_hand(tokens: list[int], logits: Any, top_k: int, kept: int, following: int) -> None:
-    """A path is kept up to the first token outside the top_k, which the target's own draw replaces."""
+    """A path is kept up to the first token outside the top_k, which the target's own draw replaces, or to its end."""
     assert Interleaved(top_k=top_k).judge(row(tokens, logits), Likeliest()) == (list(range(kept)), following)
 
 

@@ -1,0 +1,25 @@
+"""Acceptance rules: which path of a verified tree is kept, and which token follows it."""
+
+from .base import AcceptanceRule, Accepted, Siblings
+from .lossy import Interleaved, Typical
+from .matching import Greedy, Match, SamplingRule
+from .walking import Dice, VerifiedTree, Walking
+from .weighing import Block, Recursive, SpeculativeSampling, Traversal
+
+__all__ = [
+    "AcceptanceRule",
+    "Accepted",
+    "Block",
+    "Dice",
+    "Greedy",
+    "Interleaved",
+    "Match",
+    "Recursive",
+    "SamplingRule",
+    "Siblings",
+    "SpeculativeSampling",
+    "Traversal",
+    "Typical",
+    "VerifiedTree",
+    "Walking",
+]

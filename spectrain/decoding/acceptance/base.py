@@ -1,0 +1,107 @@
+"""What every acceptance rule says and gives. Shapes: B batch, N nodes, P path length, V vocabulary."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectrain.errors import UserError
+from spectrain.kernels.tree_verify import Nodes
+from spectrain.trees.token_tree import Children, TokenTree
+
+Vector = Any  # [V] a distribution over the vocabulary: a tensor or, in a proof, a numpy array of fractions
+DRAWN: tuple[Children, ...] = ("sampled", "without_replacement")
+ANY: tuple[Children, ...] = ("deterministic", *DRAWN)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """One round's result: `counts[b]` nodes of `path[b]` are kept, the root first, and `bonus[b]` follows them."""
+
+    path: Tensor  # [B, P] node indices, ascending, padded with the last one
+    counts: Tensor  # [B] nodes kept, the root included: so many tokens were emitted, the bonus included
+    bonus: Tensor  # [B] the next root
+
+    def emitted(self, tree: TokenTree) -> Tensor:
+        """[B, P] the tokens of the round: the kept nodes after the root, then the bonus, then padding."""
+        following = torch.cat([self.path[:, 1:], self.path[:, -1:]], dim=1)
+        tokens = tree.tokens.gather(1, following)
+        return tokens.scatter(1, (self.counts - 1)[:, None], self.bonus[:, None])
+
+    def trimmed(self) -> Accepted:
+        """Without what is padding in every sequence; finding that synchronises with the device."""
+        return replace(self, path=self.path[:, : int(self.counts.max())])
+
+
+def nodes_of(tree: TokenTree) -> Nodes:
+    """The tree as kernels take it."""
+    most_children = tree.tokens.shape[1] - 1 if tree.most_children is None else tree.most_children
+    return Nodes(tree.tokens, tree.parents, tree.valid & tree.emitted, tree.longest_path - 1, most_children)
+
+
+@dataclass(frozen=True)
+class Siblings:
+    """Children of one node in the order they were chosen or drawn, and what they are judged by."""
+
+    tokens: list[int]
+    p: Vector  # the target's distribution after the node
+    q: Vector  # what they were drawn from; None where they were not drawn
+    without_replacement: bool = False
+
+
+class AcceptanceRule(ABC):
+    """What every rule does: judge a tree by the target's logits."""
+
+    name: str
+    lossless: bool
+    children: tuple[Children, ...] = ANY  # how the children of a node may have been chosen
+    chains_only = False
+    on_device = False  # it judges without a host-device synchronisation
+    is_random = False  # it draws tokens, by keys of seed, sequence and position
+    fixes_choice = False  # the target's token after a node does not depend on what was drafted, so drafting changes no token
+
+    @abstractmethod
+    def choose(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
+        """The target's own token [B, N] after nodes at `positions` [B, N] of the sequences `sequence_ids` [B]."""
+
+    @abstractmethod
+    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Accepted:
+        """Judge a tree by `logits` [B, N, V]; a tree that the rule is not valid for is a UserError."""
+
+    @abstractmethod
+    def distribution(self, logits: Tensor) -> Tensor:
+        """The target's distribution [..., V], in float64, that tokens are chosen from."""
+
+    @abstractmethod
+    def chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+        """The chance of each sibling to be the one kept where their parent is, over the rule's own random outcomes.
+
+        For rules that judge a path as a whole, `rate` is what `rate_after` gave along the path to the parent; averaged over
+        what is drawn below, the chances are exact for the first child of every node on it.
+        """
+
+    def rate_after(self, p: Vector, q: Vector, token: int, rate: Any = 1) -> Any:
+        """What the path to a node's first child says of its chance to be kept, the node's own being `rate`; 1 for rules that
+        judge node by node."""
+        return 1
+
+    def matched(self) -> AcceptanceRule:
+        """The rule that gives each place of a sequence one fixed token of the same distribution: how decoding without a
+        drafter draws, and what deterministic drafts are judged by."""
+        return self
+
+    def check(self, children: Children, is_chain: bool) -> None:
+        """Raise where the rule would be wrong about such trees."""
+        if children not in self.children:
+            raise UserError(
+                f"acceptance={self.name}: it weighs p against the q that a child was drawn from, and the children of this tree "
+                "are the likeliest ones, not drawn; use tree.children=sampled or without_replacement, or acceptance=match"
+            )
+        if self.chains_only and not is_chain:
+            raise UserError(
+                f"acceptance={self.name}: it judges one path and this tree branches; use tree=chain or acceptance=recursive"
+            )

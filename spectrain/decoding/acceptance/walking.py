@@ -1,0 +1,126 @@
+"""Rules that decide node by node, one sequence at a time. Shapes: B batch, N nodes, V vocabulary.
+
+They ask `Dice` for every random outcome, so that a proof can enumerate all of them, with fractions in place of tensors, through
+this very code.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spectrain.kernels.counter import fold, gumbel, host_key, uniform
+from spectrain.randomness import ACCEPT
+from spectrain.trees.token_tree import TokenTree
+
+from .base import Accepted, Vector
+from .matching import SamplingRule
+
+
+class Dice(Protocol):
+    """Where a rule's random outcomes come from."""
+
+    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
+        """True with this probability; no two coins that a verdict may toss at one depth have the same number."""
+
+    def draw(self, weights: Vector, node: int) -> int:
+        """A token by its probability, to follow a node."""
+
+
+@dataclass(frozen=True)
+class VerifiedTree:
+    """One sequence's tree, as a rule walks it; only nodes that are asked for are normalised."""
+
+    tokens: list[int]
+    children: list[list[int]]  # of every node, in the order they were drawn
+    p: Callable[[int], Vector]  # the target's distribution after a node
+    q: Callable[[int], Vector]  # what the node's children were drawn from
+    without_replacement: bool = False
+    scores: Callable[[int], Vector] | None = None  # the logarithm of p up to a constant, where p itself may underflow
+
+
+class Walking(SamplingRule):
+    """A rule that decides node by node, one sequence at a time."""
+
+    @abstractmethod
+    def judge(self, tree: VerifiedTree, dice: Dice) -> tuple[list[int], int]:
+        """The kept nodes, the root first, and the token that follows them."""
+
+    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Accepted:
+        if tree.tokens.shape[1] > 1:  # a root alone has no children to weigh
+            self.check(tree.children, not self.chains_only or tree.is_chain)
+        verdicts = []
+        for b, key in enumerate(sequence_ids.tolist()):
+            dice = _Counted(fold(host_key(ACCEPT, self.seed), key), positions[b].tolist())
+            verdicts.append(self.judge(self._verified(tree, logits, b), dice))
+        width = max(len(path) for path, _ in verdicts)
+        device = logits.device
+        padded = torch.tensor([path + path[-1:] * (width - len(path)) for path, _ in verdicts], device=device)
+        counts = torch.tensor([len(path) for path, _ in verdicts], device=device)
+        return Accepted(padded, counts, torch.tensor([bonus for _, bonus in verdicts], device=device))
+
+    def _verified(self, tree: TokenTree, logits: Tensor, b: int) -> VerifiedTree:
+        children: list[list[int]] = [[] for _ in range(tree.tokens.shape[1])]
+        real = (tree.valid[b] & tree.emitted[b]).tolist()
+        for node, parent in enumerate(tree.parents[b].tolist()):
+            if parent >= 0 and real[node]:
+                children[parent].append(node)
+
+        @cache
+        def p(node: int) -> Tensor:
+            return self.distribution(logits[b, node]).cpu()
+
+        @cache
+        def q(node: int) -> Tensor:
+            assert tree.q is not None, "a tree with drawn children says what they were drawn from"
+            drawn = tree.q[b, node].double().cpu()
+            ids = torch.arange(len(drawn)) if tree.draft_ids is None else tree.draft_ids.cpu()
+            return drawn.new_zeros(logits.shape[-1]).scatter(0, ids, drawn)
+
+        def scores(node: int) -> Tensor:
+            return self.shape(logits[b, node])
+
+        return VerifiedTree(tree.tokens[b].tolist(), children, p, q, tree.children == "without_replacement", scores)
+
+
+class _Counted:
+    """Dice for decoding: each outcome has its own number, by the position of its node."""
+
+    def __init__(self, key: Tensor, positions: list[int]) -> None:
+        self.key, self.positions = key, positions
+
+    def coin(self, chance: Any, node: int, number: int = 0) -> bool:
+        return float(uniform(fold(self.key, self.positions[node]), torch.tensor(number))) < float(chance)
+
+    def draw(self, weights: Vector, node: int) -> int:
+        return int((weights.log() + gumbel(fold(fold(self.key, self.positions[node]), 1), len(weights))).argmax())
+
+
+def ratio(p: Any, q: Any) -> Any:
+    """min(1, p / q), and 1 where both are 0."""
+    return 1 if p >= q else p / q
+
+
+def share(mass: Any, rate: Any) -> Any:
+    """mass / (mass + 1 - rate), and 1 where nothing was left to lose: the rate is 1 and p equals q."""
+    total = mass + 1 - rate
+    return mass / total if total > 0 else 1
+
+
+def normalised(weights: Vector, otherwise: Vector) -> Vector:
+    """The weights as a distribution; `otherwise` where rounding left none."""
+    total = weights.sum()
+    return weights / total if total > 0 else otherwise
+
+
+def without(q: Vector, token: int) -> Vector:
+    """q once `token` has been drawn from it for good."""
+    left = q + 0
+    left[token] = 0
+    return normalised(left, left)

@@ -1,0 +1,44 @@
+"""Features that the target computes while training. Shapes: T tokens, L layers, D target width."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from spectrain.data.chat import Example
+from spectrain.models.features import Features
+
+from .base import Request, Source
+from .batch import Batch, collate, laid_out
+
+
+class Live(Source):
+    """Runs the target while training and keeps up to `keep_gb` of features in memory for later epochs."""
+
+    def __init__(self, keep_gb: float = 0.0) -> None:
+        self.keep_bytes = int(keep_gb * 1e9)
+        self.kept: dict[str, Tensor] = {}  # an example's key -> [T, L, D]
+        self.bytes = 0
+
+    def batch(self, request: Request) -> Batch:
+        target, layers = request.target, request.layers
+        batch = collate(request.examples, request.packed).to(target.device)
+        if not layers:
+            return batch
+        if self.keep_bytes and not target.in_step:
+            hidden = laid_out([self._features(example, request) for example in request.examples], request.packed)
+            return replace(batch, features=Features(batch.tokens, layers, hidden.to(target.device)))
+        return replace(batch, features=target.features(batch.tokens, layers, batch.lengths))
+
+    def _features(self, example: Example, request: Request) -> Tensor:
+        """[T, L, D] of one example, kept where there is room. It is run alone: its last bits would depend on its company, so a
+        resumed run, which has kept nothing yet, would not have the same features as an undisturbed one."""
+        if example.key in self.kept:
+            return self.kept[example.key]
+        target = request.target
+        hidden = target.features(torch.tensor([example.tokens], device=target.device), request.layers).hidden[0]
+        size = hidden.numel() * hidden.element_size()
+        if self.bytes + size <= self.keep_bytes:
+            self.kept[example.key] = hidden = hidden.to("cpu", copy=True)
+            self.bytes += size
+        return hidden.to("cpu")

@@ -1,0 +1,194 @@
+"""README, CONTRIBUTING and docs/: commands are real, links lead somewhere, and the pages build."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spectrain.cli import help, main, overrides
+from spectrain.errors import UserError
+from spectrain.settings.schema import chosen, schema, settings
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in FILES}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EVERY_DRAFTER = {"init"}  # settings of all drafters, which no constructor has
+OURS = re.compile(r"(?:conf|docs|eval|examples|kernels|recipes|scripts|spectrain|tests)/[a-z0-9_./-]*")
+
+
+def lines(text: str) -> Iterator[list[str]]:
+    """The words of every shell line of a document: fenced ones, and commands within sentences."""
+    fenced = "".join(body for language, body in FENCE.findall(text) if language == "sh")
+    for line in fenced.replace("\\\n", " ").splitlines():
+        yield shlex.split(line, comments=True)
+    for span in re.findall(r"`(spectrain [^`\n]+)`", FENCE.sub("", text)):
+        yield shlex.split(span)
+
+
+def commands(text: str) -> list[str]:
+    """What follows the word spectrain, be it the program, a module that a launcher runs, or a container."""
+    found = []
+    for words in lines(text):
+        if "spectrain" in words and words[:2] != ["docker", "build"] and "COMMAND" not in words:
+            found.append(shlex.join(words[words.index("spectrain") + 1 :]))
+    return list(dict.fromkeys(found))
+
+
+EVERY = [(name, command) for name, text in DOCUMENTS.items() for command in commands(text)]
+
+
+def check(command: str, patch: pytest.MonkeyPatch) -> None:
+    """Everything that happens before hydra composes: the command, its flags, groups, choices and keys."""
+    words = shlex.split(command)
+    name = " ".join(words[: 2 if words[0] in ("data", "bench") else 1])
+    patch.chdir(ROOT)
+    if name in main.commands() and main.commands()[name][0] is None:
+        flags = {flag.split()[0] for flag in help.COMMANDS[name].flags} | set(help.HELP)
+        unknown = [word for word in words if word.startswith("-") and word not in flags]
+        assert not unknown, f"{name} has no {unknown}"
+        return
+    seen: list[Any] = []
+    patch.setattr(main, "compose_and_call", lambda *composed: seen.append(composed))
+    main.dispatch(words)
+    for config, _, arguments in seen:
+        check_keys(config, arguments)
+
+
+def check_keys(config: str, arguments: list[str]) -> None:
+    """A dotted key is a setting of the choice that its group has, or of one that it may have."""
+    asked = schema(config)
+    known, choices = settings(asked, arguments), chosen(asked, arguments)
+    for argument in arguments:
+        group, dot, name = argument.partition("=")[0].partition(".")
+        if dot and group in asked.groups | asked.nodes:
+            mine = group in choices or group in asked.nodes
+            there = name in {key.name for key in known.get(group, ())} if mine else overrides.owners(group, name, arguments)
+            there = there or (group == "drafter" and name in EVERY_DRAFTER)
+            assert there, f"{argument}: {group} has no such key"
+
+
+@pytest.mark.parametrize(("document", "command"), EVERY)
+def test_a_command_is_real(document: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(command, monkeypatch)
+
+
+def test_the_check_sees_commands() -> None:
+    """It finds them in every kind of line, with what a launcher or a comment adds left out."""
+    assert len(EVERY) > 80
+    fenced = "```sh\nA=1 torchrun -m spectrain train \\\n    recipe=gkd  # so\nmake test\n```\n"
+    text = f"{fenced}Say `spectrain doctor --json`, or\n```\nspectrain no\n```"
+    assert commands(text) == ["train recipe=gkd", "doctor --json"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "tran recipe=gkd",
+        "train recipe=gdk",
+        "train recipe=gkd trainr.lr=1",
+        "train target=tiny trainer.rl=1",
+        "eval run=DIR tree=chain tree.widht=2",
+        "eval run=DIR source.path=DIR",
+        "lint DIR --goal tiny",
+    ],
+)
+def test_the_check_sees_mistakes(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((UserError, AssertionError)):
+        check(command, monkeypatch)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_make_has_the_targets(document: str) -> None:
+    """Whoever is told to make something can."""
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = DOCUMENTS[document]
+    told = {words[1] for words in lines(text) if words[:1] == ["make"]} | set(re.findall(r"`make ([a-z-]+)", text))
+    assert told <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_named_files_are_there(document: str) -> None:
+    """A path of the repository in a command or between backticks exists; one with a NAME in it is any such path."""
+    text = DOCUMENTS[document]
+    named = [word for words in lines(text) for word in words] + re.findall(r"`([^`\n]+)`", FENCE.sub("", text))
+    paths = [part for word in named for part in (word, word.partition("=")[2]) if OURS.fullmatch(part)]
+    assert not [path for path in paths if not (ROOT / path).exists() and not (ROOT / "spectrain" / path).exists()]
+
+
+def slugs(text: str) -> set[str]:
+    """The anchors of a page, as forges and mkdocs make them of its headings."""
+    titles = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    """Every relative link names a file, and every anchor one of its headings."""
+    place = (ROOT / document).parent
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", DOCUMENTS[document])):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        path = (place / name).resolve() if name else ROOT / document
+        assert path.exists(), target
+        assert not anchor or anchor in slugs(path.read_text()), target
+
+
+def test_the_readme_is_short() -> None:
+    assert len(DOCUMENTS["README.md"].splitlines()) <= 220
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/families.md"])
+def test_every_recipe_is_told_of(document: str) -> None:
+    """The table of families has a line for each."""
+    table = {line.split("`")[1] for line in DOCUMENTS[document].splitlines() if line.startswith("| `")}
+    assert {path.stem for path in (ROOT / "recipes").glob("*.yaml")} <= table
+
+
+def site() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    return loaded
+
+
+def test_every_page_is_in_the_site() -> None:
+    """The navigation lists them all, once, and the first page links to each."""
+    listed = [name for entry in site()["nav"] for name in entry.values()]
+    assert sorted(listed) == [page.name for page in PAGES]
+    assert {name for name in listed if f"]({name})" in DOCUMENTS["docs/index.md"]} == {*listed} - {"index.md"}
+    assert {name for name in listed if f"](docs/{name})" in DOCUMENTS["README.md"]} == {*listed}
+
+
+def built(config: Path, out: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config), "--site-dir", str(out)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    """Strictly, and no page wants a script, a style or a font from elsewhere."""
+    pytest.importorskip("mkdocs", reason="pip install spectrain[docs]")
+    done = built(ROOT / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").glob("*.html"))
+    assert {page.stem for page in pages} == {page.stem for page in PAGES} | {"404"}
+    fetched = r"<(?:script|img|iframe)[^>]*src=.?https?:|<link[^>]*rel=.?stylesheet[^>]*href=.?https?:|fonts\.g"
+    assert not [page.name for page in pages if re.search(fetched, page.read_text())]
+
+
+@pytest.mark.parametrize("broken", ["[x](nowhere.md)", "[x](data.md#nowhere)", "[x](#nowhere)"])
+def test_a_broken_link_ends_the_build(tmp_path: Path, broken: str) -> None:
+    pytest.importorskip("mkdocs", reason="pip install spectrain[docs]")
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    with (tmp_path / "docs" / "runs.md").open("a") as page:
+        page.write(f"\n{broken}\n")
+    done = built(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode != 0 and "nowhere" in done.stderr

@@ -1,0 +1,48 @@
+"""Of a long sweep `make test` runs a sample, `make test-full` every case.
+
+    @pytest.mark.sweep(8)                       # at least eight cases
+    @pytest.mark.sweep(8, free=("seed",))       # whose seeds need not all occur
+    @pytest.mark.sweep(8, cost=seconds_of)      # cheap ones rather than dear ones: cost is called with the case's parameters
+
+The first case is always in the sample, and so is every value of every parameter that is not free: each dtype, tree, rule and
+family still runs, only not in every combination. Which cases fill it up follows from their ids, so it is the same everywhere.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+from zlib import crc32
+
+import pytest
+
+Case = tuple[str, dict[str, Any]]  # the id of a test, its parameters
+
+
+def sample(cases: Sequence[Case], keep: int, free: Sequence[str] = (), cost: Callable[..., float] | None = None) -> set[str]:
+    """The ids of at least `keep` cases, the first among them, in which every value of every parameter occurs."""
+    values = {name: {(key, repr(value)) for key, value in parameters.items() if key not in free} for name, parameters in cases}
+    price = {name: cost(**parameters) if cost else 1.0 for name, parameters in cases}
+    kept = [cases[0][0]]
+    missing = set[Any]().union(*values.values()) - values[kept[0]]
+    others = sorted((name for name, _ in cases[1:]), key=lambda name: (crc32(name.encode()), name))
+    while others and (missing or len(kept) < keep):
+        best = max(others, key=lambda name: (len(values[name] & missing) / price[name], -price[name]))
+        kept.append(best)
+        others.remove(best)
+        missing -= values[best]
+    return set(kept)
+
+
+def mark_what_is_left_out(items: Sequence[pytest.Item]) -> None:
+    """Of tests that are sweeps, mark as slow what is in no sample."""
+    sweeps = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sweep"):
+            sweeps[item.nodeid.split("[")[0]].append(item)
+    for cases in sweeps.values():
+        mark = cases[0].get_closest_marker("sweep")
+        assert mark is not None
+        kept = sample([(case.nodeid, case.callspec.params) for case in cases], *mark.args, **mark.kwargs)
+        for case in cases:
+            if case.nodeid not in kept:
+                case.add_marker(pytest.mark.slow)

@@ -1,0 +1,301 @@
+"""Files of strangers are data: whatever stands in them, nothing is run, and one sentence says what was refused."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from spectrain.cli.export import export, lint_command
+from spectrain.drafters.base import Drafter
+from spectrain.errors import RunError, UserError
+from spectrain.eval.comparison import Scored
+from spectrain.export.converter import convert
+from spectrain.export.targets import TargetFiles
+from spectrain.models.target import Target
+from spectrain.runs.defaults import complete
+from spectrain.runs.run import load_drafter, save_drafter, take_shape
+from spectrain.settings.build import build, check_config
+from spectrain.settings.keys import TRAIN_KEYS
+
+TINY = TargetFiles("tiny")
+EVIL = "from pathlib import Path\nPath({canary!r}).touch()\nclass Drafter:\n    def __init__(self, **_): pass\n"
+WAYS = ("eval", "chat", "train", "export", "convert", "lint", "lint --target")
+DEEP = 100_000
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
+    """Drafters that are as they should be, by layout."""
+    folder = tmp_path_factory.mktemp("good")
+    small: dict[str, dict[str, Any]] = {
+        "causal": {"num_layers": 1}, "eagle3": {"vocab_size": 64}, "medusa": {"vocab_size": 2048, "num_heads": 1},
+        "gated_lora": {"num_masks": 1, "rank": 2},
+    }  # fmt: skip
+    for name, options in small.items():
+        with initialize_config_module("spectrain.conf", version_base="1.3"):
+            config = compose("train", overrides=[f"drafter={name}", "target=tiny", "tree=chain"])
+        OmegaConf.set_struct(config, False)
+        config.drafter.update(options)
+        drafter: Drafter = build(config.drafter, target=tiny)
+        drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.02 * torch.randn_like(parameter))
+        save_drafter(folder / name, drafter, config)
+    run = folder / "run"
+    shutil.copytree(folder / "causal", run / "drafter")
+    (run / "config.yaml").write_text("trainer: {choice: default, lr: 0.01}\neval: {choice: default, limit: 1}\n")
+    (run / "provenance.json").write_text("{}")
+    for source, form in (("eagle3", "vllm"), ("eagle3", "sglang"), ("medusa", "vllm"), ("medusa", "medusa"), ("causal", "hf"),
+                         ("gated_lora", "peft")):  # fmt: skip
+        convert(folder / source, folder / f"{source}-{form}", form, TINY)
+    return folder
+
+
+def order(canary: Path) -> dict[str, Any]:
+    """What hydra would make a command of."""
+    return {"_target_": "huggingface_hub.utils._subprocess.run_subprocess", "command": f"touch {canary}"}
+
+
+def put(file: str, *keys: str, value: Any) -> Callable[[Path, Path], None]:
+    """Write a value into a JSON file, or into the order that it holds; a function gives it from the canary."""
+
+    def edit(directory: Path, canary: Path) -> None:
+        path = directory / file
+        content = json.loads(path.read_text()) if path.exists() else {}
+        node = content
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+        node[keys[-1]] = value(canary) if callable(value) else value
+        path.write_text(json.dumps(content))
+
+    return edit
+
+
+def text(file: str, content: str | bytes) -> Callable[[Path, Path], None]:
+    def edit(directory: Path, canary: Path) -> None:
+        data = content if isinstance(content, bytes) else content.replace("CANARY", str(canary)).encode()
+        (directory / file).write_bytes(data)
+
+    return edit
+
+
+def remote(directory: Path, canary: Path) -> None:
+    """A target of the folder's own, whose code the file itself allows."""
+    model = directory / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.Drafter"}}))
+    (model / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    (model / "evil.py").write_text(EVIL.format(canary=str(canary)))
+    target = {"choice": "hf", "model": str(model), "trust_remote_code": True}
+    put("config.json", "target", value=target)(directory, canary)
+
+
+CONFIG = "config.json"
+ARCHITECTURE = ("drafter", "architecture")
+FILES: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
+    # its own description
+    "an order as architecture": ("causal", put(CONFIG, *ARCHITECTURE, value=order), "drafter.architecture._target_"),
+    "an order within it": ("causal", put(CONFIG, *ARCHITECTURE, "rope", value=order), "drafter.architecture.rope._target_"),
+    "an order in a list": ("causal", put(CONFIG, "drafter", "layers", value=lambda c: [order(c)]), "drafter.layers.0._target_"),
+    "a command as family": ("causal", put(CONFIG, "drafter", value={"_target_": "os.system"}), "drafter=os.system"),
+    "a command named": ("causal", put(CONFIG, "drafter", value=order), "drafter="),
+    "a module beside it": ("causal", put(CONFIG, "drafter", value={"_target_": "evil.Drafter"}), "drafter=evil.Drafter"),
+    "a module as choice": ("causal", put(CONFIG, "drafter", "choice", value="evil.Drafter"), "drafter=evil.Drafter"),
+    "a path as choice": ("causal", put(CONFIG, "drafter", "choice", value="../../evil"), "drafter=../../evil"),
+    "a choice that is no text": ("causal", put(CONFIG, "drafter", "choice", value=order), "drafter.choice"),
+    "a choice and an order": ("causal", put(CONFIG, "drafter", "_target_", value="evil.Drafter"), "drafter."),
+    "a choice of another group": ("causal", put(CONFIG, "drafter", "choice", value="tiny"), "drafter=tiny"),
+    "a function of ours": (
+        "causal", put(CONFIG, "target", value={"_target_": "spectrain.models.loading.save_gguf"}), "target=",
+    ),
+    "partial": ("causal", put(CONFIG, "tree", "_partial_", value=True), "tree._partial_"),
+    "arguments": ("causal", put(CONFIG, "acceptance", "_args_", value=["x"]), "acceptance._args_"),
+    "recursion": ("causal", put(CONFIG, "drafter", "_recursive_", value=True), "drafter._recursive_"),
+    "conversion": ("causal", put(CONFIG, "drafter", "_convert_", value="all"), "drafter._convert_"),
+    "a runtime object": ("causal", put(CONFIG, "target", "network", value=order), "target.network"),
+    "the environment": ("causal", put(CONFIG, "recipe", value="${oc.env:HOME}"), "recipe"),
+    "a resolver": ("causal", put(CONFIG, "drafter", "loss", value="${cpu_gpu:a,b}"), "drafter.loss"),
+    "remote code of a target": ("causal", remote, "target.trust_remote_code"),
+    "remote code of a drafter": ("causal", put(CONFIG, *ARCHITECTURE, "auto_map", value={"AutoConfig": "evil.D"}), "auto_map"),
+    "a kernel of the hub": ("causal", put(CONFIG, *ARCHITECTURE, "attn_implementation", value="evil/k"), "attn_implementation"),
+    "a group that is none": ("causal", put(CONFIG, "../drafter", value={"choice": "causal"}), "../drafter"),
+    "nested to no end": ("causal", text(CONFIG, "[" * DEEP), "nested"),
+    "nested settings": ("causal", put(CONFIG, "training", value=json.loads("[" * 200 + "]" * 200)), "nested"),
+    "bytes": ("causal", text(CONFIG, bytes(range(256))), "JSON"),
+    "a list": ("causal", text(CONFIG, "[]"), "settings"),
+    "a drafter of text": ("causal", put(CONFIG, "drafter", value="causal"), "drafter"),
+    # beside it
+    "an adapter's order": ("gated_lora", put("adapter_config.json", "x", value=order), "x._target_"),
+    "an adapter's library": (
+        "gated_lora", put("adapter_config.json", "auto_mapping", value={"parent_library": "evil"}), "parent_library",
+    ),
+    "an export's family": ("eagle3-sglang", put("spectrain.json", "drafter", "_target_", value="evil.Drafter"), "drafter."),
+    "an export's choice": ("eagle3-sglang", put("spectrain.json", "drafter", "choice", value="ngram"), "drafter"),
+    "an export's tree": ("eagle3-vllm", put("spectrain.json", "description", "tree", value=order), "tree="),
+    "an export's rule": ("medusa-vllm", put("spectrain.json", "description", "acceptance", "x", value=order), "acceptance.x"),
+    "an adapter's gate": ("gated_lora-peft", put("gated_lora.json", "rank", value=order), "rank._target_"),
+    # other projects' layouts
+    "EAGLE-3, flat": ("eagle3-sglang", put(CONFIG, "rope_scaling", value=order), "rope_scaling._target_"),
+    "EAGLE-3, flat, remote": ("eagle3-sglang", put(CONFIG, "auto_map", value={"AutoModel": "evil.D"}), "auto_map"),
+    "speculators": (
+        "eagle3-vllm", put(CONFIG, "transformer_layer_config", "x", value=order), "transformer_layer_config.x._target_",
+    ),
+    "Medusa": ("medusa-medusa", put(CONFIG, "base_model_name_or_path", value=order), "base_model_name_or_path._target_"),
+    "Medusa of vLLM": ("medusa-vllm", put(CONFIG, "x", value="${oc.env:HOME}"), "x"),
+    "transformers": ("causal-hf", put(CONFIG, "auto_map", value={"AutoConfig": "evil.Drafter"}), "auto_map"),
+    "transformers, trusting": ("causal-hf", put(CONFIG, "trust_remote_code", value=True), "trust_remote_code"),
+}  # fmt: skip
+
+
+def settings(name: str, *overrides: str) -> Any:
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        config = compose(name, overrides=list(overrides))
+        return complete(config) if name in ("eval", "chat") else config
+
+
+def opened(name: str, directory: Path, tiny: Target) -> None:
+    """As far as a command goes before it decodes."""
+    config, folder = settings(name, f"run={directory}")
+    load_drafter(check_config(config, (*TRAIN_KEYS, "chat")), folder, tiny)
+
+
+def go(way: str, directory: Path, out: Path, tiny: Target) -> None:
+    """One command, without its start."""
+    if way in ("eval", "chat"):
+        opened(way, directory, tiny)
+    elif way == "train":
+        family = directory.name.split("-")[0]
+        config = settings("train", f"drafter={family}", "target=tiny", f"++drafter.init={directory}")
+        OmegaConf.set_struct(config, False)
+        take_shape(config, [])
+        load_drafter(check_config(config, TRAIN_KEYS), directory, tiny)
+    elif way == "export":
+        export(OmegaConf.create({"run": str(directory), "format": "spectrain", "out": str(out)}))
+    elif way == "convert":
+        convert(directory, out, "spectrain", TINY)
+    else:
+        lint_command([str(directory), *(["--target", "tiny"] if "--" in way else [])])
+
+
+@pytest.fixture
+def canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is made where anything of a stranger's runs; the working folder is importable, as under python -m."""
+    return tmp_path / "canary"
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_nothing_of_a_stranger_runs(
+    case: str, good: Path, canary: Path, tmp_path: Path, tiny: Target, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    """Every command refuses the file in one sentence that names what stands in it; lint calls it an error."""
+    base, edit, named = FILES[case]
+    directory = tmp_path / base
+    shutil.copytree(good / base, directory)
+    edit(directory, canary)
+    (directory / "evil.py").write_text(EVIL.format(canary=str(canary)))
+    monkeypatch.chdir(directory)
+    monkeypatch.syspath_prepend(str(directory))
+    for way in WAYS[3:] if case.startswith("an adapter") else WAYS:  # nobody else reads it
+        with pytest.raises((UserError, RunError)) as told:
+            go(way, directory, tmp_path / "out", tiny)
+        sentence = str(told.value)
+        assert isinstance(told.value, UserError) or (way.startswith("lint") and "error not-data" in capfd.readouterr().out)
+        assert "\n" not in sentence and len(sentence) < 500
+        assert named in sentence or way.startswith("lint"), (way, sentence)
+        assert not canary.exists() and not (tmp_path / "out").exists() and "evil" not in sys.modules
+
+
+RUNS: dict[str, tuple[str, str, str]] = {
+    "python in yaml": ("config.yaml", "trainer: !!python/object/apply:os.system ['touch CANARY']\n", "YAML"),
+    "a trainer": ("config.yaml", "trainer: {_target_: evil.Drafter}\n", "trainer=evil.Drafter"),
+    "an order in the data": (
+        "config.yaml", "data: {choice: embedded, limit: {_target_: os.system, command: touch CANARY}}\n", "data.limit._target_",
+    ),
+    "the environment": ("config.yaml", "eval: {choice: default, prompts: '${oc.env:HOME}'}\n", "eval.prompts"),
+    "aliases": ("config.yaml", "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "alias"),
+    "nested to no end": ("config.yaml", "data: " + "[" * 5_000, "nested"),
+    "a list": ("config.yaml", "- data\n", "settings"),
+    "no key of a trainer": ("config.yaml", "trainer: {choice: default, callback: x}\n", "trainer.callback"),
+    "a name that leads away": ("config.yaml", "eval: {choice: default, name: ../../escape}\n", "eval.name"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_run_folder_holds_data(case: str, good: Path, canary: Path, tmp_path: Path, tiny: Target) -> None:
+    """config.yaml of a run is read like a drafter: nothing runs, one sentence says why."""
+    file, content, named = RUNS[case]
+    shutil.copytree(good / "run", tmp_path / "run")
+    text(file, content)(tmp_path / "run", canary)
+    with pytest.raises(UserError) as told:
+        config, _ = settings("eval", f"run={tmp_path / 'run'}")
+        build(check_config(config, TRAIN_KEYS).eval)
+    assert named in str(told.value) and "\n" not in str(told.value)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "\0\1", "[" * DEEP], ids=["list", "cut", "binary", "deep"])
+def test_provenance_is_data(content: str, good: Path, tmp_path: Path) -> None:
+    """A run whose provenance cannot be read is named in one sentence, and nothing is left half done."""
+    shutil.copytree(good / "run", tmp_path / "run")
+    (tmp_path / "run" / "provenance.json").write_text(content)
+    with pytest.raises(UserError, match=r"provenance\.json: [^\n]*$"):
+        export(OmegaConf.create({"run": str(tmp_path / "run"), "format": "spectrain", "out": str(tmp_path / "out")}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_score_is_data(tmp_path: Path, canary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a summary names as its rule is looked up among the rules, never imported."""
+    (tmp_path / "evil.py").write_text(EVIL.format(canary=str(canary)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for rule in ({"_target_": "evil.Drafter"}, {"choice": "evil.Drafter"}):
+        with pytest.raises(UserError, match="acceptance=evil.Drafter: there is no such choice"):
+            Scored("one", tmp_path, {"setting": {"target": "tiny", "acceptance": rule}}, {}, None).told("acceptance")
+    assert not canary.exists()
+
+
+def test_what_no_yaml_names_is_never_imported(tmp_path: Path, canary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Construction itself refuses it, wherever the name came from, and constructs nothing within the settings."""
+    (tmp_path / "evil.py").write_text(EVIL.format(canary=str(canary)))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for node in ({"_target_": "evil.Drafter"}, {"_target_": "evil"}, order(canary)):
+        with pytest.raises(UserError, match="no choice of conf/ names it"):
+            build(node)
+    with pytest.raises(UserError, match=r"data\.limit\._target_ is an order"):
+        build({"_target_": "spectrain.data.readers.Embedded", "limit": order(canary)})
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("eval", "run=causal", "target=tiny"), ("lint", "causal")],
+    ids=lambda words: words[0],
+)
+def test_from_the_shell(words: tuple[str, ...], good: Path, canary: Path, tmp_path: Path) -> None:
+    """The whole program, started where the stranger's files lie."""
+    shutil.copytree(good / "causal", tmp_path / "causal")
+    (tmp_path / "evil.py").write_text(EVIL.format(canary=str(canary)))
+    put(CONFIG, *ARCHITECTURE, value={"_target_": "evil.Drafter"})(tmp_path / "causal", canary)
+    ran = subprocess.run([sys.executable, "-m", "spectrain", *words], capture_output=True, text=True, check=False, cwd=tmp_path,
+                         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})  # fmt: skip
+    assert ran.returncode == (1 if words[0] == "lint" else 2), ran.stderr
+    assert ran.stderr.startswith("spectrain: ") and ran.stderr.count("\n") == 1, ran.stderr
+    assert "drafter.architecture._target_" in ran.stderr + ran.stdout
+    assert not canary.exists() and not list(tmp_path.glob("runs"))
+
+
+def test_nothing_else_is_needed(good: Path, tmp_path: Path, tiny: Target) -> None:
+    """Without the strangers' hands on them, the same files are read by every command."""
+    for base in ("causal", "gated_lora", "eagle3-sglang", "eagle3-vllm", "medusa-vllm", "medusa-medusa", "causal-hf"):
+        for way in ("eval", "convert", "lint"):
+            go(way, good / base, tmp_path / base, tiny)
