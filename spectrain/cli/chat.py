@@ -16,6 +16,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from tokenizers.decoders import DecodeStream
 
 from spectrain.data.chat import prompt_tokens
 from spectrain.data.readers import Embedded
@@ -30,7 +31,6 @@ from spectrain.settings.build import build
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue")  # of one round after the other
 REFRESH = 0.05  # seconds between two pictures of a terminal: more often is not seen, and takes time
 LEAST = 16  # tokens that an answer must have room for
-TORN = "\ufffd"  # what decoding gives for the first bytes of a character
 COMMANDS = {
     "/help": "this list",
     "/drafter": "switch drafting off, and on again (/drafter on, /drafter off)",
@@ -53,10 +53,10 @@ class Stream:
     """An answer as text while its rounds come in. A character is held back until all of its bytes are there."""
 
     def __init__(self, target: Target) -> None:
-        self.tokenizer, self.stop_ids = target.tokenizer, target.stop_ids
+        self.target, self.decoder = target, DecodeStream(skip_special_tokens=False)
         self.tokens: list[int] = []  # of the answer, without those that end it
         self.seen = 0  # tokens of the generation
-        self.start = self.shown = 0  # tokens that are decoded again, as what precedes a token can change its text; tokens shown
+        self.text = ""
 
     def read(self, generation: Generation) -> list[Piece]:
         """What is new since the last call."""
@@ -64,23 +64,17 @@ class Stream:
         places += [(turn, step < count) for turn, count in enumerate(generation.accepted, 1) for step in range(1, count + 1)]
         new = list(zip(generation.output, places))[self.seen :]
         self.seen += len(new)
-        return [Piece(self._add(token), *place) for token, place in new if token not in self.stop_ids]
+        return [Piece(self._add(token), *place) for token, place in new if token not in self.target.stop_ids]
 
     def rest(self) -> str:
         """What is still held back at the end: a character that was cut."""
-        before, self.shown = self._text(self.start, self.shown), len(self.tokens)
-        return self._text(self.start, self.shown)[len(before) :]
+        return str(self.target.tokenizer.decode(self.tokens, clean_up_tokenization_spaces=False))[len(self.text) :]
 
     def _add(self, token: int) -> str:
         self.tokens.append(token)
-        before, text = self._text(self.start, self.shown), self._text(self.start, len(self.tokens))
-        if text.endswith(TORN):
-            return ""
-        self.start, self.shown = self.shown, len(self.tokens)
-        return text[len(before) :]
-
-    def _text(self, first: int, last: int) -> str:
-        return str(self.tokenizer.decode(self.tokens[first:last], clean_up_tokenization_spaces=False))
+        new = self.decoder.step(self.target.tokenizer.backend_tokenizer, token) or ""
+        self.text += new
+        return new
 
 
 @dataclass
@@ -181,18 +175,21 @@ class Chat:
     max_new_tokens: int = 512
     system: str | None = None  # a message that comes before all others
     engine: Choice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
+    once: str | None = None  # answer this and leave
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
             raise UserError(f"chat.max_new_tokens={self.max_new_tokens}: use 2 or more")
 
-    def run(self, config: DictConfig, folder: Path, once: str | None = None) -> None:
-        """Load what `config` names, then answer line by line, or `once` and no more."""
+    def run(self, config: DictConfig, folder: Path) -> None:
+        """Load what `config` names, then answer line by line, or what `once` asks and no more."""
         target = load_target(config, folder)
         if not target.tokenizer.chat_template:
             raise UserError(
                 "target: its tokenizer has no chat template; use an instruction-tuned model or add one to the tokenizer"
             )
+        if not target.tokenizer.is_fast:
+            raise UserError("target: its tokenizer cannot be read token by token; save it as a fast tokenizer")
         if self.max_new_tokens + LEAST > target.max_length:
             raise UserError(
                 f"chat.max_new_tokens={self.max_new_tokens}: the context of {target.name} has {target.max_length}; use less"
@@ -201,8 +198,8 @@ class Chat:
         console = Console(highlight=False)
         screen = Screen(console) if console.is_terminal and not console.is_dumb_terminal else Plain()
         talk = Talk(self, target, system, screen)
-        if once is not None:
-            if talk.ask(once) is None:
+        if self.once is not None:
+            if talk.ask(self.once) is None:
                 raise UserError(
                     f"--once: the text leaves no room for an answer in the {target.max_length} tokens of the context"
                 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,12 +24,12 @@ from spectrain.export.hub import push
 from spectrain.models.target import Target
 from spectrain.runs import run as runs
 from spectrain.runs.candidate import Candidate
+from spectrain.runs.defaults import complete
 from spectrain.settings.build import build, check_config, register_resolvers
 from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.trees import TreeBuilder
 
-from .main import allow_new_keys, config_groups
-from .overrides import check_words
+from .overrides import allow_new_keys, check_words, config_groups
 
 Prompt = str | list[dict[str, str]]
 """What a user says, or a chat of such messages as {"role": .., "content": ..}."""
@@ -40,19 +41,26 @@ def train(recipe: str, run: str | Path | None = None, **settings: Any) -> Path:
     Settings are those of `spectrain train`: groups by keyword, dotted keys through a dictionary. A UserError says what is wrong
     with one, a RunError what went wrong in training.
     """
-    config, words = composed("train", {"recipe": recipe, "run": run, **settings})
+    with composing():
+        config, words = composed("train", {"recipe": recipe, **({} if run is None else {"run": run}), **settings})
     return runs.train(check_config(config, TRAIN_KEYS), words)
 
 
-def composed(command: str, settings: Mapping[str, Any]) -> tuple[DictConfig, list[str]]:
-    """The configuration that a command composes from such settings, and these as words."""
+@contextmanager
+def composing() -> Iterator[None]:
+    """Let hydra find conf/, as the command line does."""
     register_resolvers()
-    words = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
-    check_words(command, command, words)
-    groups = config_groups(words)
     GlobalHydra.instance().clear()
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config = compose(command, overrides=[allow_new_keys(word, groups) for word in words])
+        yield
+
+
+def composed(command: str, settings: Mapping[str, Any]) -> tuple[DictConfig, list[str]]:
+    """The configuration that a command composes from such settings, and these as words; to be called while `composing`."""
+    words = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
+    check_words(command, words)
+    groups = config_groups(words)
+    config = compose(command, overrides=[allow_new_keys(word, groups) for word in words])
     if "recipe" in settings:
         with open_dict(config):
             config.recipe_name = settings["recipe"]
@@ -72,16 +80,12 @@ class PretrainedDrafter:
     def from_pretrained(cls, name: str | Path, target: Target, **settings: Any) -> PretrainedDrafter:
         """The drafter of a run folder, a drafter directory, an export, another project's checkpoint, or of such a repository
         on the hub. Settings change its tree or rule, as in tree="chain" and **{"tree.depth": 4}."""
-        from spectrain.runs.defaults import complete
-
         place = Path(name).expanduser()
         if not place.exists():
             place = Path(snapshot_download(str(name)))
-        asked, _ = composed("eval", {"run": place, **settings})
-        if asked.get("target") is None:
-            with open_dict(asked):
-                asked.target = {"_target_": "spectrain.models.loading.load_hf", "model": target.path}
-        config, folder = complete(asked)
+        with composing():
+            asked, _ = composed("eval", {"run": place, "target": "hf", "target.model": target.path, **settings})
+            config, folder = complete(asked)
         config = check_config(config, TRAIN_KEYS)
         module = runs.load_drafter(config, folder, target)
         trained = runs.trained_target(folder)
@@ -162,7 +166,8 @@ def evaluate(target: Target, drafter: PretrainedDrafter, out: str | Path | None 
     """
     with TemporaryDirectory() as scratch:
         asked = {f"eval.{key}": value for key, value in settings.items()}
-        config, _ = composed("train", {"drafter": "ngram", **asked})
+        with composing():
+            config, _ = composed("train", {"drafter": "ngram", **asked})
         evaluation = build(check_config(OmegaConf.create({"eval": config.eval}), ("eval",)).eval)
         evaluation.check_prompts(target)
         setting = {"target": target.name, "target_path": target.path, "recipe": runs.recipe_name(drafter.config),

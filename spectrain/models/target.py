@@ -53,8 +53,9 @@ class Target(nn.Module):
         """A target by the name of one that comes with the project (tiny, smollm2), from a directory, or from the hub."""
         from .loading import load_hf, load_smollm2, load_tiny
 
-        own = {"tiny": load_tiny, "smollm2": load_smollm2}.get(str(name))
-        return load_hf(str(name), dtype=dtype, device=device) if own is None else own(dtype, device)
+        if name == "tiny":
+            return load_tiny(dtype, device)
+        return load_smollm2(dtype, device) if name == "smollm2" else load_hf(str(name), dtype=dtype, device=device)
 
     @property
     def decoder(self) -> nn.Module:

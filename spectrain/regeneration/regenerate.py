@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from spectrain.cli.defaults import complete as with_defaults
 from spectrain.data.chat import Message
 from spectrain.data.readers import Data
 from spectrain.decoding.session import Session
@@ -24,6 +23,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.features.progress import Progress
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
+from spectrain.runs.defaults import complete as with_defaults
 from spectrain.runs.run import drafter_directory, load_weights, trained_target
 from spectrain.settings.build import build, check_config, constructor
 

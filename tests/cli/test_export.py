@@ -16,12 +16,12 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectrain.cli.defaults import saved_settings
 from spectrain.cli.export import export
 from spectrain.errors import UserError
 from spectrain.export.layouts import layout_for
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
+from spectrain.runs.defaults import saved_settings
 from spectrain.runs.run import save_drafter
 from tests.export.test_converter import ours, settings_for
 

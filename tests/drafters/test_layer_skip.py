@@ -18,8 +18,8 @@ from spectrain.decoding.loop import decode
 from spectrain.decoding.session import tune
 from spectrain.drafters.layer_skip import LayerSkipping, laid_out, search
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate
 from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.plain import generate
 from spectrain.models.target import Target
 from spectrain.runs.run import load_weights, save_drafter
 from spectrain.settings.build import build

@@ -8,12 +8,12 @@ import pytest
 from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
-from spectrain.cli.defaults import complete
 from spectrain.data.readers import FOLDER
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.runs import run
+from spectrain.runs.defaults import complete
 from spectrain.settings.build import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 

@@ -14,7 +14,6 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from spectrain.cli.defaults import complete
 from spectrain.cli.export import export, lint_command
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
@@ -22,6 +21,7 @@ from spectrain.eval.comparison import Scored
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
+from spectrain.runs.defaults import complete
 from spectrain.runs.run import load_drafter, save_drafter, take_shape
 from spectrain.settings.build import build, check_config
 from spectrain.settings.keys import TRAIN_KEYS
