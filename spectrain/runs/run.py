@@ -242,7 +242,9 @@ def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Draft
             f"drafter.init={config.drafter.init}: this family has no weights beside the target's; go on from a trained target, "
             "as in target=hf target.model=RUN/target"
         )
-    if target.sharding != "none" and (drafter.abilities.target_training or (drafter.adapts_layers and target.sharding == "tensor")):
+    if target.sharding != "none" and (
+        drafter.abilities.target_training or (drafter.adapts_layers and target.sharding == "tensor")
+    ):
         raise UserError(
             f"target.sharding={target.sharding}: this family changes what the target's layers compute, so each process needs "
             "them whole; leave it out, or use trainer.sharding=zero3 where the target trains"
