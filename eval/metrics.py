@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import stdtrit
 
-from spectrain.decoding.loop import PARTS, Generation
+from spectrain.decoding.generation import PARTS, Generation
 
 Floats = NDArray[np.float64]
 Interval = list[float] | None

@@ -22,7 +22,10 @@ LENGTH = 48
 @pytest.fixture(scope="module")
 def prompts(tiny: Target) -> list[list[int]]:
     """The held-out prompts, on subjects that the tiny target has never seen."""
-    return [prompt_tokens(tiny, [{"role": "user", "content": prompt.turns[0]}]) for prompt in read_prompts(None, 30).prompts]
+    return [
+        prompt_tokens(tiny.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
+        for prompt in read_prompts(None, 30).prompts
+    ]
 
 
 def acceptance(tiny: Target, prompts: list[list[int]], drafter: Drafter, builder: Chain | Eagle2) -> float:
@@ -34,7 +37,7 @@ def test_entropy_of_held_out_text(tiny: Target, prompts: list[list[int]]) -> Non
     """Over its own sampled answers to held-out prompts, the next token has at least two nats of entropy."""
     entropies = []
     for row, prompt in enumerate(prompts):
-        answer = decode(tiny, [prompt], Match(1.0), LENGTH, rows=[row])[0].output
+        answer = decode(tiny, [prompt], Match(1.0), LENGTH, sequence_ids=[row])[0].output
         logits = tiny.run(torch.tensor([prompt + answer]), ForwardPlan(logits=True)).logits
         assert logits is not None
         log_p = logits[0, len(prompt) - 1 : -1].log_softmax(-1)

@@ -35,7 +35,7 @@ def decode_table(config: DictConfig, repeats: int = 9) -> None:
     if evaluation is None:
         raise UserError("eval=none: bench decode needs prompts; leave it out")
     console = Console()
-    prompts = [prompt_tokens(target, prompt.opening) for prompt in evaluation.chosen[:8]]
+    prompts = [prompt_tokens(target.tokenizer, prompt.opening) for prompt in evaluation.chosen[:8]]
     where = (
         torch.cuda.get_device_name() if target.device.type == "cuda" else f"{processor()}, {torch.get_num_threads()} threads"
     )

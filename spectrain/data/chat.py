@@ -13,7 +13,6 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
-from spectrain.models.target import Target
 
 Message = dict[str, str]
 
@@ -45,10 +44,9 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: 
         raise UserError(f"data: the chat template refuses a conversation of {roles} ({error}); mend or drop it") from error
 
 
-def prompt_tokens(target: Target, messages: list[Message]) -> list[int]:
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
     """The token ids after which the assistant goes on."""
-    encoded: Any = target.tokenizer(render(target.tokenizer, messages, prompt=True), add_special_tokens=False)
-    return list(encoded["input_ids"])
+    return list(tokenizer(render(tokenizer, messages, prompt=True), add_special_tokens=False)["input_ids"])
 
 
 def assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[tuple[str, list[tuple[int, int]]]]:
