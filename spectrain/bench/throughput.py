@@ -30,7 +30,6 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 def decode_table(config: DictConfig, repeats: int = 9) -> None:
     """Time of a target forward against rows, plain and packed, then our autoregressive decoding against `generate`."""
-
     target: Target = build(config.target)
     evaluation = build(config.eval)
     if evaluation is None:

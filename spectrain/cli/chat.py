@@ -21,9 +21,9 @@ from tokenizers.decoders import DecodeStream
 from spectrain.data.chat import prompt_tokens
 from spectrain.data.readers import Embedded
 from spectrain.decoding.generation import Generation
-from spectrain.decoding.session import Choice, Session
+from spectrain.decoding.session import Choice, Session, captured_or_refused
 from spectrain.errors import UserError, nearest
-from spectrain.eval.systems import Decoder, System, describe
+from spectrain.eval.systems import describe
 from spectrain.models.target import Target
 from spectrain.runs.run import load_drafter, load_target
 from spectrain.settings.build import build
@@ -194,10 +194,10 @@ class Chat:
             raise UserError(
                 f"chat.max_new_tokens={self.max_new_tokens}: the context of {target.name} has {target.max_length}; use less"
             )
-        system = self.prepared(config, folder, target)
+        session = self.prepared(config, folder, target)
         console = Console(highlight=False)
         screen = Screen(console) if console.is_terminal and not console.is_dumb_terminal else Plain()
-        talk = Talk(self, target, system, screen)
+        talk = Talk(self, session, screen)
         if self.once is not None:
             if talk.ask(self.once) is None:
                 raise UserError(
@@ -206,16 +206,14 @@ class Chat:
             return
         talk.go_on()
 
-    def prepared(self, config: DictConfig, folder: Path, target: Target) -> System:
-        """The drafter with its tree and rule, calibrated where it needs that."""
-        rule, builder = build(config.acceptance), build(config.tree)
-        drafter = load_drafter(config, folder, target)
+    def prepared(self, config: DictConfig, folder: Path, target: Target) -> Session:
+        """The target with the drafter, tree and rule that `config` names, ready to decode."""
 
         def prompts() -> list[list[int]]:
             return [prompt_tokens(target.tokenizer, messages[:1]) for messages in Embedded(limit=8).conversations()]
 
-        Session.prepare(target, drafter, builder, rule, prompts)
-        return System("drafter", describe(builder), drafter, builder, rule)
+        rule, builder = build(config.acceptance), build(config.tree)
+        return Session.prepare(target, load_drafter(config, folder, target), builder, rule, prompts, self.engine)
 
 
 @dataclass
@@ -223,8 +221,7 @@ class Talk:
     """One conversation: what was said, and how fast."""
 
     settings: Chat
-    target: Target
-    system: System
+    session: Session
     screen: Plain
     drafting: bool = True
     turn: int = 0  # keys the random draws of an answer
@@ -233,10 +230,9 @@ class Talk:
     def __post_init__(self) -> None:
         self.opening = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
         self.messages: list[dict[str, str]] = []
-        self.decoder = Decoder(self.target, self.system.rule.matched(), self.settings.engine)
-        why = self.decoder.why_eager(self.system)
-        if self.settings.engine == "captured" and why is not None:
-            raise UserError(f"chat.engine=captured: {why}; use chat.engine=eager")
+        self.target = self.session.target
+        self.alone = Session(self.target, self.session.rule.matched(), engine=self.settings.engine)
+        captured_or_refused(self.session, "chat.engine")
 
     def go_on(self) -> None:
         """Answer line by line to the end of the input, or /exit."""
@@ -266,10 +262,12 @@ class Talk:
 
     @property
     def greeting(self) -> str:
-        drafter = type(self.system.drafter).__name__
-        slow = "; the first answers take a while, as rounds are compiled" if self.decoder.why_eager(self.system) is None else ""
+        session, builder = self.session, self.session.builder
+        assert builder is not None, "it was prepared with one"
+        slow = "; the first answers take a while, as rounds are compiled" if session.why_eager is None else ""
         return (
-            f"{self.target.name} through {drafter}, {self.system.label}, acceptance {self.system.rule.name}{slow}.\n"
+            f"{self.target.name} through {type(session.drafter).__name__}, {describe(builder)}, acceptance "
+            f"{session.rule.name}{slow}.\n"
             "Tokens in one colour were drafted and accepted together; dim and underlined ones are the target's own. "
             "/help lists what else there is."
         )
@@ -303,7 +301,7 @@ class Talk:
 
     def answer(self, prompt: list[int], limit: int) -> Generation:
         """Decode an answer, showing it as it comes; what an interrupt leaves of it counts as the answer."""
-        system = self.system if self.drafting else None
+        session = self.session if self.drafting else self.alone
         stream, latest = Stream(self.target), Generation(prompt)
         stopped = False
 
@@ -314,7 +312,7 @@ class Talk:
 
         with self.screen.answering():
             try:
-                (latest,) = self.decoder(system, [prompt], limit, [self.turn], watch)
+                (latest,) = session.decode([prompt], limit, [self.turn], watch=watch)
             except KeyboardInterrupt:
                 stopped = True
             self.screen.show([Piece(stream.rest(), 0, False)], self.status(latest))

@@ -18,7 +18,6 @@ from .help import COMMANDS
 
 SPACE = " "  # behind a word that is finished
 PATHS = ("path", "out", "init", "prompts", "calibration", "model", "assistant", "results")  # keys of files or folders
-SHELL_FLAGS = {"train": ("-m", "--cfg", "--config-dir"), "eval": ("-m",)}
 SCRIPTS = {path.suffix[1:]: path for path in sorted(Path(__file__).parent.glob("completion.*")) if path.suffix != ".py"}
 FORMATS = ("vllm", "sglang", "hf", "medusa", "peft", "spectrain")
 
@@ -44,7 +43,8 @@ def candidates(before: list[str], word: str) -> Iterable[str]:
         return [one.split()[depth] + SPACE for one in COMMANDS if one.split()[:depth] == before and len(one.split()) > depth]
     config, rest = COMMANDS[name].config, before[len(name.split()) :]
     if word.startswith("-"):
-        return [flag.split()[0] + SPACE for flag in (*COMMANDS[name].flags, *SHELL_FLAGS.get(name, ()), "--help")]
+        flags = (*COMMANDS[name].flags, *(["--config-dir"] if config else []), "--help")
+        return [flag.split()[0] + SPACE for flag in flags]
     found = list(positional(name, rest, word))
     return found if config is None or rest[-1:] in (["--to"], ["--target"]) else [*found, *overrides(name, config, rest, word)]
 

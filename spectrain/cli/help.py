@@ -25,6 +25,9 @@ class Command:
     config: str | None = None  # None: it takes its words as they are
     flags: dict[str, str] = field(default_factory=dict)
     note: str = ""
+    stands: dict[str, str] = field(default_factory=dict)  # flag -> a setting, or the key whose value follows it
+    places: list[str] = field(default_factory=list)  # keys of words without one
+    implied: dict[str, list[str]] = field(default_factory=dict)  # setting -> groups of which one makes it needless
 
 
 SAID = load(Path(__file__).with_suffix(".yaml"))
@@ -35,18 +38,7 @@ def overview() -> str:
     """All commands, a line each."""
     width = max(map(len, COMMANDS)) + 2
     lines = [f"  spectrain {name:{width}}{command.about}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "spectrain: train drafters for speculative decoding and prove what they gain",
-            "",
-            "  spectrain train recipe=eagle3 target=tiny       a drafter for a small target that ships: a minute",
-            "  spectrain chat run=runs/eagle3-tiny             talk to it",
-            "",
-            *lines,
-            "",
-            "Settings are key=value. spectrain COMMAND --help has examples, every key and its default; spectrain --version.",
-        ]
-    )
+    return str(SAID["overview"]).format(commands="\n".join(lines).strip()).rstrip()
 
 
 def explain(name: str, words: list[str]) -> str:
@@ -136,14 +128,12 @@ def titled(title: str, body: str) -> str:
 
 def first_sentence(text: str) -> str:
     """Up to the first full stop that ends one."""
-    end = text.find(". ")
-    return text if end < 0 else text[:end]
+    return text.partition(". ")[0]
 
 
 def advice(text: str) -> str:
     """The sentence that says when to choose a recipe."""
-    start = text.find("Choose it")
-    return text[start:] if start >= 0 else ""
+    return "".join(text.partition("Choose it")[1:])
 
 
 def recipes(words: list[str]) -> str:

@@ -96,29 +96,20 @@ def quietly(task: Task) -> Task:
     """The task, leaving by SystemExit where it fails: hydra would print a line of its own about any other exception."""
 
     def run(config: Any) -> None:
+        from spectrain.errors import RunError, Stopped, UserError
+
         try:
             task(config)
+        except Stopped as stopped:
+            sys.exit(fail(str(stopped), stopped.status) if str(stopped) else stopped.status)
+        except (UserError, RunError) as error:
+            sys.exit(fail(str(error), 2 if isinstance(error, UserError) else 1))
         except Exception as error:
-            status = told(error)
-            if status is None:
+            if (message := hydra_mistake(error)) is None:
                 raise
-            sys.exit(status)
+            sys.exit(fail(message, 2))
 
     return run
-
-
-def told(error: Exception) -> int | None:
-    """Tell the user what went wrong; the exit status, or None where the error is nobody's mistake but ours."""
-    from spectrain.errors import RunError, Stopped, UserError
-
-    if isinstance(error, Stopped):
-        if str(error):
-            fail(str(error), error.status)
-        return error.status
-    if isinstance(error, (UserError, RunError)):
-        return fail(str(error), 2 if isinstance(error, UserError) else 1)
-    message = hydra_mistake(error)
-    return None if message is None else fail(message, 2)
 
 
 def library(place: str) -> Any:

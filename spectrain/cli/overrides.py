@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
@@ -15,54 +14,34 @@ from pathlib import Path
 from spectrain.errors import UserError, nearest
 from spectrain.settings.schema import Schema, choice_files, conf_folders, keys, owners, schema
 
-from .help import COMMANDS, Command
+from .help import COMMANDS, SAID, Command
 
-FLAGS: Mapping[str, Mapping[str, str]] = {  # that stand for a setting, or for a key whose value follows
-    "plan": {"--json": "plan.json=true"},
-    "chat": {"--once": "chat.once"},
-    "convert": {"--to": "format", "--target": "target"},
-    "lint": {"--target": "target"},
-}
-PLACES: Mapping[str, tuple[str, ...]] = {"convert": ("run", "out"), "lint": ("run",)}  # keys of words without one
-IMPLIED: Mapping[str, tuple[str, tuple[str, ...]]] = {  # what a command says where none of these groups is given
-    "bench decode": ("drafter=ngram", ("drafter", "recipe")),  # the configuration wants one, though only the target is timed
-    "data store": ("source=store", ("source",)),
-}
-ALONE = (
-    "-m", "--multirun", "--resolve", "--hydra-help", "-r", "--run", "-sc", "--shell-completion", "--help", "-h", "--version",
-)  # fmt: skip
-VALUED = (
-    "--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--info", "-i",
-    "--experimental-rerun",
-)  # fmt: skip
+ALONE, VALUED = SAID["hydra"]["alone"], SAID["hydra"]["valued"]
 SHOWN = ("job", "hydra", "all")
 SETTING = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
 
 
 def as_settings(name: str, words: list[str]) -> list[str]:
     """The words of a command with what stands for a setting written as one, and with what goes without saying."""
-    flags, places, found, rest = FLAGS.get(name, {}), list(PLACES.get(name, ())), list[str](), iter(words)
+    command, found, rest = COMMANDS[name], list[str](), iter(words)
+    stands, places = command.stands, list(command.places)
     for word in rest:
         flag, equals, value = word.partition("=")
-        if flag in flags and "=" in flags[flag]:
-            found.append(flags[flag])
-        elif flag in flags:
+        if flag in stands and "=" not in stands[flag]:
             following = value if equals else next(rest, None)
             if following is None:
-                example = next(example for example in COMMANDS[name].examples if flag in example)
+                example = next(example for example in command.examples if flag in example)
                 raise UserError(f"{flag}: say what, as in spectrain {name} {example}")
-            found += as_setting(flags[flag], following)
+            found += as_setting(stands[flag], following)
         elif word in VALUED:
             found += [word, *islice(rest, 1)]
         elif places and not word.startswith("-") and ("=" not in word or Path(word).exists()):
             found += as_setting(places.pop(0), word)
         else:
-            found.append(word)
-    if name == "compare":
-        found = comparing(found)
-    implied, groups = IMPLIED.get(name, ("", ()))
+            found.append(stands.get(word, word))
+    found = comparing(found) if name == "compare" else found
     said = {word.partition("=")[0] for word in found}
-    return found if not implied or said & {*groups} else [implied, *found]
+    return [*(setting for setting, groups in command.implied.items() if not said & {*groups}), *found]
 
 
 def as_setting(key: str, value: str) -> list[str]:

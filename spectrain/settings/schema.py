@@ -157,7 +157,9 @@ def keys(target: str) -> list[Key]:
     """The settings of the constructor that `target` names, in its order; none where it cannot be found."""
     module, _, name = target.rpartition(".")
     found = _definition(module, name)
-    return [] if found is None else _keys_of(*found, _docs(*found))
+    if found is None:
+        return []
+    return _keys_of(*found, _docs(*found))
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ class Source:
     """A module's text."""
 
     name: str
-    is_package: bool
+    path: Path
     lines: list[str]
     tree: ast.Module
 
@@ -177,14 +179,16 @@ def _source(module: str) -> Source | None:
         for path in (base.joinpath(*parts).with_suffix(".py"), base.joinpath(*parts, "__init__.py")):
             if path.is_file():
                 text = path.read_text()
-                return Source(module, path.name == "__init__.py", text.splitlines(), ast.parse(text))
+                return Source(module, path, text.splitlines(), ast.parse(text))
     return None
 
 
 def _definition(module: str, name: str) -> tuple[Source, ast.stmt] | None:
     """Where a name of a module is defined, followed through imports."""
     source = _source(module)
-    for node in source.tree.body if source else ():
+    if source is None:
+        return None
+    for node in source.tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return source, node
         if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
@@ -192,9 +196,16 @@ def _definition(module: str, name: str) -> tuple[Source, ast.stmt] | None:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
-                    above = module.split(".")[: -node.level + source.is_package or None] if node.level else []
-                    return _definition(".".join([*above, *filter(None, [node.module])]), alias.name)
+                    return _definition(_absolute(source, node), alias.name)
     return None
+
+
+def _absolute(source: Source, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    up = node.level - (source.path.name == "__init__.py")
+    parts = source.name.split(".")
+    return ".".join([*parts[: len(parts) - up], *([node.module] if node.module else [])])
 
 
 def _bases(source: Source, node: ast.stmt) -> list[tuple[Source, ast.stmt]]:
@@ -209,33 +220,49 @@ def _docs(source: Source, node: ast.stmt) -> str:
 
 
 def _keys_of(source: Source, node: ast.stmt, docs: str) -> list[Key]:
-    """The settings of a function, of a class by its __init__, or of a dataclass and what it inherits."""
-    found: list[Key | None] = []
-    body = getattr(node, "body", ())
-    made = next((item for item in body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
-    if isinstance(node, ast.ClassDef) and made is None:
-        found += [key for base in _bases(source, node) for key in _keys_of(*base, docs)]
-        is_data = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
-        for item in body:
-            if is_data and isinstance(item, ast.AnnAssign) and "init=False" not in ast.unparse(item):
-                found.append(_key(source, ast.arg(ast.unparse(item.target), item.annotation), item.value, item, docs))
-    elif isinstance(function := made or node, ast.FunctionDef):
-        given = function.args
-        defaults = [*[None] * (len(given.args) - len(given.defaults)), *given.defaults, *given.kw_defaults]
-        for one, default in zip([*given.args, *given.kwonlyargs], defaults):
-            found += [_key(source, one, default, one, docs)] if one.annotation else []
-    return [key for key in found if key is not None]
+    if isinstance(node, ast.FunctionDef):
+        return _parameters(source, node, docs)
+    assert isinstance(node, ast.ClassDef)
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
+            return _parameters(source, item, docs)
+    inherited = [key for base in _bases(source, node) for key in _keys_of(*base, docs)]
+    fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
+    fields = [item for item in fields if "init=False" not in ast.unparse(item)]
+    if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        return inherited
+    own = [
+        _key(source, item.target.id, item.annotation, item.value, item, docs)
+        for item in fields
+        if isinstance(item.target, ast.Name)
+    ]
+    return [*inherited, *filter(None, own)]
 
 
-def _key(source: Source, one: ast.arg, default: ast.expr | None, node: Any, docs: str) -> Key | None:
+def _parameters(source: Source, function: ast.FunctionDef, docs: str) -> list[Key]:
+    arguments = [*function.args.args, *function.args.kwonlyargs]
+    defaults = [None] * (len(function.args.args) - len(function.args.defaults)) + [
+        *function.args.defaults,
+        *function.args.kw_defaults,
+    ]
+    made = [
+        _key(source, one.arg, one.annotation, value, one, docs) for one, value in zip(arguments, defaults) if one.annotation
+    ]
+    return [key for key in made if key is not None]
+
+
+def _key(
+    source: Source, name: str, annotation: ast.expr | None, default: ast.expr | None, node: ast.AST, docs: str
+) -> Key | None:
     """A setting; None where the annotation stands for a runtime object."""
-    choices = _choices(source, one.annotation)
-    if choices is None:
+    choices = _choices(source, annotation)
+    if choices is None or name == "self":
         return None
-    comment = source.lines[(default or node).end_lineno - 1].partition("  # ")[2]
-    meaning = comment if comment and not UNSAID.search(comment) else _sentence(one.arg, docs, alone=True)
     value = None if default is None else _written(default)
-    return Key(one.arg, ast.unparse(one.annotation), value, choices, meaning, _sentence(one.arg, docs, alone=False))
+    last = source.lines[(getattr(default, "end_lineno", None) or node.end_lineno) - 1]  # type: ignore[attr-defined]
+    comment = last.partition("  # ")[2]
+    meaning = comment if comment and not UNSAID.search(comment) else _sentence(name, docs, alone=True)
+    return Key(name, ast.unparse(annotation) if annotation else "", value, choices, meaning, _sentence(name, docs, alone=False))
 
 
 def _written(default: ast.expr) -> str:
@@ -243,7 +270,9 @@ def _written(default: ast.expr) -> str:
         value = ast.literal_eval(default)
     except ValueError:
         return ast.unparse(default)
-    return f"[{','.join(map(written, value))}]" if isinstance(value, (tuple, list)) else written(value)
+    if isinstance(value, (tuple, list)):
+        return f"[{','.join(map(written, value))}]"
+    return written(value)
 
 
 def _sentence(name: str, docs: str, alone: bool) -> str:
