@@ -35,7 +35,8 @@ from spectrain.models.device import wait
 from spectrain.models.target import Target
 from spectrain.runs.run import evaluate, evaluation_name, fresh_drafter, run_settings, target_name, train
 from spectrain.runs.tracking import tracked
-from spectrain.settings.build import build, check_config, constructor
+from spectrain.settings.build import build, constructor
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.training.trainer import Trainer
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from spectrain.errors import UserError, nearest
-from spectrain.settings.schema import Key, choice_files, conf_folders, schema, settings
+from spectrain.settings.schema import choice_files, conf_folders, schema, settings
+from spectrain.settings.signatures import Key
 
 from .help import COMMANDS
 

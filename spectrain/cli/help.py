@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from spectrain.errors import UserError, nearest
-from spectrain.settings.schema import Key, choice_files, chosen, conf_folders, header, load, schema, settings
+from spectrain.settings.schema import choice_files, chosen, conf_folders, header, load, schema, settings
+from spectrain.settings.signatures import Key
 
 HELP = ("-h", "--help", "help")
 

@@ -332,7 +332,7 @@ def checked(config: Any, known: tuple[str, ...]) -> Any:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
-    from spectrain.settings.build import check_config
+    from spectrain.settings.check import check_config
 
     choice = HydraConfig.get().runtime.choices.get("recipe") if HydraConfig.initialized() else None
     if choice is not None:

@@ -7,7 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from spectrain.errors import UserError, nearest
-from spectrain.settings.schema import Schema, choice_files, conf_folders, keys, owners, schema
+from spectrain.settings.schema import Schema, choice_files, conf_folders, owners, schema
+from spectrain.settings.signatures import keys
 
 from .help import COMMANDS, Command
 

@@ -26,7 +26,8 @@ from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
 from spectrain.runs.run import drafter_directory, load_weights, trained_target
-from spectrain.settings.build import build, check_config, constructor
+from spectrain.settings.build import build, constructor
+from spectrain.settings.check import check_config
 
 from .shards import Lost, Row, Shard, Shards, Wanted
 from .writers import EngineWriter, Sampling, Writer, opening_prompts

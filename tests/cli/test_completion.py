@@ -10,7 +10,8 @@ import pytest
 
 from spectrain.cli import main as cli
 from spectrain.cli.completion import SCRIPTS, complete
-from spectrain.settings.schema import choice_files, conf_folders, keys
+from spectrain.settings.schema import choice_files, conf_folders
+from spectrain.settings.signatures import keys
 
 FOLDERS = conf_folders()
 CONFIGS = {name: config for name, (config, _) in cli.commands().items()}

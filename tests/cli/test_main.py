@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from spectrain.cli import main as cli
 from spectrain.cli.defaults import complete
 from spectrain.errors import UserError
-from spectrain.settings.build import check_config
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 
 GOOD = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]})

@@ -14,7 +14,7 @@ from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.runs import run
-from spectrain.settings.build import check_config
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 
 from .foreign import specforge, write

@@ -31,7 +31,7 @@ from spectrain.runs import tracking
 from spectrain.runs.run import evaluate, train
 from spectrain.runs.tracking import MetricsFile, TensorBoard, Tracker, Wandb, flatten, headline, last_step, tracked
 from spectrain.runs.wandb_file import records
-from spectrain.settings.build import check_config
+from spectrain.settings.check import check_config
 from spectrain.training.checkpoints import latest_checkpoint, step_of
 from spectrain.training.trainer import Trainer
 

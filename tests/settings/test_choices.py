@@ -13,11 +13,13 @@ from spectrain.cli.defaults import complete
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.runs.run import load_drafter
-from spectrain.settings.build import build, check_config
+from spectrain.settings.build import build
+from spectrain.settings.check import check_config
 from spectrain.settings.choices import FORMER, constructors, look_in, looked_up, named
 from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.settings.saved import saved_groups
-from spectrain.settings.schema import ROOT, conf_folders
+from spectrain.settings.schema import conf_folders
+from spectrain.settings.signatures import ROOT
 
 BEFORE = Path(__file__).parent / "before"
 SAVED = sorted([*BEFORE.glob("*.json"), BEFORE / "kangaroo" / "drafter" / "config.json"])
