@@ -26,7 +26,8 @@ from spectrain.decoding.calibration import (
     measure_latency,
     run_forced,
 )
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.batch import Batch
@@ -99,7 +100,7 @@ def forced_decode(
     runs = []
     for row in range(0, len(prompts), batch):
         rows = list(range(row, row + batch))
-        runs += decode(tiny, prompts[row : row + batch], free, LIMIT, drafter, forced, rows=rows)
+        runs += decode(tiny, prompts[row : row + batch], free, LIMIT, drafter, forced, sequence_ids=rows)
     return forced, runs, answers
 
 
