@@ -25,7 +25,7 @@ from spectrain.settings.schema import conf_folders
 
 def export(config: Any) -> Path:
     """Write the drafter of a run for an engine, with a model card; with `push`, upload it too."""
-    from spectrain.runs.run import drafter_directory
+    from spectrain.runs.drafter_files import drafter_directory
 
     for key in ("run", "format", "out"):
         if config.get(key) is None:

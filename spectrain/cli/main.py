@@ -196,30 +196,30 @@ def quoted(value: str) -> str:
 def train(config: Any) -> None:
     from hydra.core.hydra_config import HydraConfig
 
-    from spectrain.runs import run
+    from spectrain.runs.train import train
 
-    run.train(checked(config, TRAIN_KEYS), list(HydraConfig.get().overrides.task))
+    train(checked(config, TRAIN_KEYS), list(HydraConfig.get().overrides.task))
 
 
 def plan_training(config: Any) -> None:
     from hydra.core.hydra_config import HydraConfig
 
-    from spectrain.runs import run
+    from spectrain.runs.fresh import take_shape
     from spectrain.settings.build import build, register_resolvers
 
     register_resolvers(str(config.plan.get("device", "auto")))  # a recipe's settings for the planned device
     complete = checked(config, (*TRAIN_KEYS, "plan"))
-    run.take_shape(complete, list(HydraConfig.get().overrides.task))
+    take_shape(complete, list(HydraConfig.get().overrides.task))
     build(complete.plan).run(complete)
 
 
 def evaluate(config: Any) -> None:
-    from spectrain.runs import run
+    from spectrain.runs.score import evaluate
 
     from .defaults import complete
 
     completed, folder = complete(config)
-    run.evaluate(checked(completed, TRAIN_KEYS), folder)
+    evaluate(checked(completed, TRAIN_KEYS), folder)
 
 
 def compare(config: Any) -> None:

@@ -24,7 +24,8 @@ from spectrain.errors import RunError, UserError
 from spectrain.features.progress import Progress
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
-from spectrain.runs.run import drafter_directory, load_weights, trained_target
+from spectrain.runs.drafter_files import drafter_directory, load_weights
+from spectrain.runs.folder import trained_target
 from spectrain.settings.build import build, constructor
 from spectrain.settings.check import check_config
 

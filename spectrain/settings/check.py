@@ -18,7 +18,7 @@ from spectrain.errors import UserError, nearest
 from .choices import choice_of
 from .saved import orders
 from .schema import Schema, choice_files, chosen, conf_folders, load, owners
-from .signatures import Key, keys
+from .signatures import Key, is_found, keys
 
 BOUNDS = {"greater_than_equal": "use {ge} or more", "greater_than": "use more than {gt}", "less_than_equal": "use {le} or less",
           "less_than": "use less than {lt}"}  # fmt: skip
@@ -47,6 +47,10 @@ def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
     target = str(node["_target_"])
     if choice_of(group, target) is None:
         raise UserError(f"{group}._target_={target}: no choice of this group names it; write {group}=CHOICE")
+    if not is_found(target):
+        raise UserError(
+            f"{group}={choice_of(group, target)}: {target} is not found; PYTHONPATH says where the folder of its module lies"
+        )
     known = settable(target)
     checked: dict[str, Any] = {"_target_": target}
     for name, value in node.items():

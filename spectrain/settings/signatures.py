@@ -50,6 +50,12 @@ def keys(target: str) -> list[Key]:
     return [] if found is None else _keys_of(*found, _docs(*found))
 
 
+def is_found(target: str) -> bool:
+    """Whether there is a source of this constructor."""
+    module, _, name = target.rpartition(".")
+    return _definition(module, name) is not None
+
+
 @dataclass(frozen=True)
 class Source:
     """A module's text."""
@@ -74,7 +80,9 @@ def _source(module: str) -> Source | None:
 def _definition(module: str, name: str) -> tuple[Source, ast.stmt] | None:
     """Where a name of a module is defined, followed through imports."""
     source = _source(module)
-    for node in source.tree.body if source else ():
+    if source is None:
+        return None
+    for node in source.tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
             return source, node
         if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
@@ -122,11 +130,13 @@ def _key(source: Source, one: ast.arg, default: ast.expr | None, node: Any, docs
     hint = _hint(source, one.annotation)
     if hint is None:
         return None
-    comment = source.lines[(default or node).end_lineno - 1].partition("  # ")[2]
+    last: Any = default or node
+    comment = source.lines[last.end_lineno - 1].partition("  # ")[2]
     meaning = comment if comment and not UNSAID.search(comment) else _sentence(one.arg, docs, alone=True)
     value = None if default is None else _written(default)
     beside = _sentence(one.arg, docs, alone=False)
-    return Key(one.arg, ast.unparse(one.annotation), value, choices_of(hint), meaning, beside, hint)
+    written_type = ast.unparse(one.annotation) if one.annotation else ""
+    return Key(one.arg, written_type, value, choices_of(hint), meaning, beside, hint)
 
 
 def _written(default: ast.expr) -> str:
@@ -153,8 +163,9 @@ def _hint(source: Source, annotation: ast.expr | None) -> Any:
     if annotation is None:
         return Any
     if isinstance(annotation, ast.Constant):
-        text = isinstance(annotation.value, str)
-        return _hint(source, ast.parse(annotation.value, mode="eval").body) if text else annotation.value or types.NoneType
+        if isinstance(annotation.value, str):
+            return _hint(source, ast.parse(annotation.value, mode="eval").body)
+        return types.NoneType if annotation.value is None else annotation.value  # the dots of a tuple
     if isinstance(annotation, ast.BinOp):
         parts = [_hint(source, annotation.left), _hint(source, annotation.right)]
         return None if None in parts else typing.Union[tuple(parts)]  # noqa: UP007  (of what is not known here)

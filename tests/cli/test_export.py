@@ -22,7 +22,7 @@ from spectrain.errors import UserError
 from spectrain.export.layouts import layout_for
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
-from spectrain.runs.run import save_drafter
+from spectrain.runs.drafter_files import save_drafter
 from tests.export.test_converter import ours, settings_for
 
 SUMMARY: dict[str, Any] = {
