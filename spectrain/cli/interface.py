@@ -22,10 +22,13 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.export.hub import push
 from spectrain.models.target import Target
-from spectrain.runs import run as runs
+from spectrain.runs import train as training
 from spectrain.runs.candidate import Candidate
 from spectrain.runs.defaults import complete
-from spectrain.settings.build import build, check_config, register_resolvers
+from spectrain.runs.drafter_files import load_drafter, save_drafter
+from spectrain.runs.folder import recipe_name, trained_target
+from spectrain.settings.build import build, register_resolvers
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.trees import TreeBuilder
 
@@ -43,7 +46,7 @@ def train(recipe: str, run: str | Path | None = None, **settings: Any) -> Path:
     """
     with composing():
         config, words = composed("train", {"recipe": recipe, **({} if run is None else {"run": run}), **settings})
-    return runs.train(check_config(config, TRAIN_KEYS), words)
+    return training.train(check_config(config, TRAIN_KEYS), words)
 
 
 @contextmanager
@@ -87,15 +90,15 @@ class PretrainedDrafter:
             asked, _ = composed("eval", {"run": place, "target": "hf", "target.model": target.path, **settings})
             config, folder = complete(asked)
         config = check_config(config, TRAIN_KEYS)
-        module = runs.load_drafter(config, folder, target)
-        trained = runs.trained_target(folder)
+        module = load_drafter(config, folder, target)
+        trained = trained_target(folder)
         if module.abilities.target_training and trained is not None and Path(target.path) != trained.resolve():
             raise UserError(f"target {target.name}: this drafter belongs to the target in {trained}; load that one")
         return cls(module, build(config.tree), build(config.acceptance), config)
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write config.json and model.safetensors."""
-        runs.save_drafter(Path(directory), self.module, self.config)
+        save_drafter(Path(directory), self.module, self.config)
 
     def push_to_hub(self, name: str, private: bool = False) -> str:
         """Upload it to a repository of the hub, made where there is none; its address."""
@@ -170,7 +173,7 @@ def evaluate(target: Target, drafter: PretrainedDrafter, out: str | Path | None 
             config, _ = composed("train", {"drafter": "ngram", **asked})
         evaluation = build(check_config(OmegaConf.create({"eval": config.eval}), ("eval",)).eval)
         evaluation.check_prompts(target)
-        setting = {"target": target.name, "target_path": target.path, "recipe": runs.recipe_name(drafter.config),
+        setting = {"target": target.name, "target_path": target.path, "recipe": recipe_name(drafter.config),
                    "dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}  # fmt: skip
         candidate = Candidate(target, drafter.module, drafter.builder, drafter.rule, setting)
         found: dict[str, Any] = evaluation.score(candidate, Path(scratch) if out is None else Path(out))

@@ -24,8 +24,10 @@ from spectrain.features.progress import Progress
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
 from spectrain.runs.defaults import complete as with_defaults
-from spectrain.runs.run import drafter_directory, load_weights, trained_target
-from spectrain.settings.build import build, check_config, constructor
+from spectrain.runs.drafter_files import drafter_directory, load_weights
+from spectrain.runs.folder import trained_target
+from spectrain.settings.build import build, constructor
+from spectrain.settings.check import check_config
 
 from .shards import Lost, Row, Shard, Shards, Wanted
 from .writers import EngineWriter, Sampling, Writer, opening_prompts

@@ -56,10 +56,10 @@ class ServerWriter(Writer):
         self.concurrency, self.timeout, self.retries, self.extra = concurrency, timeout, retries, extra or {}
         if api_key_variable is not None and not os.environ.get(api_key_variable):
             raise UserError(f"writer.api_key_variable={api_key_variable}: this environment variable is not set; export it")
-        key = os.environ[api_key_variable] if api_key_variable is not None else None
-        self.access = {"base_url": self.base_url, "api_key": key or "none"}
+        secret = os.environ[api_key_variable] if api_key_variable is not None else None
+        self.access: dict[str, Any] = {"base_url": self.base_url, "api_key": secret or "none"}
         # without a key none is sent: by itself the client sends OPENAI_API_KEY, which is not for this server
-        self.headers: Any = {} if key else {"Authorization": Omit()}
+        self.headers: Any = {} if secret else {"Authorization": Omit()}
 
     def settings(self) -> dict[str, Any]:
         return {"writer": "openai", "writer.model": self.model, "writer.extra": self.extra}

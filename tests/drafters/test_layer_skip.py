@@ -21,7 +21,7 @@ from spectrain.errors import UserError
 from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.plain import generate
 from spectrain.models.target import Target
-from spectrain.runs.run import load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
 from spectrain.settings.choices import looked_up
 from spectrain.trees import Chain

@@ -28,7 +28,7 @@ from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
 from spectrain.models.plain import plain_model
 from spectrain.models.target import Target
-from spectrain.runs.run import load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.trees import Auto, Cast, Chain, DySpec, Eagle2, Rollout, Sequoia, Static, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree
