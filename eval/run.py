@@ -17,7 +17,7 @@ from rich.progress import track
 
 from spectrain.data.chat import render
 from spectrain.decoding.acceptance import AcceptanceRule
-from spectrain.decoding.calibration import Calibration, Forced, Known, calibrate
+from spectrain.decoding.calibration import Forced, Known, calibrate
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import Generation
 from spectrain.decoding.pruning import Pruning
@@ -53,6 +53,7 @@ from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.settings.values import FolderName
 from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
+from spectrain.trees.measurements import Calibration
 
 OURS = ("chain", "untrained", "ngram", "lookahead")
 

@@ -18,10 +18,10 @@ from spectrain.kernels import counter
 from spectrain.kernels.counter import fold, gumbel
 from spectrain.randomness import DRAFT
 
+from .measurements import Calibration
 from .token_tree import Children, TokenTree
 
 if TYPE_CHECKING:
-    from spectrain.decoding.calibration import Calibration
     from spectrain.decoding.loop import Context
 
 NEVER = float("-inf")

@@ -15,10 +15,10 @@ import torch
 from spectrain.errors import UserError
 
 from .base import Draft, Rollout, TreeBuilder
+from .measurements import Calibration
 from .token_tree import Children, TokenTree
 
 if TYPE_CHECKING:
-    from spectrain.decoding.calibration import Calibration
     from spectrain.decoding.loop import Context
 
 Path = tuple[int, ...]

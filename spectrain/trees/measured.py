@@ -13,10 +13,10 @@ from torch import Tensor
 from spectrain.errors import UserError
 
 from .base import Draft, Rollout, Round, TreeBuilder
+from .measurements import Calibration, Latency
 from .token_tree import TokenTree
 
 if TYPE_CHECKING:
-    from spectrain.decoding.calibration import Calibration, Latency
     from spectrain.decoding.loop import Context
 
 

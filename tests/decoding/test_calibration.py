@@ -16,21 +16,13 @@ from spectrain.decoding.acceptance import (
     SpeculativeSampling,
     Traversal,
 )
-from spectrain.decoding.calibration import (
-    Calibration,
-    Forced,
-    Latency,
-    _between,
-    _bucket,
-    calibrate,
-    measure_latency,
-    run_forced,
-)
+from spectrain.decoding.calibration import Forced, _between, _bucket, calibrate, measure_latency, run_forced
 from spectrain.decoding.loop import Generation, decode
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.trees import Cast, Chain, Eagle2, Sequoia, Static, TreeBuilder
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import Children
 from tests.decoding.test_loop import stop_at
 from tests.trees.tables import VOCAB, Table, soft_scores

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.decoding.calibration import Calibration, Latency, Probe, calibrate, run_forced
+from spectrain.decoding.calibration import Probe, calibrate, run_forced
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import Context, decode
 from spectrain.decoding.replay import Recorder
@@ -37,6 +37,7 @@ from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.run import load_weights, save_drafter
 from spectrain.trees import Auto, Cast, Chain, Eagle2, Rollout, Sequoia, Static, TreeBuilder
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.test_guard import Switch
 

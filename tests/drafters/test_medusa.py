@@ -17,7 +17,6 @@ from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.calibration import Calibration, Latency
 from spectrain.decoding.loop import Context, decode, prefill
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
@@ -30,6 +29,7 @@ from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer, trained_groups
 from spectrain.trees import Auto, Cartesian, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Static, TreeBuilder
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 
 HEADS = 3
