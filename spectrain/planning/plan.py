@@ -186,7 +186,7 @@ def survey(config: DictConfig, asked: Plan) -> Work:
         count = max(1, trainer.batch_tokens // length)
         example = Example([1] * length, [False] + [True] * (length - 1))
         dataset = Dataset([example] * count, count, 0, 0)
-    batches = [dataset[indices] for indices in dataset.epoch(0, trainer.batch_tokens, trainer.seed, trainer.packing)]
+    batches = [dataset[indices] for indices in dataset.epoch(0, trainer.batching)]
     sizes = [slots(batch, trainer.packing) for batch in batches]
     once, largest = float(sum(sizes)), max(sizes)
     tokens = float(dataset.num_tokens if asked.tokens is None else asked.tokens)

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from spectrain.data.chat import Message, render
+from spectrain.data.shards import Kind, Lost, Row, Shard, Wanted
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.captured import Engine, why_not
 from spectrain.decoding.loop import Generation, decode
@@ -13,8 +14,6 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
-
-from .shards import Kind, Lost, Row, Shard, Wanted
 
 Add = Callable[[Shard, Row | Lost], None]
 

@@ -17,8 +17,9 @@ from typing import Any, Literal, TextIO
 
 from filelock import FileLock, Timeout
 
-from spectrain.data.chat import Message
 from spectrain.errors import UserError
+
+from .chat import Message
 
 MANIFEST = "manifest.json"
 Kind = Literal["failed", "too_long", "cut"]
