@@ -13,7 +13,7 @@ import torch
 from spectrain.data.chat import Example
 from spectrain.decoding.loop import Generation
 from spectrain.decoding.replay import Recorder, Replay, collate_replays, replays
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.errors import RunError
 from spectrain.eval.metrics import Turn
 from spectrain.features.batch import Batch, collate
@@ -37,7 +37,7 @@ class Online:
         save: Callable[[Drafter], None],
     ) -> None:
         self.drafter, self.target, self.every, self.learn, self.save = drafter, target, every, learn, save
-        self.parameters = [parameter for group in drafter.param_groups() for parameter in group["params"]]
+        self.parameters = [parameter for group in drafter.stages[0].groups for parameter in group["params"]]
         # Steps are taken in float32: a small one would be lost to the rounding of bfloat16 weights.
         self.masters = [parameter.detach().float().clone() for parameter in self.parameters]
         self.optimizer = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -72,9 +72,9 @@ class Online:
         for start in range(0, len(rows), 4):
             part = rows[start : start + 4]
             batch: Batch = (collate_replays(part) if self.learn == "split" else collate(part)).to(self.target.device)
-            if layers := self.drafter.features_in(0):
+            if layers := self.drafter.stages[0].layers:
                 batch = replace(batch, features=self.target.features(batch.tokens, layers))
-            losses = self.drafter.loss(batch, self.target)
+            losses = self.drafter.loss(batch, self.target, TrainingState())
             if not torch.isfinite(losses.total):
                 raise RunError(f"eval.online: the loss is not finite at update {self.updates}; lower eval.online_lr")
             count += batch.num_supervised

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from spectrain.eval.report import caveats, explanation, shown
-from spectrain.eval.summary import write_whole
+from spectrain.files import write_text
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # told apart by the colour-blind (Okabe and Ito)
 PLACES = 128  # of a tree's picture at most, the most often drafted ones: beyond it a dynamic tree's places are rare and many
@@ -52,7 +52,7 @@ def write_report(path: Path, evaluations: Sequence[Path], comparison: dict[str, 
         chart=compared_chart(rows),
         parts=PARTS,
     )
-    write_whole(path, page.strip() + "\n")
+    write_text(path, page.strip() + "\n")
 
 
 def section(folder: Path, id: str, prompts: int | None) -> dict[str, Any]:

@@ -45,10 +45,10 @@ from spectrain.eval.summary import (
     summarise,
     write_prompts,
     write_rounds,
-    write_whole,
 )
 from spectrain.eval.sweep import SWEPT, Grid, exit_systems, prune_systems, tree_systems
 from spectrain.eval.systems import Choice, Decoder, System, describe
+from spectrain.files import write_text
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.settings.values import FolderName
@@ -237,7 +237,7 @@ class Evaluation:
             self._judge_target(target, drafter, turns["drafter"], None if original is None else original(), folder, summary)
         summary["setting"] = {**setting, **self._setting(rule, summary["tree"]), "engine": summary["engine"]}
         summary["setting"]["drafter"] = {**setting.get("drafter", {}), **drafter.settings()}
-        write_whole(folder / "samples.jsonl", "".join(json.dumps(sample(turn)) + "\n" for turn in turns["drafter"]))
+        write_text(folder / "samples.jsonl", "".join(json.dumps(sample(turn)) + "\n" for turn in turns["drafter"]))
         write_rounds(folder / "rounds.parquet", turns)
         write_prompts(folder / "prompts.parquet", turns)
         if calibration is not None:
@@ -245,8 +245,8 @@ class Evaluation:
         if self.report:
             texts = {prompt.id: prompt.turns[0] for prompt in self.chosen}
             drafts = record_drafts(target, systems[0], turns["drafter"], texts, self.max_new_tokens)
-            write_whole(folder / "drafts.jsonl", "".join(json.dumps(line) + "\n" for line in drafts))
-        write_whole(folder / "summary.json", json.dumps(summary, indent=2) + "\n")  # after the rest: it says that all is there
+            write_text(folder / "drafts.jsonl", "".join(json.dumps(line) + "\n" for line in drafts))
+        write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")  # after the rest: it says that all is there
         if self.report:
             write_report(folder / "report.html", [folder])
         print_table(summary)
@@ -342,9 +342,9 @@ class Evaluation:
         }
 
     def _learner(self, target: Target, drafter: Drafter, save: Callable[[Drafter], None] | None) -> Online:
-        if not drafter.has_weights or drafter.trains_target:
+        if not drafter.has_weights or drafter.abilities.target_training:
             raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
-        if self.online_learn == "split" and not drafter.learns_replays:
+        if self.online_learn == "split" and not drafter.abilities.on_policy.learns_replays:
             raise UserError(
                 "eval.online_learn=split: this family does not learn from replayed drafts; use corrections or answers"
             )

@@ -14,6 +14,7 @@ from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
 from spectrain.eval.metrics import Turn
+from spectrain.files import written
 from spectrain.models.device import forward_floor
 from spectrain.models.target import Target
 
@@ -175,13 +176,5 @@ def write_prompts(path: Path, turns: dict[str, list[Turn]]) -> None:
 
 
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
-    scratch = path.with_name(path.name + ".part")
-    pq.write_table(pa.Table.from_pylist(rows), scratch)
-    scratch.replace(path)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside and rename it, so that a kill leaves no half of it."""
-    scratch = path.with_name(path.name + ".part")
-    scratch.write_text(text)
-    scratch.replace(path)
+    with written(path) as scratch:
+        pq.write_table(pa.Table.from_pylist(rows), scratch)

@@ -15,6 +15,7 @@ from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.loop import Context
+from spectrain.drafters.base import TrainingState
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.target import Target
@@ -123,7 +124,7 @@ def test_the_loss_is_that_of_what_is_drafted(tiny: Target) -> None:
     torch.nn.init.normal_(drafter.out.weight, std=0.1)  # so that the cell's state matters
     tokens = torch.randint(3, 2000, (1, 14))
     features = tiny.features(tokens, drafter.layers)
-    losses = drafter.loss(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), features), tiny)
+    losses = drafter.loss(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), features), tiny, TrainingState())
 
     windows = tokens[0].unfold(0, STEPS + 2, 1)  # index t, the root, and what is drafted: [rows, STEPS + 2]
     index = torch.arange(len(windows))[:, None]
@@ -134,7 +135,7 @@ def test_the_loss_is_that_of_what_is_drafted(tiny: Target) -> None:
     cut = tokens.shape[1] - STEPS - 2 + 1  # shallower steps are judged further on too, where no whole window begins
     for step in range(STEPS):
         supervised = Batch(tokens, torch.arange(tokens.shape[1])[None] < cut + 2 + step, features)
-        found = drafter.loss(supervised, tiny).terms[f"step{step}"]
+        found = drafter.loss(supervised, tiny, TrainingState()).terms[f"step{step}"]
         torch.testing.assert_close(found, -(drafter.step_decay**step) * drafted[:, step].sum(), rtol=1e-4, atol=1e-4)
     assert losses.counts.tolist() == [12, 11, 10]
 

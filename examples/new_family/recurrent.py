@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from spectrain.drafters.base import Losses
+from spectrain.drafters.base import Losses, Stage, TrainingState
 from spectrain.drafters.shared.losses import Loss
 from spectrain.drafters.shared.vocabulary import Supervision, VocabularyDrafter
 from spectrain.errors import UserError
@@ -39,7 +39,6 @@ class Recurrent(VocabularyDrafter):
         if num_steps < 1:
             raise UserError(f"drafter.num_steps={num_steps}: use 1 or more")
         self.num_steps, self.divergence, self.step_decay = num_steps, loss, step_decay
-        self.final_reach = num_steps  # step k is judged by the target's state k + 1 tokens further on
         self.head = target.head  # lent: it is neither trained nor saved with the drafter
         width, vocab_size = target.width, min(vocab_size, target.head.vocab_size)
         self.begin = nn.Linear(width, width)
@@ -69,16 +68,23 @@ class Recurrent(VocabularyDrafter):
         """What the output layer reads, [.., D]."""
         return final + self.out(nn.functional.silu(self.mix(torch.cat([final, state], dim=-1))))
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    @property
+    def stages(self) -> list[Stage]:
+        """One, whose step k is judged by the target's state k + 1 tokens further on."""
+        return [Stage.whole(self, self.layers, final_reach=self.num_steps)]
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
         wanted = Supervision(self, batch)  # what the target says, and at which indices each step is judged
         final = batch.features.at("final").to(self.lm_head.weight.dtype)
-        state, terms = self.start(final), {}
+        hidden, terms = self.start(final), {}
         hits, counts = torch.zeros(2, self.num_steps, device=final.device)
         for step in range(self.num_steps):
-            state = self.remembered(self.read, batch.tokens.roll(-1 - step, dims=1), state)  # never judged beyond a text's end
+            hidden = state.checkpointed(
+                self.read, batch.tokens.roll(-1 - step, dims=1), hidden
+            )  # never judged beyond a text's end
             rows = wanted.rows(step)
-            found, right = wanted.judge(self.hidden(final[rows], state[rows]), self.lm_head, wanted.answers(step))
+            found, right = wanted.judge(self.hidden(final[rows], hidden[rows]), self.lm_head, wanted.answers(step))
             terms[f"step{step}"] = self.step_decay**step * found
             hits[step], counts[step] = right.sum(), len(right)
         return Losses(terms, hits, counts)

@@ -6,8 +6,9 @@ A family is one class in one file: `loss` trains it, `propose` decodes with it, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,62 @@ from spectrain.trees.token_tree import TokenTree
 if TYPE_CHECKING:
     from spectrain.decoding.acceptance import Accepted
     from spectrain.decoding.loop import Context
+    from spectrain.models.lora import TargetTraining
     from spectrain.models.target import Target
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Where a training stands: what the trainer says to every loss."""
+
+    step: int = 0  # optimiser steps done
+    progress: float = 0.0  # how much of the training is done, from 0 to 1
+    recompute: bool = False  # gradient checkpointing
+
+    def checkpointed(self, part: Callable[..., Any], *inputs: Any) -> Any:
+        """part(*inputs); with gradient checkpointing only the inputs are kept until the backward pass, which runs it again.
+
+        A family calls what repeats in its loss, a draft step or a layer, through this.
+        """
+        if not self.recompute or not torch.is_grad_enabled():
+            return part(*inputs)
+        return checkpoint(part, *inputs, use_reentrant=False)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a training: who learns in it, and from which features."""
+
+    groups: list[dict[str, Any]]  # each has `params` and, where it differs, `lr_scale`
+    layers: tuple[Layer, ...]  # features that the loss wants of a batch: none where it runs the target itself
+    share: float = 1.0  # of the training's steps
+    final_reach: int | None = None  # the loss reads "final" where the next token carries loss and so far before; None: anywhere
+
+    @classmethod
+    def whole(cls, module: nn.Module, layers: tuple[Layer, ...], final_reach: int | None = None) -> Stage:
+        """A training of one stage, in which all open parameters of a module learn."""
+        return cls([{"params": [p for p in module.parameters() if p.requires_grad]}], layers, final_reach=final_reach)
+
+
+def stage_at(stages: Sequence[Stage], step: int, num_steps: int) -> int:
+    """The number of the stage that a training step belongs to."""
+    return sum(step >= end * num_steps for end in accumulate(stage.share for stage in stages[:-1]))
+
+
+@dataclass(frozen=True)
+class OnPolicy:
+    """What lets a family learn from drafts or texts that were made while it trains."""
+
+    writer: Target | None = None  # the drafter as a model that writes text by itself, where it is one
+    learns_replays: bool = False  # its loss tells what a replayed draft got wrong (Batch.distance)
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What only some families can do, beyond the contract."""
+
+    target_training: TargetTraining | None = None  # it changes the target in training: the run then saves the target too
+    on_policy: OnPolicy = OnPolicy()
 
 
 @dataclass
@@ -43,16 +99,11 @@ class Drafter(nn.Module, ABC):
     """Guesses what its target will say next. Runtime objects enter the constructor by one keyword, `target`."""
 
     layers: tuple[Layer, ...] = ()  # the features it reads, in training and decoding; none for an independent model
-    final_reach: int | None = None  # its loss reads "final" where the next token carries loss and so far before; None: anywhere
+    abilities = Abilities()  # of the class, or of an instance where they depend on its settings
     shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
-    progress: float = 0.0  # how much of the training is done, from 0 to 1; the trainer keeps it, for schedules
-    step: int = 0  # optimiser steps done; the trainer keeps it too
-    recompute: bool = False  # gradient checkpointing: `remembered` parts of the loss are run again in the backward pass
-    trains_target: bool = False  # its parameter groups hold parameters of the target: the run then saves the target too
 
     verified_from: int = 0  # the first layer that drafting leaves to verification, where it runs layers of the target
     has_exits: bool = False  # it can draft from any layer: `at_exit`
-    learns_replays: bool = False  # its loss tells what a replayed draft got wrong (Batch.distance)
     is_captured: bool = False  # it drafts without asking the device for anything, so that a CUDA graph can hold a round
     settles_drafts: bool = (
         False  # it verifies from where its drafts stopped, so trees must keep them for a round to be captured
@@ -66,8 +117,13 @@ class Drafter(nn.Module, ABC):
         """Whether it has parameters of its own."""
         return any(True for _ in self.parameters())
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
-        """Training losses of a batch, which holds the features named by `layers`. Training-free families have none."""
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """What is trained, one stage after another; by default the drafter's own parameters, on the features in `layers`."""
+        return [Stage.whole(self, self.layers)]
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        """Training losses of a batch, which holds the features that the stage names. Training-free families have none."""
         name = type(self).__name__.lower()
         raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
 
@@ -110,18 +166,6 @@ class Drafter(nn.Module, ABC):
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Called once before a fresh training, with how often each token [V] is the assistant's in the data."""
 
-    def stage_at(self, step: int, num_steps: int) -> int:
-        """The stage that a training step belongs to; a family that trains in stages overrides it."""
-        return 0
-
-    def features_in(self, stage: int) -> tuple[Layer, ...]:
-        """The features that the loss wants of a batch in a stage: none where the family runs the target itself."""
-        return self.layers
-
-    def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
-        """Who learns in a stage. Each group holds `params` and, where it differs, `lr_scale`."""
-        return [{"params": [p for p in self.parameters() if p.requires_grad]}]
-
     def settings(self) -> dict[str, Any]:
         """Settings that the saved description takes from the drafter instead of from the command, so that it loads alone."""
         return {}
@@ -134,22 +178,6 @@ class Drafter(nn.Module, ABC):
         """Further files of a saved drafter, for tools that read its layout: name -> text."""
         return {}
 
-    def writer(self) -> Target | None:
-        """The drafter as a model that writes text by itself, where it is one."""
-        return None
-
-    def finish(self, target: Target) -> None:
-        """Called once after training; a family that adapted the target merges its adapters here."""
-
-    def remembered(self, part: Callable[..., Any], *inputs: Any) -> Any:
-        """part(*inputs); with gradient checkpointing only the inputs are kept until the backward pass, which runs it again.
-
-        A family calls what repeats in its loss, a draft step or a layer, through this.
-        """
-        if not self.recompute or not torch.is_grad_enabled():
-            return part(*inputs)
-        return checkpoint(part, *inputs, use_reentrant=False)
-
-    def forward(self, batch: Batch, target: Target) -> Losses:
+    def forward(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """What a data-parallel wrapper calls: the loss."""
-        return self.loss(batch, target)
+        return self.loss(batch, target, state)

@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, V vocabulary, R supervised rows, F frontier nodes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +14,12 @@ from torch import Tensor
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
-from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Branches, Rollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
-from .base import Drafter, Losses
+from .base import Drafter, Losses, OnPolicy, Stage, TrainingState
 from .shared.losses import Loss, head_loss
 from .shared.small_models import small_model
 
@@ -38,11 +38,9 @@ class Causal(Drafter):
     Which sequences these are is the source's to say: source=live takes the data's, source=generated others.
     """
 
-    final_reach = 0
     shape = ("architecture", "num_layers", "model")
     is_captured = True
     carried = ("cache",)
-    learns_replays = True
 
     def __init__(
         self,
@@ -61,6 +59,7 @@ class Causal(Drafter):
             raise UserError(f"drafter.loss_temperature={loss_temperature}: use more than 0")
         self.divergence, self.beta, self.loss_temperature = loss, beta, loss_temperature
         self.model = small_model(target, num_layers, model, architecture)
+        self.abilities = replace(self.abilities, on_policy=OnPolicy(self.model, learns_replays=True))
         self.head = target.head
         self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
@@ -69,19 +68,18 @@ class Causal(Drafter):
         """The architecture itself, so that the saved drafter needs neither the target's layers nor another directory."""
         return {"architecture": self.model.config.to_diff_dict(), "num_layers": None, "model": None}
 
-    def writer(self) -> Target:
-        return self.model
-
     # Training
 
-    def features_in(self, stage: int) -> tuple[Layer, ...]:
-        """What the target's head reads; decoding needs no features."""
-        return ("final",)
+    @property
+    def stages(self) -> list[Stage]:
+        """On what the target's head reads; decoding needs no features."""
+        return [Stage.whole(self, ("final",), final_reach=0)]
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
-        predicts = batch.predicts
-        seen = self.model.run(batch.tokens, ForwardPlan(layers=("final",), grad=torch.is_grad_enabled(), lengths=batch.lengths))
+        predicts, grad = batch.predicts, torch.is_grad_enabled()
+        plan = ForwardPlan(layers=("final",), grad=grad, recompute=state.recompute, lengths=batch.lengths)
+        seen = self.model.run(batch.tokens, plan)
         states = seen.at("final")[predicts]
         following = batch.tokens.roll(-1, dims=1)[predicts]
         distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]

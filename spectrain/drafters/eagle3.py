@@ -19,7 +19,7 @@ from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Branches, Rollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
-from .base import Losses
+from .base import Losses, Stage, TrainingState
 from .shared.layers import Attention, Mlp, llama_config, norm_scale, rotary
 from .shared.losses import Loss
 from .shared.vocabulary import Supervision, VocabularyDrafter
@@ -53,7 +53,6 @@ class Eagle3(VocabularyDrafter):
     the next step reads (EAGLE-3.1); own_embedding: the drafter keeps its input embedding, which is not trained.
     """
 
-    final_reach = 0
     shape = ("vocab_size", "layers", "architecture")
     is_captured = True
     carried = ("cache",)
@@ -121,7 +120,11 @@ class Eagle3(VocabularyDrafter):
 
     # Training
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    @property
+    def stages(self) -> list[Stage]:
+        return [Stage.whole(self, self.layers, final_reach=0)]
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Unroll the drafter over its own hidden states, with the true tokens as input; gradients flow through it all.
 
         Step i at index t is supervised where token t + 2 + i is the assistant's, so the padded tail never is. The sum of
@@ -134,7 +137,7 @@ class Eagle3(VocabularyDrafter):
         values: list[Tensor] = []
         states: list[Tensor] = []  # of the supervised indices of every step
         for step in range(max(1, min(self.ttt_steps, batch.longest - 2))):
-            hidden, k, v = self.remembered(self._unroll, batch, hidden, step, keys[:], values[:])
+            hidden, k, v = state.checkpointed(self._unroll, batch, hidden, step, keys[:], values[:])
             keys.append(k)
             values.append(v)
             states.append(hidden[wanted.rows(step)])

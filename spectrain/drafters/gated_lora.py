@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, most_likely
-from spectrain.models.features import Features, Layer
+from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.randomness import MASKED_PREFIXES, sequence_generator
 from spectrain.trees.base import DepthRollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
-from .base import Drafter, Losses
+from .base import Drafter, Losses, Stage, TrainingState
 from .shared.losses import Loss, Teacher, head_loss
 from .shared.masks import add_blocks, mask_embeddings, start_masks
 
@@ -183,12 +183,13 @@ class GatedLora(Drafter):
 
     # Training
 
-    def features_in(self, stage: int) -> tuple[Layer, ...]:
-        """None: the target runs in the loss, with masks."""
-        return ()
+    @property
+    def stages(self) -> list[Stage]:
+        """Without features: the target runs in the loss, with masks."""
+        return [Stage.whole(self, ())]
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
-        blocks = add_blocks(batch, self.prefixes(batch))
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        blocks = add_blocks(batch, self.prefixes(batch, state.step))
         grad = torch.is_grad_enabled()
         with self.gated(target, blocks.numbers):
             seen = target.run(
@@ -222,13 +223,13 @@ class GatedLora(Drafter):
         counts = torch.zeros_like(hits).index_add(0, numbers, torch.ones_like(right))
         return Losses(terms, hits, counts)
 
-    def prefixes(self, batch: Batch) -> list[list[tuple[int, int]]]:
+    def prefixes(self, batch: Batch, step: int) -> list[list[tuple[int, int]]]:
         """Random prefixes of every sequence that the assistant goes on from, drawn for its own tokens and the step."""
         rows = []
         for tokens, mask in batch.sequences():
             ends = mask[2:].nonzero()[:, 0]  # prefixes whose first mask has an answer of the assistant
             length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0  # without padding
-            source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, self.step)
+            source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, step)
             count = max(1, int(self.mask_ratio * length / self.num_masks))
             chosen = ends[torch.randperm(len(ends), generator=source)[:count]].sort().values
             rows.append([(end, self.num_masks) for end in chosen.tolist()])

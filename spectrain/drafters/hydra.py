@@ -19,7 +19,7 @@ from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Rollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
-from .base import Losses
+from .base import Losses, Stage, TrainingState
 from .shared.layers import Attention, Mlp, ResBlock, llama_config, rotary
 from .shared.losses import Loss
 from .shared.vocabulary import HeadsDrafter, Supervision
@@ -108,7 +108,6 @@ class Hydra(HeadsDrafter):
         for key, value in (("num_heads", num_heads), ("num_layers", num_layers)):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
-        self.final_reach = None if prefix_attention else num_heads
         self.divergence, self.head_decay = loss, head_decay
         self.head = target.head
         vocab_size = min(vocab_size, target.head.vocab_size)
@@ -117,7 +116,11 @@ class Hydra(HeadsDrafter):
         self.add_vocabulary(vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    @property
+    def stages(self) -> list[Stage]:
+        return [Stage.whole(self, self.layers, final_reach=None if self.prefix is not None else len(self.heads))]
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
         wanted = Supervision(self, batch)
         states = batch.features.at("final").to(next(self.parameters()).dtype)

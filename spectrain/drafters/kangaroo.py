@@ -19,7 +19,7 @@ from spectrain.models.partial_forward import Level
 from spectrain.trees.base import TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
-from .base import Losses
+from .base import Abilities, Losses, OnPolicy, Stage, TrainingState
 from .shared.layers import Attention, llama_config, norm_scale, rotary
 from .shared.losses import Loss, head_loss
 from .shared.self_speculation import SelfDrafter, exit_of
@@ -36,10 +36,9 @@ class Kangaroo(SelfDrafter):
     likely token is unlikely, the second exit, which is the tree builder's to do: tree=chain with stop and stop_on=token.
     """
 
-    final_reach = 0
     shape = ("exit_layer",)
     carried = ("cache",)
-    learns_replays = True
+    abilities = Abilities(on_policy=OnPolicy(learns_replays=True))
 
     def __init__(self, target: Target, exit_layer: int | None = None, loss: Loss = "forward_kl") -> None:
         super().__init__()
@@ -66,11 +65,12 @@ class Kangaroo(SelfDrafter):
 
     # Training
 
-    def features_in(self, stage: int) -> tuple[Layer, ...]:
+    @property
+    def stages(self) -> list[Stage]:
         """With what the target's head reads, for the loss."""
-        return (self.exit_layer, "final")
+        return [Stage.whole(self, (self.exit_layer, "final"), final_reach=0)]
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """The divergence from the target after every position whose next token is the assistant's."""
         assert batch.features is not None
         predicts = batch.predicts

@@ -13,14 +13,13 @@ from torch import Tensor, nn
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, most_likely
-from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.randomness import MASKED_PREFIXES, sequence_generator
 from spectrain.trees.base import DepthRollout, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
-from .base import Drafter, Losses
+from .base import Drafter, Losses, Stage, TrainingState
 from .shared.losses import Loss, head_loss
 from .shared.masks import add_blocks, mask_embeddings, start_masks
 from .shared.small_models import small_model
@@ -39,7 +38,6 @@ class Pard(Drafter):
     divergence from what the target says there.
     """
 
-    final_reach = 0
     shape = ("architecture", "num_layers", "model")
     is_captured = True
     carried = ("cache",)
@@ -81,19 +79,21 @@ class Pard(Drafter):
 
     # Training
 
-    def features_in(self, stage: int) -> tuple[Layer, ...]:
-        """What the target's head reads; decoding needs no features."""
-        return ("final",)
+    @property
+    def stages(self) -> list[Stage]:
+        """On what the target's head reads; decoding needs no features."""
+        return [Stage.whole(self, ("final",), final_reach=0)]
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
-        blocks = add_blocks(batch, self.prefixes(batch))
+        blocks = add_blocks(batch, self.prefixes(batch, state.step))
         with mask_embeddings(self.model.head.embedding, self.mask, blocks.numbers):
             seen = self.model.run(
                 blocks.tokens,
                 ForwardPlan(
                     layers=("final",),
                     grad=torch.is_grad_enabled(),
+                    recompute=state.recompute,
                     positions=blocks.positions,
                     mask=blocks.visible,
                     lengths=blocks.lengths,
@@ -115,12 +115,12 @@ class Pard(Drafter):
         counts = torch.zeros_like(hits).index_add(0, depths, torch.ones_like(right))
         return Losses({self.divergence: found.loss}, hits, counts)
 
-    def prefixes(self, batch: Batch) -> list[list[tuple[int, int]]]:
+    def prefixes(self, batch: Batch, step: int) -> list[list[tuple[int, int]]]:
         """Every prefix that the assistant goes on from, with as many masks as the conditional drop leaves it."""
         rows = []
         for tokens, mask in batch.sequences():
             ends = mask[2:].nonzero()[:, 0]  # prefixes whose first mask has an answer of the assistant
-            source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, self.step)
+            source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, step)
             rank = torch.randperm(len(ends), generator=source)
             kept = [max(self.keep**depth, self.keep_least) * len(ends) for depth in range(1, self.num_drafts)]
             sizes = sum(((rank < count).long() for count in kept), start=torch.zeros_like(rank))

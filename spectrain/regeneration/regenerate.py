@@ -235,7 +235,7 @@ def engine_writer(config: DictConfig, sampling: Sampling, settings: Regeneration
     if config.run is None:
         return plain
     directory, drafter, builder = drafter_directory(run), build(completed.drafter, target=target), build(completed.tree)
-    if drafter.trains_target or trained_target(run) is not None:
+    if drafter.abilities.target_training or trained_target(run) is not None:
         raise UserError(
             f"run={run}: its drafter belongs to the target that was trained with it; regenerate without a drafter, by "
             f"target=hf target.model={trained_target(run) or run / 'target'}"

@@ -18,6 +18,7 @@ from spectrain.decoding.acceptance import (
 )
 from spectrain.decoding.calibration import Forced, _between, _bucket, calibrate, measure_latency, run_forced
 from spectrain.decoding.loop import Generation, decode
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
@@ -122,7 +123,7 @@ def draft_logits(tiny: Target, eagle3: Eagle3, text: list[int], step: int = 0) -
     tokens = torch.tensor([[*text, 0]])
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     mask[:, -1] = True  # every step then has one row
-    eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny)
+    eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny, TrainingState())
     hook.remove()
     return logits[0][step]
 

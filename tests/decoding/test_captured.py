@@ -211,9 +211,9 @@ def test_a_drafter_keeps_its_settings(tiny: Target) -> None:
     drafter = Eagle3(tiny, vocab_size=64)
     engine = Engine(tiny, Greedy(), drafter, Chain(2))
     engine.decode(PROMPTS[:1], 6)
-    drafter.progress, drafter.training = 0.5, True
+    drafter.step_decay, drafter.training = 0.5, True
     engine.decode(PROMPTS[:1], 6)
-    assert drafter.progress == 0.5 and drafter.training
+    assert drafter.step_decay == 0.5 and drafter.training
     copied = copy.deepcopy(drafter)
     assert copied.cache is not None and copied.cache.number != drafter.cache.number and copied.cache.storage is None
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy, Match
 from spectrain.decoding.loop import Context, Generation, decode
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
@@ -267,7 +267,7 @@ def test_eagle3_decodes_as_it_was_trained(
         mask[:, -1] = True  # step k then has one row, whose index lies k + 2 before the end
         logits.clear()
         with torch.no_grad():
-            eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny)
+            eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny, TrainingState())
         torch.testing.assert_close(logits[0][len(path)].log_softmax(-1), log_q, rtol=1e-4, atol=1e-4)
     hook.remove()
 

@@ -15,6 +15,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import Context, decode
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.shared.losses import DIVERGENCES, jensen_shannon
 from spectrain.drafters.shared.small_models import check_tokenizer, cut_model
@@ -51,7 +52,7 @@ def dataset(count: int = 3) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Causal) -> Batch:
-    return Live().batch(Request(dataset()[[0, 1, 2]], target, drafter.features_in(0)))
+    return Live().batch(Request(dataset()[[0, 1, 2]], target, drafter.stages[0].layers))
 
 
 # Cutting
@@ -184,7 +185,7 @@ def test_padded_vocabularies(mine: int, theirs: int, builder: TreeBuilder) -> No
     assert [one.output for one in decode(target, PROMPTS, Greedy(), 12, drafter, builder)] == expected
     limit = min(mine, target.head.vocab_size)
     assert drafter.vocab_size == limit and trees and all(int(tree.tokens.max()) < limit for tree in trees)
-    losses = drafter.loss(batch_of(target, drafter), target)
+    losses = drafter.loss(batch_of(target, drafter), target, TrainingState())
     assert torch.isfinite(losses.total) and losses.total > 0
 
 
@@ -366,7 +367,7 @@ def test_the_loss_equals_brute_force(tiny: Target, loss: Any, temperature: float
     """Sum, hits and count are those of a loop over the assistant's tokens, both distributions at loss_temperature."""
     drafter = Causal(tiny, num_layers=6, loss=loss, beta=0.3, loss_temperature=temperature)
     batch = batch_of(tiny, drafter)
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     total, hits, count = brute_force(tiny, drafter, batch, temperature)
     assert losses.terms.keys() == {loss}
     torch.testing.assert_close(losses.total.detach(), total, rtol=1e-4, atol=1e-3)
@@ -378,8 +379,8 @@ def test_many_rows_add_up(tiny: Target) -> None:
     drafter = fresh(tiny)
     rows = torch.randint(3, 2000, (3, 500)).tolist()
     data = Dataset([Example(row, [i > 0 for i in range(500)]) for row in rows], 3, 0, 0)
-    whole = drafter.loss(Live().batch(Request(data[[0, 1, 2]], tiny, ("final",))), tiny)
-    parts = [drafter.loss(Live().batch(Request(data[[n]], tiny, ("final",))), tiny) for n in range(3)]
+    whole = drafter.loss(Live().batch(Request(data[[0, 1, 2]], tiny, ("final",))), tiny, TrainingState())
+    parts = [drafter.loss(Live().batch(Request(data[[n]], tiny, ("final",))), tiny, TrainingState()) for n in range(3)]
     torch.testing.assert_close(whole.total, torch.stack([part.total for part in parts]).sum(), rtol=1e-4, atol=1e-3)
     assert whole.counts.tolist() == [1497] and whole.hits.item() == sum(part.hits.item() for part in parts)
 
@@ -397,7 +398,7 @@ def test_prompt_tokens_carry_no_loss(tiny: Target, place: int) -> None:
         return output
 
     handle = drafter.model.decoder.norm.register_forward_hook(hold)
-    drafter.loss(batch, tiny).total.backward()
+    drafter.loss(batch, tiny, TrainingState()).total.backward()
     handle.remove()
     assert held[0].grad is not None
     assert bool(held[0].grad[0, place - 1].abs().sum() > 0) == bool(batch.loss_mask[0, place])
@@ -409,7 +410,7 @@ def test_gradients_do_not_reach_the_target(options: dict[str, Any]) -> None:
     target = load_tiny()
     drafter = Causal(target, **options)
     target.requires_grad_(True)
-    drafter.loss(batch_of(target, drafter), target).total.backward()
+    drafter.loss(batch_of(target, drafter), target, TrainingState()).total.backward()
     assert all(parameter.grad is None for parameter in target.parameters())
     assert all(parameter.grad is not None for parameter in drafter.parameters())
 
@@ -448,7 +449,7 @@ def test_transformers_drafts_with_it_the_same(tiny: Target, tmp_path: Path, monk
     assert len(rounds) == len(kept) and {0} < set(kept)
     theirs, ours, drafted = torch.zeros(depth), torch.zeros(depth), 0
     for (text, candidates), count in zip(rounds, kept):
-        assert candidates == decode(drafter.writer(), [text], Greedy(), depth, ignore_eos=True)[0].output[: len(candidates)]
+        assert candidates == decode(drafter.model, [text], Greedy(), depth, ignore_eos=True)[0].output[: len(candidates)]
         if len(candidates) == depth and text not in PROMPTS:  # in our engine a round begins behind a token of the target
             (one,) = decode(tiny, [text[:-1]], Greedy(), depth + 2, drafter, Chain(depth), ignore_eos=True)
             ours += torch.arange(depth) < one.accepted[0] - 1

@@ -24,6 +24,7 @@ from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import Context, decode
 from spectrain.decoding.replay import Recorder
 from spectrain.drafters import gated_lora
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
 from spectrain.errors import UserError
@@ -106,7 +107,7 @@ def open_gate(drafter: GatedLora, patch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def check_packed(tiny: Target, drafter: GatedLora, batch: Batch) -> None:
     """Training's forward: features of all layers, and logits, of ordinary tokens with and without the adapter."""
-    blocks, width = add_blocks(batch, drafter.prefixes(batch)), batch.tokens.shape[1]
+    blocks, width = add_blocks(batch, drafter.prefixes(batch, 0)), batch.tokens.shape[1]
 
     def run() -> Features:
         with drafter.gated(tiny, blocks.numbers):
@@ -276,7 +277,7 @@ def independent_loss(tiny: Target, drafter: GatedLora, batch: Batch, detach: boo
     terms: dict[str, Any] = {}
     hits, counts = [0.0] * drafter.num_masks, [0.0] * drafter.num_masks
     embedding = tiny.head.embedding.weight
-    for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch)):
+    for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch, 0)):
         ordinary, asked = run(tokens, 0), 0
         own: dict[str, Any] = {}  # of this sequence, which counts as many terms as it has supervised tokens
         for end, size in prefixes:
@@ -320,7 +321,7 @@ def independent_loss(tiny: Target, drafter: GatedLora, batch: Batch, detach: boo
 def test_loss_is_that_of_every_prefix_alone(tiny: Target, options: dict[str, Any]) -> None:
     """Each term, its hits and counts equal a sum over prefixes and masks; so does the gradient of every parameter."""
     drafter, batch = make(tiny, **options), ragged(3)
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     terms, hits, counts = independent_loss(tiny, drafter, batch)
     assert losses.terms.keys() == terms.keys() == {"masks", "consistency"} | ({"sampler"} if drafter.sampler else set())
     for name, term in terms.items():
@@ -334,7 +335,7 @@ def test_loss_is_that_of_every_prefix_alone(tiny: Target, options: dict[str, Any
 def test_no_consistency_no_term(tiny: Target) -> None:
     """consistency=0 leaves the other terms as they are."""
     batch = ragged(2)
-    with_term, without = (make(tiny, consistency=value).loss(batch, tiny).terms for value in (1.0, 0.0))
+    with_term, without = (make(tiny, consistency=value).loss(batch, tiny, TrainingState()).terms for value in (1.0, 0.0))
     assert with_term.pop("consistency") > 0
     assert {name: term.item() for name, term in with_term.items()} == {name: term.item() for name, term in without.items()}
 
@@ -342,11 +343,11 @@ def test_no_consistency_no_term(tiny: Target) -> None:
 def test_hits_count_what_the_target_would_say(tiny: Target) -> None:
     """A sampler head that gives the target's own states is right everywhere, with the divergence of p from itself."""
     drafter, batch = make(tiny, loss="forward_kl"), ragged(2)
-    blocks = add_blocks(batch, drafter.prefixes(batch))
+    blocks = add_blocks(batch, drafter.prefixes(batch, 0))
     final = tiny.features(batch.tokens, ("final",)).at("final")
     wanted = final.gather(1, blocks.positions[..., None].expand(-1, -1, tiny.width))[blocks.supervised]
     drafter.sampler.forward = lambda state, previous: wanted  # type: ignore[union-attr, method-assign]
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     assert torch.equal(losses.hits, losses.counts) and losses.counts.sum() == len(wanted)
     assert losses.terms["sampler"].abs() < 1e-3 * len(wanted) < losses.terms["masks"]
 
@@ -358,7 +359,7 @@ def test_an_untrained_sampler_adds_nothing(tiny: Target) -> None:
     assert drafter.sampler is not None
     state, previous = torch.randn(2, 5, tiny.width), tiny.head.embed(torch.randint(3, 2000, (2, 5)))
     assert torch.equal(drafter.sampler(state, previous), state)
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     assert torch.equal(losses.terms["sampler"], losses.terms["masks"])
     losses.total.backward()
     torch.optim.SGD(drafter.parameters(), lr=0.1).step()
@@ -371,14 +372,14 @@ def test_gradients_reach_the_drafter_only(loss: str) -> None:
     target = load_tiny()
     drafter, batch = make(target, loss=loss), ragged(3)
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
-    drafter.loss(batch, target).total.backward()
+    drafter.loss(batch, target, TrainingState()).total.backward()
     named = dict(drafter.named_parameters())
     assert {name.split(".")[0] for name in named} == {"factors", "masks", "sampler"}
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in named.values())
     assert drafter.masks.grad is not None and (drafter.masks.grad.abs().sum(-1) > 0).all()
     assert all(parameter.grad is None for parameter in target.parameters())
-    assert {id(p) for group in drafter.param_groups() for p in group["params"]} == {id(p) for p in named.values()}
-    torch.optim.SGD([p for group in drafter.param_groups() for p in group["params"]], lr=0.1).step()
+    assert {id(p) for group in drafter.stages[0].groups for p in group["params"]} == {id(p) for p in named.values()}
+    torch.optim.SGD([p for group in drafter.stages[0].groups for p in group["params"]], lr=0.1).step()
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.model.state_dict().items())
 
 
@@ -394,8 +395,8 @@ def test_nothing_flows_into_the_anchors(tiny: Target, monkeypatch: pytest.Monkey
         return Features(seen.tokens, seen.layers, leaves[-1])
 
     monkeypatch.setattr(tiny, "run", leaf)
-    losses = drafter.loss(batch, tiny)
-    asked = add_blocks(batch, drafter.prefixes(batch)).supervised
+    losses = drafter.loss(batch, tiny, TrainingState())
+    asked = add_blocks(batch, drafter.prefixes(batch, 0)).supervised
     assert len(leaves) == 1 and leaves[0].shape[:2] == asked.shape
     for term in losses.terms.values():
         (gradient,) = torch.autograd.grad(term, leaves, retain_graph=True)
@@ -415,8 +416,7 @@ def test_prefixes_are_bounded_and_supervised(tiny: Target, num_masks: int, mask_
     """Distinct prefixes whose first mask is asked; at most mask_ratio masks to a token, or one block; as many as fit."""
     drafter, batch = make(tiny, num_masks=num_masks, mask_ratio=mask_ratio), ragged(5)
     for step in range(4):
-        drafter.step = step
-        for tokens, mask, row in zip(batch.tokens, batch.loss_mask, drafter.prefixes(batch)):
+        for tokens, mask, row in zip(batch.tokens, batch.loss_mask, drafter.prefixes(batch, step)):
             length, ends = int((tokens > 0).sum()), [end for end, _ in row]
             possible = [end for end in range(len(tokens) - 2) if mask[end + 2]]
             assert ends == sorted(set(ends)) and set(ends) <= set(possible) and {size for _, size in row} == {num_masks}
@@ -430,18 +430,16 @@ def test_prefixes_are_drawn_for_a_sequence_and_a_step(tiny: Target) -> None:
     drafter, batch = make(tiny, mask_ratio=0.5), ragged(5)
     drawn = []
     for step in range(40):
-        drafter.step = step
-        together = drafter.prefixes(batch)
+        together = drafter.prefixes(batch, step)
         drawn.append(together)
-        assert drafter.prefixes(rows_of(batch, [3, 0, 4], padding=9)) == [together[row] for row in (3, 0, 4)]
-        assert [drafter.prefixes(rows_of(batch, [row]))[0] for row in range(5)] == together
+        assert drafter.prefixes(rows_of(batch, [3, 0, 4], padding=9), step) == [together[row] for row in (3, 0, 4)]
+        assert [drafter.prefixes(rows_of(batch, [row]), step)[0] for row in range(5)] == together
     for row in range(5):
         assert len({tuple(rows[row]) for rows in drawn}) > 20
         possible = set((batch.loss_mask[row, 2:].nonzero()[:, 0]).tolist())
         assert {end for rows in drawn for end, _ in rows[row]} == possible
     other = make(tiny, mask_ratio=0.5, seed=1)
-    other.step = 39
-    assert other.prefixes(batch) != drawn[-1]
+    assert other.prefixes(batch, 39) != drawn[-1]
 
 
 def test_rows_without_an_answer_have_no_prefix(tiny: Target) -> None:
@@ -450,10 +448,10 @@ def test_rows_without_an_answer_have_no_prefix(tiny: Target) -> None:
     batch.tokens[0], batch.loss_mask[0], batch.loss_mask[1] = 0, False, False
     batch.loss_mask[1, :2] = True
     drafter = make(tiny)
-    first, second, third = drafter.prefixes(batch)
+    first, second, third = drafter.prefixes(batch, 0)
     assert (first, second) == ([], []) and third
-    assert torch.isfinite(drafter.loss(batch, tiny).total)
-    assert drafter.loss(rows_of(batch, [0, 1]), tiny).total == 0
+    assert torch.isfinite(drafter.loss(batch, tiny, TrainingState()).total)
+    assert drafter.loss(rows_of(batch, [0, 1]), tiny, TrainingState()).total == 0
 
 
 # Decoding
@@ -471,9 +469,8 @@ def fitted(tiny: Target) -> Fitted:
     batch = Live().batch(Request(Dataset(rows, 3, 0, 0)[[0, 1, 2]], tiny, ()))
     optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
     for step in range(6):  # so that some drafts are right
-        drafter.step = step
         optimizer.zero_grad()
-        drafter.loss(batch, tiny).total.backward()
+        drafter.loss(batch, tiny, TrainingState(step)).total.backward()
         nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
     return drafter.eval(), prompts, answers

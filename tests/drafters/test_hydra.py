@@ -11,6 +11,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import Context, decode, prefill
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.hydra import Hydra, _Path
 from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.errors import UserError
@@ -81,7 +82,7 @@ def in_training(drafter: Hydra, tiny: Target, tokens: Tensor) -> list[dict[tuple
         for head in drafter.heads:
             patch.setattr(head, "hidden", lambda inputs, head=head: watched(head, inputs))
         with torch.no_grad():
-            drafter.loss(batch, tiny)
+            drafter.loss(batch, tiny, TrainingState())
     teacher = Supervision(drafter, batch)
     found = []
     for k, output in enumerate(outputs):
@@ -202,7 +203,7 @@ def test_head_k_is_taught_token_t_plus_2_plus_k(tiny: Target, offset: int) -> No
             head.lm_head.weight.zero_()
             head.lm_head.weight[base + (torch.arange(period) + offset) % period, torch.arange(period)] = 30.0
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), Features(tokens, ("final",), final[:, :, None]))
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     for k in range(HEADS):
         assert losses.counts[k] == 28 - k
         right = offset == 2 + k

@@ -18,6 +18,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.shared.losses import DIVERGENCES
 from spectrain.errors import UserError
@@ -73,7 +74,7 @@ def dataset(vocab: int = VOCAB, count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Kangaroo) -> Batch:
-    return Live().batch(Request(dataset()[[0, 1, 2, 4]], target, drafter.features_in(0)))
+    return Live().batch(Request(dataset()[[0, 1, 2, 4]], target, drafter.stages[0].layers))
 
 
 def early_exit(target: Target, reference: Any, tokens: Tensor, layer: int) -> Tensor:
@@ -137,7 +138,7 @@ def test_untrained_is_the_targets_early_exit(tiny: Target, name: str, layer: int
     batch = batch_of(target, drafter)
     with torch.no_grad():
         log_p = reference(batch.tokens, use_cache=False).logits.log_softmax(-1)
-        found = drafter.loss(batch, target)
+        found = drafter.loss(batch, target, TrainingState())
     log_q = early_exit(target, reference, batch.tokens, layer)
     rows = batch.loss_mask[:, 1:]
     wanted = (log_p.exp() * (log_p - log_q)).sum(-1)[:, :-1][rows].sum()
@@ -166,7 +167,7 @@ def test_loss_is_that_of_transformers_modules(tiny: Target, kind: str, layer: in
     target, reference = pair(tiny)
     drafter = make(target, noise=1.0, exit_layer=layer, loss=kind)
     batch = batch_of(target, drafter)
-    losses = drafter.loss(batch, target)
+    losses = drafter.loss(batch, target, TrainingState())
     with torch.no_grad():
         outputs = reference(batch.tokens, output_hidden_states=True, use_cache=False)
     log_p = outputs.logits.log_softmax(-1)
@@ -191,19 +192,19 @@ def test_the_gradient_is_the_adapters_alone(tiny: Target) -> None:
     target, _ = pair(tiny)
     drafter = make(target, noise=1.0)
     batch = batch_of(target, drafter)
-    (group,) = drafter.param_groups(0)
+    (group,) = drafter.stages[0].groups
     trained_groups(drafter, target, 0)
     assert {id(p) for p in group["params"]} == {id(p) for p in drafter.parameters()}
-    drafter.loss(batch, target).total.backward()
+    drafter.loss(batch, target, TrainingState()).total.backward()
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.parameters())
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
         step = 1e-2 * parameter.grad / parameter.grad.norm()
         with torch.no_grad():
             parameter += step
-            above = float(drafter.loss(batch, target).total)
+            above = float(drafter.loss(batch, target, TrainingState()).total)
             parameter -= 2 * step
-            below = float(drafter.loss(batch, target).total)
+            below = float(drafter.loss(batch, target, TrainingState()).total)
             parameter += step
         assert (above - below) / 2e-2 == pytest.approx(float(parameter.grad.norm()), rel=3e-2), name
 
@@ -212,7 +213,7 @@ def test_the_output_projection_learns_first(tiny: Target) -> None:
     """The untrained attention adds nothing, so its inputs have a zero gradient until its output projection has moved."""
     target, _ = pair(tiny)
     drafter = make(target)
-    drafter.loss(batch_of(target, drafter), target).total.backward()
+    drafter.loss(batch_of(target, drafter), target, TrainingState()).total.backward()
     moved = {name for name, parameter in drafter.named_parameters() if parameter.grad is not None and parameter.grad.any()}
     assert moved == {"self_attn.o_proj.weight", "norm.weight"}
 
@@ -221,12 +222,12 @@ def test_loss_is_summed_over_the_assistants_tokens(tiny: Target) -> None:
     """Batches add up, padding and sequences without an answer add nothing."""
     target, _ = pair(tiny)
     drafter, rows = make(target, noise=1.0), dataset()
-    layers = drafter.features_in(0)
+    layers = drafter.stages[0].layers
     silent = Dataset([*rows.examples, Example([5] * 40, [False] * 40)], 7, 0, 0)
     with torch.no_grad():
-        whole = drafter.loss(Live().batch(Request(rows[list(range(6))], target, layers)), target)
-        parts = [drafter.loss(Live().batch(Request(rows[[n]], target, layers)), target) for n in range(6)]
-        padded = drafter.loss(Live().batch(Request(silent[list(range(7))], target, layers)), target)
+        whole = drafter.loss(Live().batch(Request(rows[list(range(6))], target, layers)), target, TrainingState())
+        parts = [drafter.loss(Live().batch(Request(rows[[n]], target, layers)), target, TrainingState()) for n in range(6)]
+        padded = drafter.loss(Live().batch(Request(silent[list(range(7))], target, layers)), target, TrainingState())
     assert float(whole.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-4)
     assert float(whole.total) == pytest.approx(float(padded.total), rel=1e-4)
     assert whole.counts.tolist() == padded.counts.tolist() == [rows.num_supervised]
@@ -237,9 +238,9 @@ def test_training_lowers_the_loss_and_not_the_target(tiny: Target, tmp_path: Pat
     target, _ = pair(tiny)
     drafter, before = make(target), {name: tensor.clone() for name, tensor in target.state_dict().items()}
     batch = batch_of(target, drafter)
-    losses = [drafter.loss(batch, target).total.item()]
+    losses = [drafter.loss(batch, target, TrainingState()).total.item()]
     Trainer(lr=1e-2, max_steps=60, warmup=0.0).fit(drafter, target, dataset(), Live(), tmp_path)
-    losses.append(drafter.loss(batch, target).total.item())
+    losses.append(drafter.loss(batch, target, TrainingState()).total.item())
     assert losses[1] < 0.8 * losses[0]
     after = target.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

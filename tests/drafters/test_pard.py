@@ -17,6 +17,7 @@ from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeS
 from spectrain.decoding.calibration import calibrate
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import Context, decode
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.shared.masks import add_blocks
 from spectrain.errors import UserError
@@ -62,7 +63,7 @@ def dataset(count: int = 5) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Pard, rows: list[int]) -> Batch:
-    return Live().batch(Request(dataset()[rows], target, drafter.features_in(0)))
+    return Live().batch(Request(dataset()[rows], target, drafter.stages[0].layers))
 
 
 def logits_of(drafter: Pard, text: list[int], count: int) -> Tensor:
@@ -85,8 +86,7 @@ def test_masks_are_dropped_by_the_formula(tiny: Target, num_drafts: int, keep: f
     drafter = make(tiny, num_drafts=num_drafts, keep=keep, keep_least=keep_least)
     batch = batch_of(tiny, drafter, [0, 1, 2, 3, 4])
     for step in range(3):
-        drafter.step = step
-        for mask, row in zip(batch.loss_mask, drafter.prefixes(batch)):
+        for mask, row in zip(batch.loss_mask, drafter.prefixes(batch, step)):
             possible = [end for end in range(len(mask) - 2) if mask[end + 2]]
             ends, sizes = [end for end, _ in row], [size for _, size in row]
             assert ends == sorted(set(ends)) and set(ends) <= set(possible)
@@ -100,7 +100,7 @@ def test_every_mask_that_is_kept_sees_the_chain_before_it(tiny: Target) -> None:
     """The masks of depth b + 1 stand behind some of the prefixes that have depth b: all of a block's are in the forward."""
     drafter = make(tiny, num_drafts=6)
     batch = batch_of(tiny, drafter, [0, 1, 2])
-    blocks = add_blocks(batch, drafter.prefixes(batch))
+    blocks = add_blocks(batch, drafter.prefixes(batch, 0))
     for row in range(3):
         for place in (blocks.numbers[row] > 0).nonzero()[:, 0].tolist():
             seen = blocks.visible[row, place] & (blocks.numbers[row] >= 0)
@@ -115,18 +115,16 @@ def test_the_drop_is_drawn_for_a_sequence_and_a_step(tiny: Target) -> None:
     drafter = make(tiny, keep=0.5)
     batch, drawn = batch_of(tiny, drafter, [0, 1, 2, 3, 4]), []
     for step in range(8):
-        drafter.step = step
-        together = drafter.prefixes(batch)
+        together = drafter.prefixes(batch, step)
         drawn.append(together)
-        assert drafter.prefixes(batch) == together
-        assert [drafter.prefixes(batch_of(tiny, drafter, [row]))[0] for row in range(5)] == together
+        assert drafter.prefixes(batch, step) == together
+        assert [drafter.prefixes(batch_of(tiny, drafter, [row]), step)[0] for row in range(5)] == together
         rows = [4, 1]
         padded = Batch(F.pad(batch.tokens[rows], (0, 7)), F.pad(batch.loss_mask[rows], (0, 7)))
-        assert drafter.prefixes(padded) == [together[row] for row in rows]
+        assert drafter.prefixes(padded, step) == [together[row] for row in rows]
     assert all(len({tuple(rows[row]) for rows in drawn}) > 4 for row in range(5))
     other = make(tiny, keep=0.5, seed=1)
-    other.step = 7
-    assert other.prefixes(batch) != drawn[-1]
+    assert other.prefixes(batch, 7) != drawn[-1]
 
 
 # Training
@@ -136,7 +134,7 @@ def independent_loss(tiny: Target, drafter: Pard, batch: Batch) -> tuple[Tensor,
     """The loss, hits and counts, from a forward for the text and one for every prefix and its masks."""
     losses, hits, counts = [], [0.0] * drafter.num_drafts, [0.0] * drafter.num_drafts
     size = min(drafter.model.head.output.weight.shape[0], tiny.head.output.weight.shape[0])
-    for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch)):
+    for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch, 0)):
         with plain_model(tiny) as model, torch.no_grad():
             wanted = model(torch.tensor([tokens])).logits[0, :, :size].log_softmax(-1)
         said = [(0, t + 1, row) for t, row in enumerate(logits_of(drafter, tokens, 0))]
@@ -163,7 +161,7 @@ def test_loss_is_that_of_every_prefix_alone(tiny: Target, options: dict[str, Any
     """Loss, hits and counts, and the gradient of every weight, equal those of a sum over prefixes, one forward each."""
     drafter = make(tiny, **options)
     batch = batch_of(tiny, drafter, [0, 2, 4])
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     total, hits, counts = independent_loss(tiny, drafter, batch)
     assert list(losses.terms) == [drafter.divergence]
     torch.testing.assert_close(losses.total.detach(), total.detach(), rtol=1e-4, atol=1e-4)
@@ -178,7 +176,7 @@ def test_gradients_reach_the_drafter_only() -> None:
     """The small model and its mask have gradients that are not zero; the target has none."""
     target = load_tiny()
     drafter = make(target, loss="forward_kl")
-    drafter.loss(batch_of(target, drafter, [0, 1, 2]), target).total.backward()
+    drafter.loss(batch_of(target, drafter, [0, 1, 2]), target, TrainingState()).total.backward()
     named = dict(drafter.named_parameters())
     assert "mask" in named and len(named) > 10
     assert all(p.requires_grad and p.grad is not None and p.grad.abs().sum() > 0 for p in named.values())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import Context, Generation, decode
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.layer_skip import LayerSkipping
@@ -248,9 +248,9 @@ def test_kangaroo_decodes_as_it_was_trained(tiny: Target, prompts: list[list[int
         for turn, text in enumerate(texts_before(generation)):
             for path, log_q in builder.after[turn][row].items():
                 tokens = torch.tensor([[*text, *path]])
-                batch_of_one = Batch(tokens, torch.ones_like(tokens) > 0, tiny.features(tokens, kangaroo.features_in(0)))
+                batch_of_one = Batch(tokens, torch.ones_like(tokens) > 0, tiny.features(tokens, kangaroo.stages[0].layers))
                 states.clear()
-                kangaroo.loss(batch_of_one, tiny)
+                kangaroo.loss(batch_of_one, tiny, TrainingState())
                 expected = tiny.head.logits(states[0][0, -1]).log_softmax(-1)
                 torch.testing.assert_close(log_q, expected, rtol=1e-4, atol=1e-4)
                 compared += 1

@@ -1,14 +1,12 @@
 """Two small drafters that are unlike each other, to hold the contract to what real families need."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectrain.decoding.loop import Context
-from spectrain.drafters.base import Drafter, Losses
+from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
 from spectrain.features.batch import Batch
 from spectrain.models.attention import ATTENTION
 from spectrain.models.forward_plan import ForwardPlan
@@ -36,7 +34,7 @@ class FrozenHeads(Drafter):
         self.mix = nn.ModuleList(nn.Linear(target.width, target.width) for _ in range(num_heads))
         self.head = target.head
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
         state = batch.features.at("final")
         parts = [cross_entropy(target.head.logits(state + F.silu(m(state))), batch, 2 + k) for k, m in enumerate(self.mix)]
@@ -80,10 +78,11 @@ class Independent(Drafter):
         self.model = Target(LlamaForCausalLM(config), target.tokenizer, "independent", "")
         self.cache: TreeCache | None = None
 
-    def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
-        return [{"params": list(self.parameters())}]
+    @property
+    def stages(self) -> list[Stage]:
+        return [Stage([{"params": list(self.parameters())}], self.layers)]
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         logits = self.model.run(batch.tokens, ForwardPlan(logits=True, grad=True)).logits
         assert logits is not None
         loss, hits, count = cross_entropy(logits, batch, 1)

@@ -32,9 +32,9 @@ from spectrain.decoding.loop import Generation, decode
 from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.run import prompt_tokens
-from spectrain.eval.summary import write_whole
 from spectrain.export.converter import read_drafter
 from spectrain.export.measure import instantiate
+from spectrain.files import write_text
 from spectrain.models.loading import load_smollm2
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
@@ -106,7 +106,7 @@ def record() -> Iterator[dict[str, Any]]:
         **provenance(),
     }
     setting["command"] = "make test-engines"
-    write_whole(RUNS / "engines.json", json.dumps({"setting": setting, "cases": found}, indent=1) + "\n")
+    write_text(RUNS / "engines.json", json.dumps({"setting": setting, "cases": found}, indent=1) + "\n")
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -18,6 +18,7 @@ from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import Generation, decode
 from spectrain.decoding.replay import Recorder, collate_replays, replays
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
@@ -151,7 +152,7 @@ def test_an_update_is_one_clipped_step_on_the_mean_loss(tiny: Target, learn: Any
         batch = collate([supervised(one, learn == "corrections") for one, _ in answers])
     assert len(batch.tokens) > 4  # more than are taken at once
     batch = Batch(batch.tokens, batch.loss_mask, tiny.features(batch.tokens, ("final",)), batch.distance)
-    (other.train().loss(batch, tiny).total / batch.num_supervised).backward()
+    (other.train().loss(batch, tiny, TrainingState()).total / batch.num_supervised).backward()
     for clipped in (False, True):
         if clipped:
             clip(other.parameters(), 0.5)

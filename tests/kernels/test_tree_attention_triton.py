@@ -347,7 +347,7 @@ class Forked(Drafter):
         super().__init__()
         self.texts, self.layers = texts, ()
 
-    def loss(self, batch: Batch, target: Target) -> Any:
+    def loss(self, batch: Batch, target: Target, state: Any) -> Any:
         raise NotImplementedError
 
     def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:

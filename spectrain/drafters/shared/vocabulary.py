@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import Projection, target_over
 
-from ..base import Drafter
+from ..base import Abilities, Drafter, OnPolicy
 from .losses import UNNORMALISED, Teacher, head_loss
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class VocabularyDrafter(Drafter):
     """A drafter whose head covers the tokens that the assistant uses most. The others cannot be drafted."""
 
-    learns_replays = True
+    abilities = Abilities(on_policy=OnPolicy(learns_replays=True))
     d2t: Tensor
     t2d: Tensor
     divergence: str
