@@ -10,7 +10,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.settings.build import build
 
-from .base import Request, Source
+from .base import BatchRequest, Source
 from .store import FeatureStore, names
 
 
@@ -50,7 +50,7 @@ def capture(config: DictConfig) -> None:
     accelerator.wait_for_everyone()  # every process has seen the same to do before any adds to the store
     target.pack()
     mine = todo[accelerator.process_index :: accelerator.num_processes]
-    requests = [Request(examples, target, layers, trainer.packing) for examples in mine]
+    requests = [BatchRequest(examples, target, layers, trainer.packing) for examples in mine]
     fill(source, requests, tells=accelerator.is_main_process)
     accelerator.wait_for_everyone()
     if missing := sum(example not in store for example in dataset.examples):
@@ -59,7 +59,7 @@ def capture(config: DictConfig) -> None:
         print(f"{store.path}: complete; train with source=store source.path={store.path}")
 
 
-def fill(source: Source, requests: list[Request], tells: bool) -> None:
+def fill(source: Source, requests: list[BatchRequest], tells: bool) -> None:
     """Let the source store what these batches lack, and tell now and then how far it is."""
     began = printed = time.monotonic()
     tokens = 0

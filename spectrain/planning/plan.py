@@ -26,7 +26,7 @@ from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Hub, Jsonl
 from spectrain.data.stream import Stream
 from spectrain.errors import UserError
-from spectrain.features.base import Request, Source
+from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
 from spectrain.features.store import STORED, bytes_of
 from spectrain.models.device import wait
@@ -322,7 +322,7 @@ class _Timed(Source):
         self.source, self.device = source, target.device
         self.seconds = self.tokens = 0.0
 
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: BatchRequest) -> Batch:
         began = time.perf_counter()
         batch = self.source.batch(request)
         wait(self.device)

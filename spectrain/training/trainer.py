@@ -21,7 +21,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Batches, Batching, Dataset
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.errors import RunError, Stopped, UserError
-from spectrain.features.base import Request, Source
+from spectrain.features.base import BatchRequest, Source
 from spectrain.models.features import Layer
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
@@ -316,7 +316,9 @@ class Trainer:
         """One optimiser step over this process's share of batches; nothing but True where a process was asked to stop."""
         shared, drafter, target = job.shared, job.drafter, job.target
         now, began = Tally(steps=1), time.perf_counter()
-        batches = [job.source.batch(Request(examples, target, layers, self.packing, job.step, drafter)) for examples in share]
+        batches = [
+            job.source.batch(BatchRequest(examples, target, layers, self.packing, job.step, drafter)) for examples in share
+        ]
         now.target_seconds = time.perf_counter() - began
         job.watch.at(job.step, WAITING)
         supervised, stops = shared.sums(sum(batch.num_supervised for batch in batches), float(stop.asked is not None))

@@ -29,7 +29,7 @@ from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
 from spectrain.errors import UserError
 from spectrain.eval.baselines import plain_model
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.features import Features
@@ -466,7 +466,7 @@ def fitted(tiny: Target) -> Fitted:
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
     drafter = GatedLora(tiny, num_masks=MASKS, rank=8, mask_ratio=3.0)
     drafter.prepare(tiny, torch.zeros(tiny.head.vocab_size))
-    batch = Live().batch(Request(Dataset(rows, 3, 0, 0)[[0, 1, 2]], tiny, ()))
+    batch = Live().batch(BatchRequest(Dataset(rows, 3, 0, 0)[[0, 1, 2]], tiny, ()))
     optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
     for step in range(6):  # so that some drafts are right
         optimizer.zero_grad()

@@ -22,7 +22,7 @@ from spectrain.decoding.loop import Context, decode, prefill
 from spectrain.drafters.base import TrainingState, stage_at
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.features import Features
@@ -62,7 +62,7 @@ def dataset(count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Medusa, stage: int) -> Batch:
-    return Live().batch(Request(dataset()[[0, 1, 2]], target, drafter.stages[stage].layers))
+    return Live().batch(BatchRequest(dataset()[[0, 1, 2]], target, drafter.stages[stage].layers))
 
 
 @torch.no_grad()

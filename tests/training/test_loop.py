@@ -15,7 +15,7 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.errors import RunError, UserError
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.target import Target
@@ -137,7 +137,7 @@ class Poisoned(Live):
         super().__init__()
         self.steps = steps
 
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: BatchRequest) -> Batch:
         batch = super().batch(request)
         assert batch.features is not None
         hidden = batch.features.hidden * (float("nan") if request.step in self.steps else 1.0)
