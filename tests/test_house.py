@@ -104,6 +104,7 @@ def room_of(path: Path) -> str:
     return inside(path).split("/")[0].removesuffix(".py")
 
 
+@cache
 def imports(path: Path) -> set[str]:
     """The modules of ours that a file imports, local and type-only imports too, without the `spectrain.`."""
     package = ["spectrain", *inside(path).split("/")[:-1]]

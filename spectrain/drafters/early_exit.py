@@ -106,8 +106,8 @@ class EarlyExit(SelfDrafter):
         predicts, grad = batch.predicts, torch.is_grad_enabled()
         tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._wanted(batch, target)
         layers = tuple(number + 1 for number in asked)
-        part = LayerSpan(dropped=self.dropped(batch, target, state))
-        plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, part=part)
+        span = LayerSpan(dropped=self.dropped(batch, target, state))
+        plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, span=span)
         states = target.run(batch.tokens, plan)
         final = {
             number: target.normed(states.at(number + 1)[predicts][None], grad=grad and number in opened)[0] for number in asked
