@@ -176,7 +176,7 @@ class Contest:
     def settings(self, group: str, name: str) -> DictConfig:
         """The whole configuration of one, its tree and data those of all."""
         tree = HydraConfig.get().runtime.choices["tree"]
-        if group == "drafter" and constructor(compose("train", overrides=[f"drafter={name}"]).drafter).copies_text:
+        if group == "drafter" and constructor(compose("train", overrides=[f"drafter={name}"]).drafter).abilities.copies_text:
             tree = "chain"  # it knows one continuation only
         alike = ["++eval.baselines=[chain]", "++eval.oracle=false"]
         config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *alike, *self.passed])

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from spectrain.data.chat import Example
-from spectrain.decoding.loop import Generation
+from spectrain.decoding.generation import Generation
 from spectrain.decoding.replay import Recorder, Replay, collate_replays, replays
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.errors import RunError

@@ -18,11 +18,12 @@ from rich.progress import track
 from spectrain.data.chat import render
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.calibration import Forced, Known, calibrate
+from spectrain.decoding.generation import Generation
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.loop import Generation
 from spectrain.decoding.pruning import Pruning
 from spectrain.decoding.replay import Recorder
-from spectrain.drafters.base import Drafter
+from spectrain.decoding.session import Choice, tune
+from spectrain.drafters.base import Drafter, has_weights
 from spectrain.drafters.lookahead import Lookahead
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
@@ -47,7 +48,7 @@ from spectrain.eval.summary import (
     write_rounds,
 )
 from spectrain.eval.sweep import SWEPT, Grid, exit_systems, prune_systems, tree_systems
-from spectrain.eval.systems import Choice, Decoder, System, describe
+from spectrain.eval.systems import Decoder, System, describe
 from spectrain.files import write_text
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
@@ -179,7 +180,7 @@ class Evaluation:
         if self.online:
             still = copy.deepcopy(drafter)
             systems.append(System("static_drafter", "the same, not learning", still, copy.deepcopy(builder), rule))
-        if "chain" in self.baselines and not builder.is_chain and not drafter.copies_text:
+        if "chain" in self.baselines and not builder.is_chain and not drafter.abilities.copies_text:
             systems.append(System("chain", "the same, chain", drafter, chain, rule))
         if "untrained" in self.baselines and untrained is not None:
             fresh = untrained().to(target.device, target.dtype).eval()
@@ -207,15 +208,15 @@ class Evaluation:
         `original` loads the target as it was before training, where the drafter's training changed it. `save_online` keeps a
         drafter that has learnt.
         """
-        if not drafter.copies_text:  # otherwise nothing is drawn, whatever the builder is made for
+        if not drafter.abilities.copies_text:  # otherwise nothing is drawn, whatever the builder is made for
             rule.check(builder.children, builder.is_chain)
         if self.online and self.online_learn == "split" and not builder.is_chain:
             raise UserError("eval.online_learn=split: it replays chains, and this tree branches; use tree=chain")
-        if "early_exit" in self.baselines and self.exit_layer is None and not drafter.has_exits:
+        if "early_exit" in self.baselines and self.exit_layer is None and drafter.abilities.exits is None:
             raise UserError("eval.baselines: early_exit needs eval.exit_layer=N")
         drafter = drafter.to(target.device, target.dtype).eval()
         target.pack()
-        drafter.calibrate(target, lambda: self._calibration_prompts(target), builder.depth)
+        tune(drafter, target, lambda: self._calibration_prompts(target), builder.depth)
         systems = self.systems(target, drafter, builder, rule, untrained)
         for system in systems:
             pack_linears(system.drafter)
@@ -236,7 +237,7 @@ class Evaluation:
             summary["memory"] = extra_memory(target, drafter, builder, rule, turns["drafter"][0].drafted.prompt)
             self._judge_target(target, drafter, turns["drafter"], None if original is None else original(), folder, summary)
         summary["setting"] = {**setting, **self._setting(rule, summary["tree"]), "engine": summary["engine"]}
-        summary["setting"]["drafter"] = {**setting.get("drafter", {}), **drafter.settings()}
+        summary["setting"]["drafter"] = {**setting.get("drafter", {}), **drafter.saved.settings(drafter)}
         write_text(folder / "samples.jsonl", "".join(json.dumps(sample(turn)) + "\n" for turn in turns["drafter"]))
         write_rounds(folder / "rounds.parquet", turns)
         write_prompts(folder / "prompts.parquet", turns)
@@ -261,7 +262,7 @@ class Evaluation:
             raise UserError(f"eval.engine=captured: {why}; use eval.engine=eager")
         if why is None:
             return decoder
-        if decoder.wanted:
+        if decoder.wants_capture:
             Console(stderr=True).print(f"decoded by the loop, and so is what it is compared with: {why}")
         return Decoder(target, free)
 
@@ -282,7 +283,7 @@ class Evaluation:
             entry["label"], entry["tree"] = system.label, system.builder.settings()
             why = decoder.why_eager(system)
             entry["engine"] = "captured" if why is None else "eager"
-            if decoder.wanted and why is not None:
+            if decoder.wants_capture and why is not None:
                 entry["label"], entry["eager_because"] = f"{system.label} (eager)", why
             if system.pruning is not None:
                 entry["pruning"] = saved_by_pruning(turns[system.name], system.pruning, target)
@@ -323,7 +324,7 @@ class Evaluation:
         if original is not None:
             texts = own_answers(original, [prompt for prompt, _ in texts], self.max_new_tokens)
             summary["target_drift"] = target_drift(original, target, texts, self.max_new_tokens)
-        if drafter.has_exits:
+        if drafter.abilities.exits is not None:
             models = {"target": target} if original is None else {"original": original, "trained": target}
             summary["exits"] = {name: exit_quality(model, texts) for name, model in models.items()}
             plot_exits(folder / "exits.svg", summary["exits"])
@@ -342,7 +343,7 @@ class Evaluation:
         }
 
     def _learner(self, target: Target, drafter: Drafter, save: Callable[[Drafter], None] | None) -> Online:
-        if not drafter.has_weights or drafter.abilities.target_training:
+        if not has_weights(drafter) or drafter.abilities.target_training:
             raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
         if self.online_learn == "split" and not drafter.abilities.on_policy.learns_replays:
             raise UserError(

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from spectrain.decoding.calibration import Forced
-from spectrain.decoding.loop import PARTS
+from spectrain.decoding.generation import PARTS
 from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
@@ -121,8 +121,8 @@ def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequ
     depth = sum(sum(turn.drafted.depths) for turn in turns) / rounds
     sparse = bool(getattr(target.config, "num_experts", None) or getattr(target.config, "num_local_experts", None))
     floor = forward_floor(target.model, batch, target.device, target.dtype)
-    read = drafter.drafting_weights(target)
-    drafting = drafter.draft_passes(depth) * forward_floor(read, batch, target.device, target.dtype)
+    read = drafter.cost.weights(drafter, target)
+    drafting = drafter.cost.passes(drafter, depth) * forward_floor(read, batch, target.device, target.dtype)
     verifying = forward_floor(target.model, batch * nodes, target.device, target.dtype)
     return {
         "engine_efficiency": round(metrics.speedup(turns) / length, 4),

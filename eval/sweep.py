@@ -76,14 +76,14 @@ def exit_systems(
     depths: Sequence[int],
 ) -> tuple[Grid, list[System]]:
     """Chains of every length from every exit, drawn as `builder` draws."""
-    if not drafter.has_exits:
+    if drafter.abilities.exits is None:
         raise UserError(
             "eval.sweep=exit: this drafter has no exits to choose from; use drafter=early_exit, or a run of recipe=layerskip"
         )
     grid = Grid("exit", "exit_layer", "depth", _exits(target, exits), tuple(sorted(set(depths))))
     systems = []
     for exit_layer in grid.rows:
-        other = drafter.at_exit(exit_layer, target)
+        other = drafter.abilities.exits.at(drafter, exit_layer, target)
         for depth in grid.columns:
             label = f"exit {exit_layer}, chain of {depth}"
             chain = Chain(depth, builder.children, builder.temperature, builder.seed)
@@ -100,7 +100,7 @@ def prune_systems(
     tops: Sequence[int],
 ) -> tuple[Grid, list[System]]:
     """The same tree, pruned after every exit by every top k; not before the layers that drafting has run anyway."""
-    first = max(1, drafter.verified_from)
+    first = max(1, drafter.cost.verified_from(drafter))
     grid = Grid("prune", "prune_layer", "prune_top", _exits(target, exits, first), tuple(sorted(set(tops))))
     systems = []
     for layer in grid.rows:

@@ -34,7 +34,7 @@ def test_entropy_of_held_out_text(tiny: Target, prompts: list[list[int]]) -> Non
     """Over its own sampled answers to held-out prompts, the next token has at least two nats of entropy."""
     entropies = []
     for row, prompt in enumerate(prompts):
-        answer = decode(tiny, [prompt], Match(1.0), LENGTH, rows=[row])[0].output
+        answer = decode(tiny, [prompt], Match(1.0), LENGTH, sequence_ids=[row])[0].output
         logits = tiny.run(torch.tensor([prompt + answer]), ForwardPlan(logits=True)).logits
         assert logits is not None
         log_p = logits[0, len(prompt) - 1 : -1].log_softmax(-1)

@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.lora import TargetTraining
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
+from .abilities import Exits, SavedFiles
 from .base import Losses, Stage, TrainingState
 from .shared.losses import Teacher, head_loss
 from .shared.self_speculation import SelfDrafter, exit_of
@@ -46,7 +47,8 @@ class EarlyExit(SelfDrafter):
     with them off, otherwise a frozen copy. The output is that of the trained target.
     """
 
-    has_exits = True
+    saved = SavedFiles(settings=lambda drafter: {"exit_layer": drafter.exit_layer})
+    abilities = replace(SelfDrafter.abilities, exits=Exits(lambda drafter, *where: drafter.at_exit(*where)))
 
     def __init__(
         self,
@@ -84,12 +86,10 @@ class EarlyExit(SelfDrafter):
         self.target_training.begin(target)
 
     def at_exit(self, exit_layer: int, target: Target) -> EarlyExit:
+        """The same drafter, sharing its weights, with another exit."""
         other = copy.copy(self)
         other.exit_layer = exit_of(target, exit_layer)
         return other
-
-    def settings(self) -> dict[str, Any]:
-        return {"exit_layer": self.exit_layer}
 
     # Training
 

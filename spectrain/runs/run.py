@@ -19,7 +19,7 @@ from spectrain.settings.build import build, constructor
 from spectrain.settings.choices import choice, named
 from spectrain.settings.saved import read_json, read_object, read_yaml, saved_groups
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, has_weights
 from spectrain.errors import UserError
 from spectrain.export.converter import read_drafter
 from spectrain.export.layout import PICKLED, Portable
@@ -190,9 +190,9 @@ def score(
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
         **provenance(),
     }
-    trainable = dataset is not None and drafter.has_weights and not drafter.abilities.target_training
+    trainable = dataset is not None and has_weights(drafter) and not drafter.abilities.target_training
     began: Any = OmegaConf.create(run_settings(run)) if (run / "config.yaml").exists() else config
-    trainable = trainable and (began is not config or not drafter.settings())  # the description no longer says how it began
+    trainable = trainable and (began is not config or not drafter.saved.settings(drafter))  # it no longer says how it began
     untrained = (lambda: fresh_drafter(began, target, dataset)) if dataset is not None and trainable else None
     original = (lambda: build(config.target)) if drafter.abilities.target_training and trained is not None else None
     folder = (place or run) / "eval" / evaluation.name
@@ -237,12 +237,13 @@ def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Draft
     """A drafter as training starts from it: prepared on the data, or with drafter.init the weights of another one."""
     torch.manual_seed(config.trainer.get("seed", 0))
     drafter: Drafter = build(config.drafter, target=target)
-    if config.drafter.get("init") and not drafter.has_weights:
+    if config.drafter.get("init") and not has_weights(drafter):
         raise UserError(
             f"drafter.init={config.drafter.init}: this family has no weights beside the target's; go on from a trained target, "
             "as in target=hf target.model=RUN/target"
         )
-    if target.sharding != "none" and (drafter.abilities.target_training or (drafter.adapts_layers and target.sharding == "tensor")):
+    adapts = drafter.abilities.adapts_layers and target.sharding == "tensor"
+    if target.sharding != "none" and (drafter.abilities.target_training or adapts):
         raise UserError(
             f"target.sharding={target.sharding}: this family changes what the target's layers compute, so each process needs "
             "them whole; leave it out, or use trainer.sharding=zero3 where the target trains"
@@ -272,7 +273,7 @@ def take_shape(config: DictConfig, asked: list[str]) -> None:
     if saved["_target_"] != config.drafter["_target_"]:
         family = choice("drafter", saved)
         raise UserError(f"drafter.init={directory}: it holds drafter={family}; choose the recipe of that family")
-    for key in constructor(saved).shape:
+    for key in constructor(saved).saved.shape:
         given = any(override.lstrip("+").startswith(f"drafter.{key}=") for override in asked)
         if given and config.drafter.get(key) != saved.get(key):
             raise UserError(
@@ -358,30 +359,30 @@ def save_drafter(
     """Write config.json and model.safetensors: all that is needed to load the drafter again, and what its training took."""
     kept = named(plain(config))
     description = {key: kept.get(key) for key in ("drafter", "target", "tree", "acceptance")}
-    description["drafter"] = {**description["drafter"], **drafter.settings()}
+    description["drafter"] = {**(description["drafter"] or {}), **drafter.saved.settings(drafter)}
     description |= {"recipe": recipe_name(config), "spectrain_version": versions().get("spectrain")}
     if trained is not None:
         description["training"] = {"steps": trained.steps, "tokens": trained.tokens, "seconds": round(trained.seconds, 2),
                                    "parameters": trained.parameters}  # fmt: skip
     files: dict[str, dict[str, torch.Tensor]] = {"model.safetensors": {}}
-    layout = drafter.layout()
+    layout = drafter.saved.layout(drafter)
     for name, tensor in tensors_of(drafter).items():
         file, there = layout.get(name, ("model.safetensors", name))
         files.setdefault(file, {})[there] = tensor
     with written(directory, folder=True, mend=mend) as scratch:
         for file, tensors in files.items():
             save_file(tensors, scratch / file, metadata={"format": "pt"})
-        for file, text in drafter.sidecars().items():
+        for file, text in drafter.saved.sidecars(drafter).items():
             (scratch / file).write_text(text)
         (scratch / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
 def load_weights(drafter: Drafter, directory: Path, target: Target | None = None) -> None:
     """Load what `save_drafter` or another project wrote; a missing, unknown or misshapen tensor stops with its name."""
-    names = {place: name for name, place in drafter.layout().items()}
+    names = {place: name for name, place in drafter.saved.layout(drafter).items()}
     path = directory / "model.safetensors"
     weights: dict[str, torch.Tensor] = {}
-    home = {name: file for name, (file, _) in drafter.layout().items()}
+    home = {name: file for name, (file, _) in drafter.saved.layout(drafter).items()}
     try:
         if is_ours(directory):
             for file in dict.fromkeys(["model.safetensors", *(file for file, _ in names)]):

@@ -118,7 +118,7 @@ class Generated(Source):
                 chain = Chain(self.block, "sampled", self.temperature, seed)
                 found = decode(target, prompts, rule, limit, drafter, chain, rows)
             else:
-                found = decode(writer, prompts, Match(self.temperature, seed=seed), limit, rows=rows)
+                found = decode(writer, prompts, Match(self.temperature, seed=seed), limit, sequence_ids=rows)
         answers = [one.output[:length] for one, length in zip(found, most)]
         return [
             Example(prompt + answer, [False] * len(prompt) + [True] * len(answer)) for prompt, answer in zip(prompts, answers)

@@ -192,7 +192,7 @@ class Trainer:
                 f"trainer.sharding={shared.name}: the drafter writes text here, and no process has all of it; use ddp, zero2 "
                 "or source.by=target"
             )
-        if self.gradient_checkpointing and drafter.adapts_layers:
+        if self.gradient_checkpointing and drafter.abilities.adapts_layers:
             raise UserError(
                 "trainer.gradient_checkpointing=true: this family adds to the target's layers while they run, so they cannot "
                 "be run again; leave it out and lower trainer.batch_tokens"

@@ -19,8 +19,10 @@ from spectrain.cli import main as cli
 from spectrain.cli.chat import Chat, Piece, Plain, Screen, Stream, Talk
 from spectrain.data.chat import render
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.captured import Engine
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.captured import Captured
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
+from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.run import prompt_tokens
@@ -84,9 +86,9 @@ def test_a_watcher_sees_every_round_and_changes_nothing(tiny: Target, captured: 
     seen: list[list[list[int]]] = []
     watch = lambda generations: seen.append([list(one.output) for one in generations])  # noqa: E731
     if captured:
-        watched = Engine(tiny, Greedy()).decode(prompts, 24, watch=watch)
+        watched = Captured(tiny, Greedy()).decode(prompts, 24, watch=watch)
     else:
-        watched = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3), watch=watch)
+        watched = Session(tiny, Greedy(), Ngram(tiny), Chain(3)).decode(prompts, 24, watch=watch)
     plain = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3))
     assert [one.output for one in watched] == [one.output for one in plain] == seen[-1]
     for row, generation in enumerate(watched):

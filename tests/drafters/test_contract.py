@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from spectrain.runs.run import load_weights, save_drafter
 from spectrain.settings.build import build
 from spectrain.training.trainer import Trainer, trained_groups
 from spectrain.trees import Chain, Eagle2, TreeBuilder
+from tests.decoding.rounds import Keeping
 
 from .toys import FrozenHeads, Independent
 
@@ -135,23 +135,11 @@ def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: T
     """Greedy drafted output equals greedy autoregressive output, from well-formed trees rooted at the newest token."""
     drafter, _ = prepared(name, target)
     drafter.eval()
-    watch(drafter)
+    kept = Keeping(builder)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (5, 9, 2)[:batch]]
     expected = [decode(target, [prompt], Greedy(), 20)[0].output for prompt in prompts]
-    assert [found.output for found in decode(target, prompts, Greedy(), 20, drafter, builder)] == expected
-
-
-def watch(drafter: Drafter) -> None:
-    """Check every tree that the drafter proposes."""
-    propose: Callable[..., Any] = drafter.propose
-
-    def checked(context: Any, budget: TreeBuilder) -> Any:
-        tree = propose(context, budget)
-        tree.check()
-        assert torch.equal(tree.tokens[:, 0], context.root)
-        return tree
-
-    drafter.propose = checked  # type: ignore[method-assign]
+    assert [found.output for found in decode(target, prompts, Greedy(), 20, drafter, kept)] == expected
+    assert kept.trees
 
 
 def test_reloaded_equals_saved(name: str, target: Target, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.run import fresh_drafter, load_weights, save_drafter
 from spectrain.settings.build import build
+from spectrain.settings.choices import looked_up
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain
 
@@ -538,7 +539,7 @@ def test_a_saved_drafter_names_its_exit(tiny: Target, tmp_path: Path) -> None:
     """The description holds the exit that the default chose, and builds the same drafter; there are no weights."""
     saved(tiny, tmp_path / "drafter", max_dropout=0.3)
     described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
-    again: EarlyExit = build(described, target=tiny)
+    again: EarlyExit = build(looked_up("drafter", described, ""), target=tiny)
     load_weights(again, tmp_path / "drafter")
     assert described["exit_layer"] == again.exit_layer == EarlyExit(tiny).exit_layer == 2 and again.max_dropout == 0.3
     assert not again.has_weights

@@ -18,7 +18,7 @@ from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Context, decode, prefill
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState, stage_at
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
@@ -33,6 +33,7 @@ from spectrain.training.trainer import Trainer, trained_groups
 from spectrain.trees import Auto, Cartesian, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Static, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
+from tests.decoding.rounds import begun, proposed
 
 HEADS = 3
 ADAPTATIONS: dict[str, dict[str, Any]] = {
@@ -148,11 +149,6 @@ def test_heads_share_no_parameter_and_grow_apart(tiny: Target, tmp_path: Path) -
 # Trees
 
 
-def context_of(tiny: Target, drafter: Medusa, prompts: list[list[int]], builder: TreeBuilder) -> Context:
-    """The first round of these prompts."""
-    return prefill(tiny, prompts, Greedy(), 20, drafter.layers, builder, torch.arange(len(prompts)), 0)
-
-
 def paths(tree: TokenTree, row: int) -> set[tuple[int, ...]]:
     """The token path of every node below the root."""
     nodes = [n for n in range(1, tree.tokens.shape[1]) if tree.valid[row, n]]
@@ -176,7 +172,7 @@ def test_tree_says_at_depth_d_what_head_d_says(tiny: Target, kind: str) -> None:
                             "eagle2": Eagle2(depth=3, budget=6, top_k=5)}[kind]  # fmt: skip
     prompts = [[5, 6, 7, 8, 9], [40, 41]]
     with torch.no_grad():
-        tree = drafter.propose(context_of(tiny, drafter, prompts, builder), builder)
+        tree = proposed(drafter, begun(tiny, prompts, drafter, builder), builder)
     tree.check()
     for row, prompt in enumerate(prompts):
         best = said(tiny, drafter, prompt).sort(descending=True)

@@ -28,7 +28,8 @@ from omegaconf import OmegaConf
 
 from spectrain.cli.export import export
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
 from spectrain.eval.run import prompt_tokens

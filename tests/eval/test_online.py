@@ -16,8 +16,10 @@ from torch import Tensor
 from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import Recorder, collate_replays, replays
+from spectrain.decoding.session import Session
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram
@@ -286,7 +288,8 @@ def test_rounds_without_a_draft_keep_replays_in_step(tiny: Target) -> None:
 
     drafter, recorder = make(tiny).eval(), Recorder(Chain(3))
     guard: Any = Every()
-    (one,) = decode(tiny, [[5, 900, 71, 4]], Greedy(), LIMIT, drafter, recorder, guard=guard, ignore_eos=True)
+    session = Session(tiny, Greedy(), drafter, recorder, guard=guard)
+    (one,) = session.decode([[5, 900, 71, 4]], LIMIT, ignore_eos=True)
     found = replays(one, recorder.rounds[0], 9, Random(0))
     assert len(found) > 2
     for replay in found:

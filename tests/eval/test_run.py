@@ -19,7 +19,8 @@ from spectrain.decoding.acceptance import (
     Traversal,
     Typical,
 )
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
+from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError

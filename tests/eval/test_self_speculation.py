@@ -218,7 +218,8 @@ def test_skipped_layers_are_searched_and_can_be_given(
     found = read(tmp_path / "one", "heldout")
     skipped = found["setting"]["drafter"]["skipped"]
     openings = [prompt_tokens(tiny, [{"role": "user", "content": text}]) for text in PROMPTS]
-    assert skipped == sorted(search(tiny, openings, 3, 9, 8))
+    texts = [(opening, decode(tiny, [opening], Greedy(), 8)[0].output) for opening in openings]
+    assert skipped == sorted(search(tiny, texts, 3, 9))
     listed = str(skipped).replace(" ", "")
     assert f"drafted without layers {skipped}; drafter.skipped={listed} uses them again" in shown
     assert found["lossless"]["identical"] == found["lossless"]["checked"] == 2

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from spectrain.decoding.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.decoding.pruning import Pruning
-from spectrain.drafters.base import Drafter
+from spectrain.decoding.session import Session
+from spectrain.drafters.base import Drafter, DraftingCost
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.kangaroo import Kangaroo
@@ -57,8 +59,8 @@ def alone(
     target: Target, folder: Path, rule: AcceptanceRule, drafter: Drafter, builder: TreeBuilder, pruning: Pruning | None = None
 ) -> list[Generation]:
     """The same turns, each decoded by itself and without an evaluation."""
-    arguments = (rule, LIMIT, drafter, builder)
-    return [decode(target, [prompt], *arguments, rows=[row], pruning=pruning)[0] for prompt, row in jobs(folder)]
+    session = Session(target, rule, drafter, builder, pruning=pruning)
+    return [session.decode([prompt], LIMIT, [row])[0] for prompt, row in jobs(folder)]
 
 
 def rounds(generations: list[Generation]) -> list[tuple[int, ...]]:
@@ -96,7 +98,7 @@ def test_every_cell_of_exits_is_decoded(
     summary = scored.score(tiny, EarlyExit(tiny, EXIT), Chain(2), rule, folder, SETTING)
     cells = {(exit, depth): f"exit-{exit}-{depth}" for exit in SWEEP_EXITS for depth in SWEEP_DEPTHS}
     assert summary["compared"].keys() == set(cells.values())
-    plain = [decode(tiny, [prompt], rule, LIMIT, rows=[row])[0].output for prompt, row in jobs(folder)]
+    plain = [decode(tiny, [prompt], rule, LIMIT, sequence_ids=[row])[0].output for prompt, row in jobs(folder)]
     for (exit, depth), name in cells.items():
         entry, found = summary["compared"][name], alone(tiny, folder, rule, EarlyExit(tiny, exit), Chain(depth))
         assert rounds_of(folder, name) == rounds(found) and [one.output for one in found] == plain
@@ -170,7 +172,7 @@ def test_settings_are_sorted_and_named_once(tiny: Target) -> None:
     grid, systems = exit_systems(tiny, drafter, Chain(2), Greedy(), (6, 2, 6), (4, 1, 4))
     assert (grid.rows, grid.columns) == ((2, 6), (1, 4))
     assert [system.name for system in systems] == [grid.name(row, column) for row in (2, 6) for column in (1, 4)]
-    assert [system.drafter.settings()["exit_layer"] for system in systems] == [2, 2, 6, 6]
+    assert [system.drafter.saved.settings(system.drafter)["exit_layer"] for system in systems] == [2, 2, 6, 6]
     assert [system.builder.depth for system in systems] == [1, 4, 1, 4] and drafter.exit_layer == EXIT
 
 
@@ -209,7 +211,7 @@ def test_exits_that_are_none_are_refused(tiny: Target, tmp_path: Path, sweep: An
 def test_default_exits(num_layers: int) -> None:
     """Up to seven exits from 1 to L - 1, both among them, whose gaps differ by at most one layer."""
     target: Any = SimpleNamespace(name="model", num_layers=num_layers)
-    drafter: Any = SimpleNamespace(verified_from=0)
+    drafter: Any = SimpleNamespace(cost=DraftingCost())
     grid, _ = prune_systems(target, drafter, Chain(2), Greedy(), None, (4,))
     assert grid.rows[0] == 1 and grid.rows[-1] == num_layers - 1 and len(grid.rows) == min(7, num_layers - 1)
     gaps = [after - before for before, after in zip(grid.rows, grid.rows[1:])]
@@ -219,16 +221,16 @@ def test_default_exits(num_layers: int) -> None:
 # Pruning
 
 
-def node_layers(target: Target, prompt: list[int], row: int, *arguments: Any, **options: Any) -> tuple[Generation, int]:
+def node_layers(session: Session, prompt: list[int], row: int) -> tuple[Generation, int]:
     """A generation, and how often a node was run through a layer after the prefill, counted in the layers themselves."""
-    counted = [0]
+    counted, target = [0], session.target
 
     def count(module: Any, given: Any, output: Any) -> None:
         counted[0] += given[0].shape[0] * given[0].shape[1]
 
     hooks = [layer.mlp.register_forward_hook(count) for layer in target.layers]  # type: ignore[union-attr, operator]
     try:
-        (generation,) = decode(target, [prompt], *arguments, rows=[row], **options)
+        (generation,) = session.decode([prompt], LIMIT, [row])
     finally:
         for hook in hooks:
             hook.remove()
@@ -240,8 +242,8 @@ def counted_alone(
 ) -> tuple[list[Generation], float]:
     """`alone`, and the share of node-layers that the layers themselves did not run, of all proposed nodes through all layers.
     The drafter must draft in none of the target's layers, or propose all that it drafts."""
-    arguments = (rule, LIMIT, drafter, builder)
-    runs = [node_layers(target, prompt, row, *arguments, pruning=pruning) for prompt, row in jobs(folder)]
+    session = Session(target, rule, drafter, builder, pruning=pruning)
+    runs = [node_layers(session, prompt, row) for prompt, row in jobs(folder)]
     every = target.num_layers * sum(sum(found.nodes) + sum(found.pruned) for found, _ in runs)
     return [found for found, _ in runs], 1 - sum(counted for _, counted in runs) / every
 
