@@ -14,23 +14,25 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from spectrain.decoding.acceptance import AcceptanceRule
-from spectrain.settings.build import build, constructor
-from spectrain.settings.choices import choice, named
-from spectrain.settings.saved import read_json, read_object, read_yaml, saved_groups
 from spectrain.data.dataset import Dataset
+from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter, has_weights
 from spectrain.errors import UserError
 from spectrain.export.converter import read_drafter
 from spectrain.export.layout import PICKLED, Portable
 from spectrain.export.targets import TargetFiles
-from spectrain.files import AGAIN, write_text, written
-from spectrain.provenance import processor, provenance, versions
-from spectrain.trees import TreeBuilder
 from spectrain.features.base import Source
+from spectrain.files import AGAIN, write_text, written
 from spectrain.models.target import Target
+from spectrain.provenance import processor, provenance, versions
+from spectrain.settings.build import build, constructor
+from spectrain.settings.choices import choice, named
+from spectrain.settings.saved import read_json, read_object, read_yaml, saved_groups
 from spectrain.training.checkpoints import latest_checkpoint, load_tensors, step_of, tensors_of
 from spectrain.training.trainer import Trained
+from spectrain.trees import TreeBuilder
+
+from .candidate import Candidate
 from .tracking import Tracker, last_step, tracked
 
 RESUME = "go on with trainer.resume=auto"
@@ -201,9 +203,8 @@ def score(
     def save_online(learnt: Drafter) -> None:
         save_drafter(folder / "drafter", learnt, config)
 
-    summary: dict[str, Any] = evaluation.score(
-        target, drafter, builder, rule, folder, setting, untrained, original, save_online
-    )
+    candidate = Candidate(target, drafter, builder, rule, setting, untrained, original, save_online)
+    summary: dict[str, Any] = evaluation.score(candidate, folder)
     print(f"written to {folder}")
     tracker.scored(summary, folder)
     return summary

@@ -15,8 +15,8 @@ import httpx
 from omegaconf import OmegaConf
 
 from spectrain.errors import UserError
-from spectrain.settings.choices import choice
 from spectrain.files import write_text
+from spectrain.settings.choices import choice
 
 from .wandb_account import logged_in
 from .wandb_file import last_logged_step

@@ -155,6 +155,7 @@ class TreeBuilder(ABC):
     keeps_drafted = False  # every node that it gives to a rollout is in its tree
     is_fixed = False  # its trees have one size and depth, found without a host-device synchronisation
     goes_by_clock = False  # what it drafts depends on measured times
+    learns_from_trees = False  # it learns from the trees that were verified, so pruned ones mislead it
     needs: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency"
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
@@ -201,6 +202,7 @@ class WrappedBuilder(TreeBuilder):
         self.children, self.temperature, self.seed = builder.children, builder.temperature, builder.seed
         self.is_chain, self.needs, self.goes_by_clock = builder.is_chain, builder.needs, builder.goes_by_clock
         self.by_level, self.keeps_drafted = builder.by_level, builder.keeps_drafted
+        self.learns_from_trees = builder.learns_from_trees
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
         return self.builder.grow(prefix, draft)

@@ -103,6 +103,7 @@ class Auto(Measured):
     """
 
     name = "auto"
+    learns_from_trees = True
 
     def __init__(self, depth: int = 8, budget: int = 64, top_k: int = 8, memory: int = 64) -> None:
         self.depth, self.budget, self.top_k, self.memory = depth, budget, top_k, memory

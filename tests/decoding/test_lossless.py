@@ -21,7 +21,6 @@ import torch
 
 from spectrain.decoding.acceptance import (
     AcceptanceRule,
-    Accepted,
     Block,
     Dice,
     Greedy,

@@ -1,4 +1,4 @@
-"""What every acceptance rule says and gives. Shapes: B batch, N nodes, P path length, V vocabulary."""
+"""What every acceptance rule says and gives. Shapes: B batch, N nodes, V vocabulary."""
 
 from __future__ import annotations
 
