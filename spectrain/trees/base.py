@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,8 @@ from spectrain.kernels import counter
 from spectrain.kernels.counter import fold, gumbel
 from spectrain.randomness import DRAFT
 
+from .measurements import Calibration
 from .token_tree import Children, TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.decoding.calibration import Calibration
 
 NEVER = float("-inf")
 LEAST = 1e-20  # chance of a token that can be drawn; far below what a draw meets, far above where float32 ends

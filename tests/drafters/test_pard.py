@@ -22,7 +22,8 @@ from spectrain.drafters.base import TrainingState
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.shared.masks import add_blocks
 from spectrain.errors import UserError
-from spectrain.features.base import Request
+from spectrain.eval.baselines import plain_model
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
@@ -66,7 +67,7 @@ def dataset(count: int = 5) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Pard, rows: list[int]) -> Batch:
-    return Live().batch(Request(dataset()[rows], target, drafter.stages[0].layers))
+    return Live().batch(BatchRequest(dataset()[rows], target, drafter.stages[0].layers))
 
 
 def logits_of(drafter: Pard, text: list[int], count: int) -> Tensor:

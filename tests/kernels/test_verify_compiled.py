@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.kernels.tree_verify import ARGMAX, CUT, DRAWN, EMPTY_BITS, WALK, Config
+from spectrain.kernels.tree_verify import ARGMAX, CUT, DRAWN, EMPTY_BITS, WALK, VerifyTiles
 from tests.kernels import aot
 
 pytest.importorskip("triton", reason="triton is not installed, so there is nothing to compile")
@@ -17,7 +17,7 @@ CUTS = ((True, False), (False, True), (True, True))  # top-k, top-p
 LONG = ("tokens_ptr", "parents_ptr", "rows_ptr", "positions_ptr", "path_ptr", "counts_ptr", "bonus_ptr")
 
 
-def request(kernel: str, dtype: torch.dtype, config: Config, constants: dict[str, Any]) -> Any:
+def request(kernel: str, dtype: torch.dtype, config: VerifyTiles, constants: dict[str, Any]) -> Any:
     """The request for what a launch would compile; a constant of None is an argument that is left out."""
     types = dict.fromkeys(LONG, "*i64") | {"logits_ptr": TYPES[dtype], "allowed_ptr": "*i1", "key": "i64"}
     types |= {"best_ptr": "*fp32", "place_ptr": "*i32", "temperature": "fp32", "top_p": "fp32"}
