@@ -10,6 +10,7 @@ import json
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
@@ -24,12 +25,12 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, stage_at
 from spectrain.errors import Stopped, UserError, nearest
 from spectrain.eval.comparison import Scored, join
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_comparison
-from spectrain.eval.summary import write_whole
+from spectrain.files import write_text
 from spectrain.models.device import wait
 from spectrain.models.target import Target
 from spectrain.runs.run import evaluate, evaluation_name, fresh_drafter, run_settings, target_name, train
@@ -87,7 +88,7 @@ def compare(config: DictConfig, asked: Sequence[str]) -> dict[str, Any]:
         budget = comparison.budget
     folder.mkdir(parents=True, exist_ok=True)
     result = join(found, folder, budget)
-    write_whole(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
+    write_text(folder / "comparison.json", json.dumps(result, indent=2) + "\n")
     write_report(folder / "report.html", [one.folder for one in found], result)
     settings: Any = OmegaConf.to_container(config)
     with tracked(build(config.tracker), folder, settings, "compare") as tracker:
@@ -170,12 +171,12 @@ class Contest:
                 f"run={self.folder}: this comparison began with other settings, those in {file}; use them, or another folder"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_whole(file, now)
+        write_text(file, now)
 
     def settings(self, group: str, name: str) -> DictConfig:
         """The whole configuration of one, its tree and data those of all."""
         tree = HydraConfig.get().runtime.choices["tree"]
-        if group == "drafter" and constructor(compose("train", overrides=[f"drafter={name}"]).drafter).copies_text:
+        if group == "drafter" and constructor(compose("train", overrides=[f"drafter={name}"]).drafter).abilities.copies_text:
             tree = "chain"  # it knows one continuation only
         alike = ["++eval.baselines=[chain]", "++eval.oracle=false"]
         config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *alike, *self.passed])
@@ -250,7 +251,7 @@ class Contest:
     def target_for(self, config: DictConfig) -> Target:
         """The target of all or, for a drafter whose training changes it, one of its own."""
         drafter: Drafter = build(config.drafter, target=self.target)
-        return build(config.target) if drafter.trains_target else self.target
+        return build(config.target) if drafter.abilities.target_training else self.target
 
     def steps(self, config: DictConfig, dataset: Dataset) -> int:
         """How many steps the budget is worth."""
@@ -266,8 +267,8 @@ class Contest:
 def step_seconds(trainer: Trainer, config: DictConfig, target: Target, dataset: Dataset) -> float:
     """Seconds that a step takes on average over a whole training, from a few that really run, in every stage."""
     drafter = fresh_drafter(config, target, dataset)
-    stages = sorted({drafter.stage_at(step, 1000) for step in range(1000)})
-    count = len(stages) * (WARM + TIMED)
+    share = Counter(stage_at(drafter.stages, step, 1000) for step in range(1000))
+    count = len(share) * (WARM + TIMED)
     short = replace(trainer, max_steps=count, save_every=None, resume=None)
     ends: list[float] = []
 
@@ -279,11 +280,10 @@ def step_seconds(trainer: Trainer, config: DictConfig, target: Target, dataset: 
     with TemporaryDirectory() as scratch:
         short.fit(drafter, target, dataset, build(config.source), Path(scratch), on_step=on_step)
     total = 0.0
-    for stage in stages:
-        mine = [step for step in range(count) if drafter.stage_at(step, count) == stage]
+    for stage, steps in share.items():
+        mine = [step for step in range(count) if stage_at(drafter.stages, step, count) == stage]
         lasted = [ends[step] - ends[step - 1] for step in mine[WARM:]] or [(ends[-1] - ends[0]) / (count - 1)]
-        share = sum(drafter.stage_at(step, 1000) == stage for step in range(1000)) / 1000
-        total += share * sum(lasted) / len(lasted)
+        total += steps / 1000 * sum(lasted) / len(lasted)
     return total
 
 

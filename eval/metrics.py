@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from spectrain.decoding.loop import PARTS, Generation
+from spectrain.decoding.generation import PARTS, Generation
 
 Floats = NDArray[np.float64]
 Interval = list[float] | None

@@ -14,13 +14,15 @@ from torch import Tensor
 from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decoding.loop import Context
+from spectrain.drafters.base import TrainingState
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Rollout, TreeBuilder
+from spectrain.trees.base import Prefix
 from spectrain.trees.token_tree import TokenTree
+from tests.decoding.rounds import proposed
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "new_family"
@@ -99,12 +101,12 @@ class Along(TreeBuilder):
     def __init__(self, path: Tensor) -> None:
         self.path = path  # [B, depth]
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         said = [rollout.start()]
         for step, tokens in enumerate(self.path.unbind(1)):
             said.append(rollout.extend(tokens[:, None], torch.full_like(tokens[:, None], step)))
         self.said = torch.cat(said, dim=1)  # [B, depth + 1, V]
-        return TokenTree.chain(context.root[:, None])
+        return TokenTree.chain(prefix.root[:, None])
 
 
 def make(tiny: Target, **options: Any) -> Any:
@@ -123,18 +125,19 @@ def test_the_loss_is_that_of_what_is_drafted(tiny: Target) -> None:
     torch.nn.init.normal_(drafter.out.weight, std=0.1)  # so that the cell's state matters
     tokens = torch.randint(3, 2000, (1, 14))
     features = tiny.features(tokens, drafter.layers)
-    losses = drafter.loss(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), features), tiny)
+    losses = drafter.loss(Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), features), tiny, TrainingState())
 
     windows = tokens[0].unfold(0, STEPS + 2, 1)  # index t, the root, and what is drafted: [rows, STEPS + 2]
     index = torch.arange(len(windows))[:, None]
     fresh = type(features)(windows[:, :1], features.layers, features.hidden[0][index])
     along = Along(windows[:, 2:-1])
-    drafter.propose(SimpleNamespace(fresh=fresh, counts=torch.ones(len(windows)).long(), root=windows[:, 1]), along)
+    context: Any = SimpleNamespace(fresh=fresh, counts=torch.ones(len(windows)).long(), root=windows[:, 1])
+    proposed(drafter, context, along)
     drafted = along.said.gather(2, windows[:, 2:, None])[..., 0]  # [rows, STEPS]
     cut = tokens.shape[1] - STEPS - 2 + 1  # shallower steps are judged further on too, where no whole window begins
     for step in range(STEPS):
         supervised = Batch(tokens, torch.arange(tokens.shape[1])[None] < cut + 2 + step, features)
-        found = drafter.loss(supervised, tiny).terms[f"step{step}"]
+        found = drafter.loss(supervised, tiny, TrainingState()).terms[f"step{step}"]
         torch.testing.assert_close(found, -(drafter.step_decay**step) * drafted[:, step].sum(), rtol=1e-4, atol=1e-4)
     assert losses.counts.tolist() == [12, 11, 10]
 

@@ -7,30 +7,26 @@ step k (from 0) it reads token t + 1 + k and predicts token t + 2 + k: true toke
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
-from spectrain.drafters.base import Losses
+from spectrain.drafters.abilities import SavedFiles
+from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.context import Context
 from spectrain.drafters.shared.losses import Loss
 from spectrain.drafters.shared.vocabulary import Supervision, VocabularyDrafter
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
-from spectrain.trees.base import Rollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
+from spectrain.trees.base import Draft, Rollout
 
 
 class Recurrent(VocabularyDrafter):
     """A GRU cell over the target's embeddings; its output layer starts as the target's. The loss is sum_k step_decay^k L_k."""
 
     layers: tuple[Layer, ...] = ("final",)  # what the target hands over, in training and in decoding
-    shape = ("vocab_size",)  # the settings that saved weights fix
+    saved = SavedFiles(shape=("vocab_size",))  # the settings that weights fix
 
     def __init__(
         self, target: Target, num_steps: int = 4, vocab_size: int = 32000, loss: Loss = "forward_kl", step_decay: float = 0.8
@@ -39,7 +35,6 @@ class Recurrent(VocabularyDrafter):
         if num_steps < 1:
             raise UserError(f"drafter.num_steps={num_steps}: use 1 or more")
         self.num_steps, self.divergence, self.step_decay = num_steps, loss, step_decay
-        self.final_reach = num_steps  # step k is judged by the target's state k + 1 tokens further on
         self.head = target.head  # lent: it is neither trained nor saved with the drafter
         width, vocab_size = target.width, min(vocab_size, target.head.vocab_size)
         self.begin = nn.Linear(width, width)
@@ -69,24 +64,31 @@ class Recurrent(VocabularyDrafter):
         """What the output layer reads, [.., D]."""
         return final + self.out(nn.functional.silu(self.mix(torch.cat([final, state], dim=-1))))
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    @property
+    def stages(self) -> list[Stage]:
+        """One, whose step k is judged by the target's state k + 1 tokens further on."""
+        return [Stage.whole(self, self.layers, final_reach=self.num_steps)]
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
         wanted = Supervision(self, batch)  # what the target says, and at which indices each step is judged
         final = batch.features.at("final").to(self.lm_head.weight.dtype)
-        state, terms = self.start(final), {}
+        hidden, terms = self.start(final), {}
         hits, counts = torch.zeros(2, self.num_steps, device=final.device)
         for step in range(self.num_steps):
-            state = self.remembered(self.read, batch.tokens.roll(-1 - step, dims=1), state)  # never judged beyond a text's end
+            hidden = state.checkpointed(
+                self.read, batch.tokens.roll(-1 - step, dims=1), hidden
+            )  # never judged beyond a text's end
             rows = wanted.rows(step)
-            found, right = wanted.judge(self.hidden(final[rows], state[rows]), self.lm_head, wanted.answers(step))
+            found, right = wanted.judge(self.hidden(final[rows], hidden[rows]), self.lm_head, wanted.answers(step))
             terms[f"step{step}"] = self.step_decay**step * found
             hits[step], counts[step] = right.sum(), len(right)
         return Losses(terms, hits, counts)
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         last = (context.counts - 1).clamp(min=0)[:, None]
         final = context.fresh.gather(last).at("final").to(self.lm_head.weight.dtype)
-        return budget.grow(context, _Roll(self, final, context.root))
+        return Draft(_Roll(self, final, context.root))
 
 
 class _Roll(Rollout):

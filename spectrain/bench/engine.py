@@ -18,7 +18,7 @@ import torch
 from spectrain.decoding import captured as engine
 from spectrain.decoding import loop as decode
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.captured import Engine
+from spectrain.decoding.captured import Captured
 from spectrain.drafters import eagle3
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
@@ -138,7 +138,7 @@ class EngineBench(Bench):
         """Launches of a greedy round, before anything is compiled, and bytes that its operations make."""
         target = outline(self.sizes.model, torch.bfloat16)
         drafter = random_drafter(target, self.sizes.model, torch.bfloat16)
-        found = count_round(Engine(target, Greedy(), *self.drafting(name, drafter)))
+        found = count_round(Captured(target, Greedy(), *self.drafting(name, drafter)))
         return {"parts": found, "launches": sum(part["launches"] for part in found.values()), "not_run": {}}
 
     def drafting(self, name: str, drafter: Eagle3) -> tuple[Drafter | None, TreeBuilder | None]:

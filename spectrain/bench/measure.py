@@ -1,7 +1,6 @@
 """How things are timed, and the file that keeps what was measured."""
 
 import json
-import os
 import random
 import subprocess
 import time
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.files import write_text
 from spectrain.models.device import wait
 from spectrain.provenance import provenance
 
@@ -95,11 +95,9 @@ class Results:
     def write(self) -> None:
         """Replace the file as a whole, so that it is never half written."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.path.with_name(f".{self.path.name}.tmp")
         content = {"setting": self.setting, "rows": self.rows, "attempts": self.attempts}
         content |= {"lines": self.lines} if self.lines else {}
-        unfinished.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-        os.replace(unfinished, self.path)
+        write_text(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
 class Replay:

@@ -28,14 +28,14 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 def decode_table(config: DictConfig, repeats: int = 9) -> None:
     """Time of a target forward against rows, plain and packed, then our autoregressive decoding against `generate`."""
-    from spectrain.eval.run import prompt_tokens
+    from spectrain.data.chat import prompt_tokens
 
     target: Target = build(config.target)
     evaluation = build(config.eval)
     if evaluation is None:
         raise UserError("eval=none: bench decode needs prompts; leave it out")
     console = Console()
-    prompts = [prompt_tokens(target, prompt.opening) for prompt in evaluation.chosen[:8]]
+    prompts = [prompt_tokens(target.tokenizer, prompt.opening) for prompt in evaluation.chosen[:8]]
     where = (
         torch.cuda.get_device_name() if target.device.type == "cuda" else f"{processor()}, {torch.get_num_threads()} threads"
     )

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.batch import Batch
 from spectrain.models.features import Features
@@ -72,7 +73,10 @@ def precision(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def losses(drafter: Eagle3, target: Target, batch: Batch) -> dict[str, Callable[[], Tensor]]:
-    return {"drafter": lambda: drafter.loss(batch, target).total, "unfused": lambda: whole_loss(drafter, batch)}
+    return {
+        "drafter": lambda: drafter.loss(batch, target, TrainingState()).total,
+        "unfused": lambda: whole_loss(drafter, batch),
+    }
 
 
 def gradients(loss: Callable[[], Tensor], drafter: Eagle3, number: int = 0) -> None:

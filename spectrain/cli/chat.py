@@ -17,13 +17,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from spectrain.data.chat import prompt_tokens
 from spectrain.data.readers import Embedded
-from spectrain.decoding.calibration import calibrate
-from spectrain.decoding.loop import Generation
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.session import Choice, Session
 from spectrain.errors import UserError, nearest
-from spectrain.eval.run import prompt_tokens
-from spectrain.eval.systems import Choice, Decoder, System, describe
-from spectrain.models.prepacked import pack_linears
+from spectrain.eval.systems import Decoder, System, describe
 from spectrain.models.target import Target
 from spectrain.runs.run import load_drafter, load_target
 from spectrain.settings.build import build
@@ -213,15 +212,12 @@ class Chat:
     def prepared(self, config: DictConfig, folder: Path, target: Target) -> System:
         """The drafter with its tree and rule, calibrated where it needs that."""
         rule, builder = build(config.acceptance), build(config.tree)
-        target.pack()
-        drafter = load_drafter(config, folder, target).to(target.device, target.dtype).eval()
-        pack_linears(drafter)
-        if not drafter.copies_text:
-            rule.check(builder.children, builder.is_chain)
-        openings = [messages[:1] for messages in Embedded(limit=8).conversations()]
-        drafter.calibrate(target, lambda: [prompt_tokens(target, opening) for opening in openings], builder.depth)
-        if builder.needs:
-            calibrate(target, drafter, [builder], rule, [prompt_tokens(target, opening) for opening in openings])
+        drafter = load_drafter(config, folder, target)
+
+        def prompts() -> list[list[int]]:
+            return [prompt_tokens(target.tokenizer, messages[:1]) for messages in Embedded(limit=8).conversations()]
+
+        Session.prepare(target, drafter, builder, rule, prompts)
         return System("drafter", describe(builder), drafter, builder, rule)
 
 
@@ -299,7 +295,7 @@ class Talk:
         """The conversation's tokens. Where it has outgrown the target's context, its oldest turns are left out, with a word."""
         forgotten = 0
         while True:
-            prompt = prompt_tokens(self.target, [*self.opening, *self.messages])
+            prompt = prompt_tokens(self.target.tokenizer, [*self.opening, *self.messages])
             if len(self.messages) < 3 or len(prompt) + self.settings.max_new_tokens <= self.target.max_length:
                 break
             self.messages, forgotten = self.messages[2:], forgotten + 1

@@ -18,9 +18,9 @@ from spectrain.export.layout import Files, Portable
 from spectrain.export.layouts import FORMATS, detect, layout_for
 from spectrain.export.linter import check, lint
 from spectrain.export.targets import TargetFiles
+from spectrain.files import written
 from spectrain.settings.choices import look_in
 from spectrain.settings.schema import conf_folders
-from spectrain.training.checkpoints import written_whole
 
 
 def export(config: Any) -> Path:
@@ -40,7 +40,7 @@ def export(config: Any) -> Path:
     layout = layout_for(drafter.family, config.format)
     target = asked or named_target(drafter)
     refuse_full(out)
-    with written_whole(out) as scratch:
+    with written(out, folder=True) as scratch:
         write_drafter(drafter, layout, target, scratch)
         if drafter.trained_target is not None and drafter.family != "EarlyExit":
             shutil.copytree(drafter.trained_target, scratch / "target")

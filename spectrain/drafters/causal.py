@@ -5,6 +5,7 @@ Shapes: B batch, T tokens, V vocabulary, R supervised rows, F frontier nodes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,18 +14,18 @@ from torch import Tensor
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
-from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Branches, Rollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Branches, Draft, Rollout
+from spectrain.trees.token_tree import Accepted
 
-from .base import Drafter, Losses
+from .abilities import Abilities, Capture, OnPolicy, SavedFiles
+from .base import Drafter, Losses, Stage, TrainingState
+from .context import Context
 from .shared.losses import Loss, head_loss
 from .shared.small_models import small_model
 
 if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
     from spectrain.models.target import Target
 
 
@@ -38,11 +39,8 @@ class Causal(Drafter):
     Which sequences these are is the source's to say: source=live takes the data's, source=generated others.
     """
 
-    final_reach = 0
-    shape = ("architecture", "num_layers", "model")
-    is_captured = True
-    carried = ("cache",)
-    learns_replays = True
+    saved = SavedFiles(shape=("architecture", "num_layers", "model"), settings=lambda drafter: drafter.description())
+    abilities = Abilities(capture=Capture(carried=("cache",)))
 
     def __init__(
         self,
@@ -61,27 +59,27 @@ class Causal(Drafter):
             raise UserError(f"drafter.loss_temperature={loss_temperature}: use more than 0")
         self.divergence, self.beta, self.loss_temperature = loss, beta, loss_temperature
         self.model = small_model(target, num_layers, model, architecture)
+        self.abilities = replace(self.abilities, on_policy=OnPolicy(self.model, learns_replays=True))
         self.head = target.head
         self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
 
-    def settings(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """The architecture itself, so that the saved drafter needs neither the target's layers nor another directory."""
         return {"architecture": self.model.config.to_diff_dict(), "num_layers": None, "model": None}
 
-    def writer(self) -> Target:
-        return self.model
-
     # Training
 
-    def features_in(self, stage: int) -> tuple[Layer, ...]:
-        """What the target's head reads; decoding needs no features."""
-        return ("final",)
+    @property
+    def stages(self) -> list[Stage]:
+        """On what the target's head reads; decoding needs no features."""
+        return [Stage.whole(self, ("final",), final_reach=0)]
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
-        predicts = batch.predicts
-        seen = self.model.run(batch.tokens, ForwardPlan(layers=("final",), grad=torch.is_grad_enabled(), lengths=batch.lengths))
+        predicts, grad = batch.predicts, torch.is_grad_enabled()
+        plan = ForwardPlan(layers=("final",), grad=grad, recompute=state.recompute, lengths=batch.lengths)
+        seen = self.model.run(batch.tokens, plan)
         states = seen.at("final")[predicts]
         following = batch.tokens.roll(-1, dims=1)[predicts]
         distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
@@ -96,10 +94,10 @@ class Causal(Drafter):
 
     # Decoding
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         """Run the tokens that are new to it, the root last, then draft from there on."""
         if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, self.model.num_layers, 1 + budget.drafted)
+            self.cache = context.new_cache(self.cache, self.model.num_layers, 1 + context.builder.drafted)
         behind = context.cache.lengths - self.cache.lengths  # the root comes after so many
         steps = torch.arange(context.fresh.tokens.shape[1] + 1, device=behind.device)
         places = self.cache.lengths[:, None] + steps
@@ -107,9 +105,11 @@ class Causal(Drafter):
         seen = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at("final")
         self.cache.commit(None, behind + 1)
         root = seen.gather(1, behind[:, None, None].expand(-1, 1, seen.shape[-1]))
-        tree = budget.grow(context, _Nodes(self, self.cache, self.log_q(root)))
+        return Draft(_Nodes(self, self.cache, self.log_q(root)))
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        assert self.cache is not None
         self.cache.forget(committed=1)  # the root: in a row that is done it is the next one as well
-        return tree
 
     def log_q(self, final: Tensor) -> Tensor:
         """[B, F, D] -> [B, F, V]"""

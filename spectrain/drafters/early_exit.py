@@ -9,20 +9,21 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, Judged, most_likely, total_entropy
-from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan, Part
-from spectrain.models.lora import adapt_target, adapters_off, settle_target
+from spectrain.models.lora import TargetTraining
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
-from .base import Losses
+from .abilities import Exits, SavedFiles
+from .base import Losses, Stage, TrainingState
 from .shared.losses import Teacher, head_loss
 from .shared.self_speculation import SelfDrafter, exit_of
 
@@ -46,8 +47,8 @@ class EarlyExit(SelfDrafter):
     with them off, otherwise a frozen copy. The output is that of the trained target.
     """
 
-    trains_target = True
-    has_exits = True
+    saved = SavedFiles(settings=lambda drafter: {"exit_layer": drafter.exit_layer})
+    abilities = replace(SelfDrafter.abilities, exits=Exits(lambda drafter, *where: drafter.at_exit(*where)))
 
     def __init__(
         self,
@@ -75,48 +76,39 @@ class EarlyExit(SelfDrafter):
         self.exit_layer = exit_of(target, exit_layer)
         self.max_dropout, self.dropout_schedule, self.exit_scale = max_dropout, dropout_schedule, exit_scale
         self.curriculum, self.rotate, self.seed = curriculum, rotate, seed
-        self.adapt, self.rank, self.alpha, self.self_distillation = adapt, rank, alpha, self_distillation
+        self.self_distillation = self_distillation
+        self.target_training = TargetTraining(adapt, rank, alpha, keeps_original=self_distillation)
+        self.abilities = replace(self.abilities, target_training=self.target_training)
         self.head = target.head
-        self.adapted: list[nn.Parameter] = []  # of the target
-        self.dtype = target.dtype
-        self.original: list[Target] = []  # the frozen copy; in a list, so that it is no part of this module
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Open the target's weights, or the adapters that are put into it."""
-        if self.self_distillation and self.adapt == "full":
-            self.original = [copy.deepcopy(target)]
-            self.original[0].pack()
-        self.adapted = adapt_target(target, self.adapt, self.rank, self.alpha)
+        self.target_training.begin(target)
 
     def at_exit(self, exit_layer: int, target: Target) -> EarlyExit:
+        """The same drafter, sharing its weights, with another exit."""
         other = copy.copy(self)
         other.exit_layer = exit_of(target, exit_layer)
         return other
 
-    def settings(self) -> dict[str, Any]:
-        return {"exit_layer": self.exit_layer}
-
     # Training
 
-    def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
-        return [{"params": self.adapted}]
+    @property
+    def stages(self) -> list[Stage]:
+        """Without features: the target runs in the loss, with layers dropped."""
+        return [Stage([{"params": self.target_training.parameters}], ())]
 
-    def features_in(self, stage: int) -> tuple[Layer, ...]:
-        """None: the target runs in the loss, with layers dropped."""
-        return ()
-
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """The weighted cross-entropy of every open exit; the hits are how often `exit_layer` says what the last exit says."""
-        weights = self.exit_weights(target.num_layers)
+        weights = self.exit_weights(target.num_layers, state)
         opened = [number for number, weight in enumerate(weights) if weight > 0]
         asked = sorted({*opened, self.exit_layer - 1})
         predicts, grad = batch.predicts, torch.is_grad_enabled()
         tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._wanted(batch, target)
         layers = tuple(number + 1 for number in asked)
-        dropped = self.dropped(batch, target)
-        states = target.run(
-            batch.tokens, ForwardPlan(layers=layers, grad=grad, lengths=batch.lengths, part=Part(dropped=dropped))
-        )
+        part = Part(dropped=self.dropped(batch, target, state))
+        plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, part=part)
+        states = target.run(batch.tokens, plan)
         final = {
             number: target.normed(states.at(number + 1)[predicts][None], grad=grad and number in opened)[0] for number in asked
         }
@@ -150,15 +142,15 @@ class EarlyExit(SelfDrafter):
         wanted = tokens.repeat_interleave(count)
         return head_loss(name, hidden, self.head.projection, wanted, theirs, row_weight=row_weight)
 
-    def exit_weights(self, num_layers: int) -> list[float]:
+    def exit_weights(self, num_layers: int, state: TrainingState) -> list[float]:
         """What every exit's loss is multiplied by at this step, [L], summing to 1; 0 where the curriculum keeps it closed."""
         below = num_layers - 1
         scale = [self.exit_scale * number * (number + 1) / 2 for number in range(below)]
         scale.append(below + self.exit_scale * (below - 1) * below / 2)
         if self.curriculum == "rotational":
-            opened = set(range(self.step % self.rotate, num_layers, self.rotate))
+            opened = set(range(state.step % self.rotate, num_layers, self.rotate))
         elif self.curriculum == "gradual":
-            opened = set(range(max(0, below - int(self.progress * 2 * num_layers)), num_layers))
+            opened = set(range(max(0, below - int(state.progress * 2 * num_layers)), num_layers))
         else:
             opened = set(range(num_layers))
         opened.add(below)
@@ -167,22 +159,22 @@ class EarlyExit(SelfDrafter):
             return [float(number == below) for number in range(num_layers)]
         return [scale[number] / total if number in opened else 0.0 for number in range(num_layers)]
 
-    def dropout_rates(self, num_layers: int) -> list[float]:
+    def dropout_rates(self, num_layers: int, state: TrainingState) -> list[float]:
         """The chance that a sequence skips each layer at this step, [L]."""
-        last = max(1, round(self.step / self.progress) - 1) if self.progress else 1  # T - 1
-        over_time = 1.0 if self.dropout_schedule == "constant" else math.expm1(self.step / last * math.log(2))
+        last = max(1, round(state.step / state.progress) - 1) if state.progress else 1  # T - 1
+        over_time = 1.0 if self.dropout_schedule == "constant" else math.expm1(state.step / last * math.log(2))
         span = max(1, num_layers - 1)
         return [self.max_dropout * over_time * math.expm1(layer * math.log(2) / span) for layer in range(num_layers)]
 
-    def dropped(self, batch: Batch, target: Target) -> Tensor | None:
+    def dropped(self, batch: Batch, target: Target, state: TrainingState) -> Tensor | None:
         """[L, sequences], on the CPU, which layers each skips, drawn for its own tokens and the step: however sequences are
         batched, on whichever process, they skip the same ones."""
         if not self.training or not self.max_dropout:
             return None
-        rates = torch.tensor(self.dropout_rates(target.num_layers))
+        rates = torch.tensor(self.dropout_rates(target.num_layers, state))
         columns = []
         for tokens, _ in batch.sequences():
-            source = sequence_generator(LAYER_DROPOUT, self.seed, tokens, self.step)
+            source = sequence_generator(LAYER_DROPOUT, self.seed, tokens, state.step)
             columns.append(torch.rand(len(rates), generator=source) < rates)
         return torch.stack(columns, dim=1)
 
@@ -191,15 +183,6 @@ class EarlyExit(SelfDrafter):
         """What the original says at the supervised positions [R]; None where exits learn the data's tokens."""
         if not self.self_distillation:
             return None
-        if self.original:
-            (original,) = self.original
+        with self.target_training.off(target) as original:
             final = original.features(batch.tokens, ("final",), batch.lengths)
-        else:
-            original = target
-            with adapters_off(target):
-                final = target.features(batch.tokens, ("final",), batch.lengths)
         return Teacher(HeadTarget(final.at("final")[batch.predicts], original.head.projection))
-
-    def finish(self, target: Target) -> None:
-        settle_target(target, self.adapt, self.dtype)
-        self.adapted, self.original = [], []

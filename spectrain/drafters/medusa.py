@@ -7,6 +7,7 @@ Head k, from 0, at index t predicts token t + 2 + k; token t + 1 is the target's
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,17 +18,17 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.lora import adapt_target, adapters_off, settle_target
-from spectrain.trees.base import DepthRollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.models.lora import TargetTraining
+from spectrain.trees.base import DepthRollout, Draft
 
-from .base import Losses
+from .abilities import Capture, SavedFiles
+from .base import Losses, Stage, TrainingState
+from .context import Context
 from .shared.layers import ResBlock
 from .shared.losses import Loss, head_loss
 from .shared.vocabulary import HeadsDrafter, Supervision
 
 if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
     from spectrain.models.target import Target
 
 
@@ -59,8 +60,8 @@ class Medusa(HeadsDrafter):
     """
 
     layers: tuple[Layer, ...] = ("final",)
-    shape = ("num_heads", "num_layers", "vocab_size")
-    is_captured = True
+    saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size"))
+    abilities = replace(HeadsDrafter.abilities, capture=Capture())
 
     def __init__(
         self,
@@ -89,45 +90,45 @@ class Medusa(HeadsDrafter):
             raise UserError(
                 "drafter.self_distillation: the original is the target with its adapters off; use drafter.adapt=lora"
             )
-        self.final_reach = num_heads  # head k reads 1 + k positions before what it is judged by
-        self.divergence, self.head_decay, self.adapt = loss, head_decay, adapt
+        self.divergence, self.head_decay = loss, head_decay
         self.heads_first, self.heads_coefficient, self.schedule = heads_first, heads_coefficient, schedule
-        self.self_distillation, self.target_lr_scale, self.rank, self.alpha = self_distillation, target_lr_scale, rank, alpha
-        self.trains_target = adapt is not None
+        self.self_distillation, self.target_lr_scale = self_distillation, target_lr_scale
+        self.target_training = None if adapt is None else TargetTraining(adapt, rank, alpha)
+        self.abilities = replace(self.abilities, target_training=self.target_training)
         self.head = target.head
         vocab_size = min(vocab_size, target.head.vocab_size)
         self.heads = nn.ModuleList(MedusaHead(target.width, vocab_size, num_layers) for _ in range(num_heads))
         self.add_vocabulary(vocab_size, target.head.vocab_size)
-        self.adapted: list[nn.Parameter] = []  # of the target
-        self.dtype = target.dtype
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Start the heads as the target's own, and put in the adapters."""
         super().prepare(target, token_counts)
-        if self.adapt is not None:
-            self.adapted = adapt_target(target, self.adapt, self.rank, self.alpha)
+        if self.target_training is not None:
+            self.target_training.begin(target)
 
     # Training
 
-    def stage_at(self, step: int, num_steps: int) -> int:
-        """0: the heads alone; 1: with the target."""
-        return int(self.trains_target and step >= self.heads_first * num_steps)
+    @property
+    def stages(self) -> list[Stage]:
+        """The heads alone, then with the target, whose features are computed in the loss."""
+        heads: dict[str, Any] = {"params": list(self.parameters())}
+        reach = len(self.heads)  # head k reads 1 + k positions before what it is judged by
+        if self.target_training is None:
+            return [Stage([heads], self.layers, final_reach=reach)]
+        adapted = {"params": self.target_training.parameters, "lr_scale": self.target_lr_scale}
+        return [
+            Stage([heads], self.layers, self.heads_first, reach),
+            Stage([heads, adapted], (), 1 - self.heads_first),
+        ]
 
-    def features_in(self, stage: int) -> tuple[Layer, ...]:
-        """With the target in training, its features are computed in the loss."""
-        return () if stage else self.layers
-
-    def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = [{"params": list(self.parameters())}]
-        return [*groups, {"params": self.adapted, "lr_scale": self.target_lr_scale}] if stage else groups
-
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """The heads' loss and, in the second stage, the target's own."""
         if batch.features is not None:
             return Losses(*self._heads_loss(batch, batch.features.at("final")))
-        final = target.run(batch.tokens, ForwardPlan(layers=("final",), grad=True, lengths=batch.lengths)).at("final")
+        plan = ForwardPlan(layers=("final",), grad=True, recompute=state.recompute, lengths=batch.lengths)
+        final = target.run(batch.tokens, plan).at("final")
         terms, hits, counts = self._heads_loss(batch, final)
-        weight = self.heads_coefficient * self._scheduled()
+        weight = self.heads_coefficient * self._scheduled(state.progress)
         heads = {name: weight * loss for name, loss in terms.items()}
         return Losses({"language_model": self._language_model_loss(batch, final, target), **heads}, hits, counts)
 
@@ -136,9 +137,9 @@ class Medusa(HeadsDrafter):
         wanted = Supervision(self, batch, final.detach())
         return self.heads_loss(wanted, lambda k: final[wanted.rows(k)])
 
-    def _scheduled(self) -> float:
+    def _scheduled(self, progress: float) -> float:
         """The schedule's factor, from 0 to 1 over the second stage; constant is 1."""
-        done = (self.progress - self.heads_first) / (1 - self.heads_first)
+        done = (progress - self.heads_first) / (1 - self.heads_first)
         return {"constant": 1.0, "linear": done, "sine": math.sin(math.pi / 2 * done)}[self.schedule]
 
     def _language_model_loss(self, batch: Batch, final: Tensor, target: Target) -> Tensor:
@@ -146,23 +147,19 @@ class Medusa(HeadsDrafter):
         predicts, head = batch.predicts, self.head.projection
         tokens, theirs = batch.tokens.roll(-1, dims=1)[predicts], None
         if self.self_distillation:
-            with torch.no_grad(), adapters_off(target):
-                theirs = HeadTarget(target.features(batch.tokens, ("final",), batch.lengths).at("final")[predicts], head)
+            assert self.target_training is not None
+            with torch.no_grad(), self.target_training.off(target) as original:
+                theirs = HeadTarget(original.features(batch.tokens, ("final",), batch.lengths).at("final")[predicts], head)
         return head_loss(
             "forward_kl" if self.self_distillation else "cross_entropy", final[predicts], head, tokens, theirs
         ).loss
 
-    def finish(self, target: Target) -> None:
-        if self.adapt is not None:
-            settle_target(target, self.adapt, self.dtype)
-        self.adapted = []
-
     # Decoding
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         last = (context.counts - 1).clamp(min=0)[:, None]
         final = context.fresh.gather(last).at("final").to(next(self.parameters()).dtype)
-        return budget.grow(context, _Heads(self, context.root, final))
+        return Draft(_Heads(self, context.root, final))
 
 
 class _Heads(DepthRollout):

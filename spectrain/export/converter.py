@@ -8,9 +8,9 @@ from typing import Any
 from transformers import AutoConfig
 
 from spectrain.errors import UserError
+from spectrain.files import written
 from spectrain.provenance import versions
 from spectrain.settings.choices import named
-from spectrain.training.checkpoints import written_whole
 
 from .layout import KEPT, Files, Layout, Portable, write_json
 from .layouts import detect, layout_for
@@ -72,7 +72,7 @@ def convert(source: Path, out: Path, form: str, target: TargetFiles | None) -> P
         target = TargetFiles(drafter.target)
     layout = layout_for(drafter.family, form)
     refuse_full(out)
-    with written_whole(out) as scratch:
+    with written(out, folder=True) as scratch:
         write_drafter(drafter, layout, target, scratch)
     return out
 

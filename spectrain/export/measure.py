@@ -19,7 +19,9 @@ from torch import Tensor
 from spectrain.data.chat import render
 from spectrain.data.readers import Embedded
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.shared.vocabulary import VocabularyDrafter
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
@@ -91,7 +93,7 @@ def divergences(drafter: Portable, target: Target, written: list[Generation]) ->
         mine[:, len(generation.prompt) :] = True
         batch = Batch(tokens, mine, target.features(tokens, module.layers))
         with torch.no_grad():
-            found.append(module.loss(batch, target).total.item() / len(generation.output))
+            found.append(module.loss(batch, target, TrainingState()).total.item() / len(generation.output))
     return torch.tensor(found)
 
 

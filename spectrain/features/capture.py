@@ -36,8 +36,8 @@ def capture(config: DictConfig) -> None:
             "source=store, which captures what it reads"
         )
     drafter = build(config.drafter, target=target)
-    layers = drafter.features_in(0)
-    told = source.prepare(target, layers, drafter.final_reach, dataset.examples)
+    layers = drafter.stages[0].layers
+    told = source.prepare(target, layers, drafter.stages[0].final_reach, dataset.examples)
     store = source.fillable()
     if store is None:
         raise UserError(

@@ -31,9 +31,9 @@ from torch import Tensor, nn
 
 from spectrain.data.chat import Example
 from spectrain.errors import RunError, UserError
+from spectrain.files import write_text, written
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
-from spectrain.training.checkpoints import written_file
 
 Dtype = Literal["float32", "bfloat16", "float16", "fp8", "int8"]
 STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
@@ -304,17 +304,15 @@ class FeatureStore:
                 )
         else:
             self.path.mkdir(parents=True, exist_ok=True)
-            with written_file(manifest) as scratch:
-                scratch.write_text(json.dumps({"format": FORMAT, **asdict(self.contents)}, indent=2) + "\n")
+            write_text(manifest, json.dumps({"format": FORMAT, **asdict(self.contents)}, indent=2) + "\n")
         name = f"features-{secrets.token_hex(5)}"
         file = self.path / f"{name}.safetensors"
         tensors = {f"{key}/{part}": tensor for key, parts in self.waiting.items() for part, tensor in parts.items()}
-        with written_file(file) as scratch:
+        with written(file) as scratch:
             save_file(tensors, scratch, metadata={"format": "pt"})
             scratch.chmod(manifest.stat().st_mode)  # safetensors lets nobody else read what it writes
             shard = Shard(name, scratch.stat().st_size, sha256(scratch), {k: checksum(v) for k, v in self.waiting.items()})
-        with written_file(file.with_suffix(".json")) as scratch:
-            scratch.write_text(json.dumps(asdict(shard)) + "\n")
+        write_text(file.with_suffix(".json"), json.dumps(asdict(shard)) + "\n")
         self._add(shard)
         self.checked |= set(self.waiting)
 

@@ -44,6 +44,7 @@ class ForwardPlan:
     layers: tuple[Layer, ...] = ()  # features to keep; "final" is the final norm of whatever layer ran last
     logits: bool = False
     grad: bool = False
+    recompute: bool = False  # gradient checkpointing: layers that train are run again in the backward pass
     positions: Tensor | None = None  # [B, N]; None: in the order of the tokens
     mask: Tensor | tuple[Tensor, ...] | None = None
     cache: TreeCache | None = None

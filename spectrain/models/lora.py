@@ -1,7 +1,8 @@
-"""LoRA on the target, through peft: put in, switched off, merged."""
+"""LoRA on the target, through peft: put in, switched off, merged; and what a family trains of its target."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -51,20 +52,46 @@ def merge_lora(target: Target) -> None:
             setattr(target.get_submodule(parent), child, base)
 
 
-def adapt_target(target: Target, how: Literal["full", "lora"], rank: int, alpha: float) -> list[nn.Parameter]:
-    """Get a target ready to be trained; the parameters that will be. Weights that change are kept in float32."""
-    if how == "lora":
-        return inject_lora(target, rank, alpha)
-    cast_parameters(target, torch.float32)
-    return list(target.parameters())
+class TargetTraining:
+    """What a family trains of its target: all weights (`adapt` full), or LoRA adapters in its layers (lora).
 
+    With `keeps_original`, a target whose weights change is copied first, so that `off` can say what it said before.
+    """
 
-def settle_target(target: Target, how: Literal["full", "lora"], dtype: torch.dtype) -> None:
-    """The trained target as an ordinary model again, frozen, in the type that it had."""
-    if how == "lora":
-        merge_lora(target)
-    cast_parameters(target, dtype)
-    target.requires_grad_(False)
+    def __init__(self, adapt: Literal["full", "lora"], rank: int, alpha: float, keeps_original: bool = False) -> None:
+        self.adapt, self.rank, self.alpha, self.keeps_original = adapt, rank, alpha, keeps_original
+        self.parameters: list[nn.Parameter] = []  # of the target, that learn
+        self.original: Target | None = None
+
+    def begin(self, target: Target) -> None:
+        """Get a target ready to be trained. Weights that change are kept in float32."""
+        self.dtype = target.dtype
+        if self.adapt == "lora":
+            self.parameters = inject_lora(target, self.rank, self.alpha)
+            return
+        if self.keeps_original:
+            self.original = copy.deepcopy(target)
+            self.original.pack()
+        cast_parameters(target, torch.float32)
+        self.parameters = list(target.parameters())
+
+    @contextmanager
+    def off(self, target: Target) -> Iterator[Target]:
+        """The target as it was before it was trained."""
+        if self.adapt == "full":
+            assert self.original is not None, "weights that changed are only known where the original was kept"
+            yield self.original
+            return
+        with adapters_off(target):
+            yield target
+
+    def finish(self, target: Target) -> None:
+        """The trained target as an ordinary model again, frozen, in the type that it had."""
+        if self.adapt == "lora":
+            merge_lora(target)
+        cast_parameters(target, self.dtype)
+        target.requires_grad_(False)
+        self.parameters, self.original = [], None
 
 
 def cast_parameters(target: Target, dtype: torch.dtype) -> None:

@@ -41,7 +41,6 @@ class Target(nn.Module):
         self.tokenizer = tokenizer
         self.name, self.path = name, path
         self.sharding = sharding  # how the processes of the launch hold it together
-        self.recompute = False  # gradient checkpointing: layers that train are run again in the backward pass
         self.in_step = sharding != "none"  # all processes run the same layers at the same time, if need be on no row
         if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
@@ -131,7 +130,7 @@ class Target(nn.Module):
             captured = stack.enter_context(self._captured(plan.layers))
             stack.enter_context(self._fed(plan.part))
             stack.enter_context(replaced(self._passed_by(plan, working)))
-            if self.recompute and plan.grad and plan.cache is None:
+            if plan.recompute and plan.grad and plan.cache is None:
                 layers = [self.layers[index] for index in working]
                 stack.enter_context(replaced([(layer, checkpointed(layer)) for layer in layers]))
             stack.enter_context(running(plan.cache, visibility, working))

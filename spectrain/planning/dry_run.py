@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.base import Drafter, Losses
+from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState, stage_at
 from spectrain.features.base import Request, Source
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
@@ -80,21 +80,22 @@ def rehearse(config: Any, device: torch.device, dataset: Dataset, batches: list[
                 ledger.name(parameter, part)
         target.pack()
         pack_linears(drafter)
-        trainer._recompute(drafter, target, trainer.gradient_checkpointing)
         ledger.vocabularies = vocabularies(target, drafter)
-        stages = sorted({drafter.stage_at(step, num_steps) for step in range(num_steps)})
+        stages = drafter.stages
         seen: list[dict[str, float]] = []
-        for stage in stages:
-            steps = [step for step in range(num_steps) if drafter.stage_at(step, num_steps) == stage]
-            drafter.progress, drafter.step = steps[len(steps) // 2] / num_steps, steps[len(steps) // 2]
-            memory, flops = rehearse_stage(ledger, trainer, drafter, target, dataset, batches, stage)
+        reached = sorted({stage_at(stages, step, num_steps) for step in range(num_steps)})
+        for stage in reached:
+            steps = [step for step in range(num_steps) if stage_at(stages, step, num_steps) == stage]
+            middle = steps[len(steps) // 2]
+            state = TrainingState(middle, middle / num_steps, trainer.gradient_checkpointing)
+            memory, flops = rehearse_stage(ledger, trainer, drafter, target, batches, stage, state)
             seen.append({phase: count * len(steps) / num_steps for phase, count in flops.items()})
             found.memory = max(found.memory, memory, key=lambda parts: sum(parts.values()))
         found.flops = dict(sum((Counter(flops) for flops in seen), Counter()))
-        measure_sizes(found, drafter, target, stages[-1])
+        measure_sizes(found, drafter, target, stages[reached[-1]])
         saved = range(trainer.save_every, num_steps, trainer.save_every) if trainer.save_every else range(0)
         kept = saved[-trainer.keep_checkpoints :]
-        found.checkpoints = [checkpoint_bytes(drafter, drafter.stage_at(step - 1, num_steps)) for step in kept]
+        found.checkpoints = [checkpoint_bytes(drafter, stages[stage_at(stages, step - 1, num_steps)]) for step in kept]
     found.assumed = ledger.assumed
     return found
 
@@ -104,14 +105,14 @@ def rehearse_stage(
     trainer: Trainer,
     drafter: Drafter,
     target: Target,
-    dataset: Dataset,
     batches: list[list[Example]],
     stage: int,
+    state: TrainingState,
 ) -> tuple[dict[str, int], dict[str, float]]:
     """Memory at the worst moment, and FLOPs of a padded token."""
     shared = _OneProcess(drafter, target, precision(trainer, ledger))
     unwatched: Any = SimpleNamespace(at=lambda step, doing: None)
-    job = Job(drafter, target, _Watched(ledger), shared, unwatched, Path(), step=drafter.step)
+    job = Job(drafter, target, _Watched(ledger), shared, unwatched, Path(), step=state.step)
     trainer._begin_stage(job, stage)
     optimizer = shared.optimizer
     if ledger.device.type == "cuda":
@@ -119,16 +120,16 @@ def rehearse_stage(
             group["foreach"] = True  # torch's own choice on a GPU
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     handles = [p.register_post_accumulate_grad_hook(lambda p: ledger.name(p.grad, "gradients")) for p in trained]
-    layers = drafter.features_in(stage)
+    layers = drafter.stages[stage].layers
 
     def train_on(examples: list[Example]) -> None:
         with ledger.counting(STEP, "activations"):
-            trainer._step(job, [examples] * trainer.accumulate, layers, StopSignals())
+            trainer._step(job, [examples] * trainer.accumulate, layers, state, StopSignals())
 
     heaviest, sampled = choose(batches, trainer.packing)
     train_on(batches[heaviest[0]])  # the first step makes the optimiser's state
-    for state in optimizer.state.values():
-        for tensor in state.values():
+    for entry in optimizer.state.values():
+        for tensor in entry.values():
             ledger.name(tensor, "optimiser state")
     began, flops = len(ledger.events), Counter[str]()
     for number in sorted({*heaviest, *sampled}):
@@ -177,29 +178,29 @@ def vocabularies(target: Target, drafter: Drafter) -> set[int]:
     return wide - {parameter.shape[-1] for parameter in target.layers.parameters()}
 
 
-def measure_sizes(found: Rehearsal, drafter: Drafter, target: Target, stage: int) -> None:
+def measure_sizes(found: Rehearsal, drafter: Drafter, target: Target, stage: Stage) -> None:
     """Counts and bytes of what is kept; those of a checkpoint are of the last stage."""
     own = {id(parameter) for parameter in drafter.parameters()}
-    trained = [p for group in drafter.param_groups(stage) for p in group["params"]]
+    trained = [p for group in stage.groups for p in group["params"]]
     theirs = [p for p in target.parameters() if id(p) not in own]
     found.trained = sum(p.numel() for p in trained)
     found.drafter = sum(p.numel() for p in drafter.parameters())
     found.target = sum(p.numel() for p in theirs)
-    found.features, found.width, found.dtype = drafter.features_in(0), target.width, target.dtype
+    found.features, found.width, found.dtype = drafter.stages[0].layers, target.width, target.dtype
     pieces = [*target.layers, target.head.embedding, target.head.output]
     found.layer_bytes = max(size_of(*piece.parameters()) for piece in pieces)
     found.lent_bytes = size_of(*target.head.embedding.parameters(), *target.head.output.parameters())
     found.drafter_bytes = size_of(*drafter.state_dict().values())
     found.checkpoint_bytes = checkpoint_bytes(drafter, stage)
-    if drafter.trains_target:
+    if drafter.abilities.target_training:
         adapters = {id(p) for name, p in target.named_parameters() if ".lora_" in name}  # merged when it is saved
         kept = [p for p in theirs if id(p) not in adapters]
         found.trained_target_bytes = sum({p.data_ptr(): p.numel() for p in kept}.values()) * target.dtype.itemsize
 
 
-def checkpoint_bytes(drafter: Drafter, stage: int) -> int:
+def checkpoint_bytes(drafter: Drafter, stage: Stage) -> int:
     """Of the drafter, of what is trained of the target, and of Adam's two means and a count for everything trained."""
-    trained = [p for group in drafter.param_groups(stage) for p in group["params"]]
+    trained = [p for group in stage.groups for p in group["params"]]
     return size_of(*drafter.state_dict().values(), *trained) + sum(2 * p.numel() * p.element_size() + 4 for p in trained)
 
 
@@ -248,9 +249,9 @@ class _OneProcess(Replicated):
         self.is_main, self.device = False, torch.device("cpu")  # not the main one, which would talk
         self.drafter, self.target, self.model, self.autocast = drafter, target, drafter, autocast
 
-    def loss(self, batch: Batch, last: bool) -> Losses:
+    def loss(self, batch: Batch, state: TrainingState, last: bool) -> Losses:
         with autocasting(self.autocast):
-            losses: Losses = self.drafter(batch, self.target)
+            losses: Losses = self.drafter(batch, self.target, state)
         return losses
 
     def backward(self, loss: Tensor, last: bool) -> None:

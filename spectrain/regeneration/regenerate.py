@@ -19,10 +19,9 @@ from omegaconf import DictConfig, OmegaConf
 from spectrain.cli.defaults import complete as with_defaults
 from spectrain.data.chat import Message
 from spectrain.data.readers import Data
-from spectrain.decoding.calibration import calibrate
+from spectrain.decoding.session import Session
 from spectrain.errors import RunError, UserError
 from spectrain.features.progress import Progress
-from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
 from spectrain.runs.run import drafter_directory, load_weights, trained_target
@@ -235,21 +234,16 @@ def engine_writer(config: DictConfig, sampling: Sampling, settings: Regeneration
     if config.run is None:
         return plain
     directory, drafter, builder = drafter_directory(run), build(completed.drafter, target=target), build(completed.tree)
-    if drafter.trains_target or trained_target(run) is not None:
+    if drafter.abilities.target_training or trained_target(run) is not None:
         raise UserError(
             f"run={run}: its drafter belongs to the target that was trained with it; regenerate without a drafter, by "
             f"target=hf target.model={trained_target(run) or run / 'target'}"
         )
     assert directory is not None, "it was read from there"
     load_weights(drafter, directory)
-    drafter = drafter.to(target.device, target.dtype).eval()
-    pack_linears(drafter)
-    if not drafter.copies_text:
-        sampling.rule.check(builder.children, builder.is_chain)
     first = [settings.wanted(number, messages) for number, messages in enumerate(data.conversations()[:64])]
     prompts = opening_prompts(plain, first)
-    drafter.calibrate(target, lambda: prompts, builder.depth)
-    calibrate(target, drafter, [builder], sampling.rule, prompts)
+    Session.prepare(target, drafter, builder, sampling.rule, lambda: prompts)
     return build(config.writer, sampling=sampling, target=target, drafter=drafter, builder=builder)
 
 

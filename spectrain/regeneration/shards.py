@@ -8,7 +8,6 @@ DIR/unfinished/               rows of shards that are being made
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from spectrain.data.chat import Message
 from spectrain.errors import UserError
+from spectrain.files import write_text
 
 MANIFEST = "manifest.json"
 Kind = Literal["failed", "too_long", "cut"]
@@ -75,7 +75,7 @@ class Shard:
         """Take what is finished already: the rows of an earlier attempt, without a line that a kill has torn."""
         ids = {wanted.id for wanted in self.wanted}
         self.rows = {row.id: row for row in [*known, *read_rows(self.path)] if row.id in ids}
-        write_whole(self.path, lines(self.rows.values()))
+        write_text(self.path, lines(self.rows.values()))
         self.journal = self.path.open("a", encoding="utf-8")
 
     def add(self, outcome: Row | Lost) -> None:
@@ -140,7 +140,7 @@ class Shards:
             raise UserError(f"out={self.folder}: it cannot be written ({error.strerror}); choose another folder") from error
         with self._alone():
             if not self.is_begun:
-                write_whole(self.folder / MANIFEST, text_of({**facts, "settings": settings, "shards": {}}))
+                write_text(self.folder / MANIFEST, text_of({**facts, "settings": settings, "shards": {}}))
             began = self.manifest["settings"]
         for key in (*began, *settings):
             if began.get(key) != settings.get(key):
@@ -187,10 +187,10 @@ class Shards:
         text = lines(shard.rows[number] for number in sorted(shard.rows))
         failed = self.folder / "failed" / shard.name
         if shard.lost:
-            write_whole(failed, lines(shard.lost[number] for number in sorted(shard.lost)))
+            write_text(failed, lines(shard.lost[number] for number in sorted(shard.lost)))
         else:
             failed.unlink(missing_ok=True)
-        write_whole(self.folder / shard.name, text)
+        write_text(self.folder / shard.name, text)
         kinds = [lost.kind for lost in shard.lost.values()]
         record = {
             "rows": len(shard.rows),
@@ -202,7 +202,7 @@ class Shards:
         with self._alone():
             manifest = self.manifest
             manifest["shards"] = dict(sorted({**manifest["shards"], shard.name: record}.items()))
-            write_whole(self.folder / MANIFEST, text_of(manifest))
+            write_text(self.folder / MANIFEST, text_of(manifest))
         shard.path.unlink()
         self.release(shard)
 
@@ -263,13 +263,3 @@ def read_rows(path: Path) -> Iterator[Row]:
             yield Row(**json.loads(line))
         except (ValueError, TypeError):
             continue
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its place and move it there once it is on the disk."""
-    scratch = path.with_name(path.name + ".part")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)

@@ -14,23 +14,28 @@ from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from spectrain.decoding.acceptance import AcceptanceRule
-from spectrain.settings.build import build, constructor
-from spectrain.settings.choices import choice, named
-from spectrain.settings.saved import read_json, read_object, read_yaml, saved_groups
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.base import Drafter
+from spectrain.decoding.acceptance import AcceptanceRule
+from spectrain.drafters.base import Drafter, has_weights
 from spectrain.errors import UserError
 from spectrain.export.converter import read_drafter
 from spectrain.export.layout import PICKLED, Portable
 from spectrain.export.targets import TargetFiles
-from spectrain.provenance import processor, provenance, versions
-from spectrain.trees import TreeBuilder
 from spectrain.features.base import Source
+from spectrain.files import AGAIN, write_text, written
 from spectrain.models.target import Target
-from spectrain.training.checkpoints import latest_checkpoint, load_tensors, step_of, tensors_of, written_whole
+from spectrain.provenance import processor, provenance, versions
+from spectrain.settings.build import build, constructor
+from spectrain.settings.choices import choice, named
+from spectrain.settings.saved import read_json, read_object, read_yaml, saved_groups
+from spectrain.training.checkpoints import latest_checkpoint, load_tensors, step_of, tensors_of
 from spectrain.training.trainer import Trained
+from spectrain.trees import TreeBuilder
+
+from .candidate import Candidate
 from .tracking import Tracker, last_step, tracked
+
+RESUME = "go on with trainer.resume=auto"
 
 
 def train(config: DictConfig, asked: list[str], target: Target | None = None, dataset: Dataset | None = None) -> Path:
@@ -69,7 +74,7 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
     drafter = fresh_drafter(config, target, dataset)
     source: Source = build(config.source)
     examples = None if dataset.is_sample else dataset.examples
-    told = source.prepare(target, drafter.features_in(0), drafter.final_reach, examples)
+    told = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
     if accelerator.is_main_process:
         open_run(run, config, dataset, target)
         print(
@@ -88,11 +93,11 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
         finally:
             source.flush()
         if accelerator.is_main_process:
-            if drafter.trains_target:
-                with written_whole(run / "target") as scratch:
+            if drafter.abilities.target_training:
+                with written(run / "target", folder=True, mend=RESUME) as scratch:
                     target.save(scratch)
                 target.name = f"{target.name}, trained"
-            save_drafter(run / "drafter", drafter, config, trained)
+            save_drafter(run / "drafter", drafter, config, trained, RESUME)
             tracker.drafter(run / "drafter")
         if evaluation is None:
             return run
@@ -101,7 +106,7 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
         if trained.in_place and target.sharding == "none" and accelerator.is_main_process:
             score(config, run, target, drafter, evaluation, build(config.tree), build(config.acceptance), dataset, tracker)
         elif not trained.in_place or target.sharding != "none":  # what was sharded is loaded anew
-            evaluate(config, run, None if drafter.trains_target else target, tracker)
+            evaluate(config, run, None if drafter.abilities.target_training else target, tracker)
     return run
 
 
@@ -155,7 +160,7 @@ def load_drafter(config: DictConfig, run: Path, target: Target) -> Drafter:
     directory = drafter_directory(run)
     if directory is not None:
         load_weights(drafter, directory, target)
-        if drafter.trains_target and trained_target(run) is None:
+        if drafter.abilities.target_training and trained_target(run) is None:
             raise UserError(
                 f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
             )
@@ -178,7 +183,7 @@ def score(
     trained = trained_target(run)
     setting = {
         "target": target.name,
-        "target_path": str(trained.resolve()) if drafter.trains_target and trained is not None else target.path,
+        "target_path": str(trained.resolve()) if drafter.abilities.target_training and trained is not None else target.path,
         "recipe": recipe_name(config),
         **{group: named(plain(config))[group] for group in ("drafter", "acceptance")},
         "trained": drafter_directory(run) is not None,
@@ -187,20 +192,19 @@ def score(
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
         **provenance(),
     }
-    trainable = dataset is not None and drafter.has_weights and not drafter.trains_target
+    trainable = dataset is not None and has_weights(drafter) and not drafter.abilities.target_training
     began: Any = OmegaConf.create(run_settings(run)) if (run / "config.yaml").exists() else config
-    trainable = trainable and (began is not config or not drafter.settings())  # the description no longer says how it began
+    trainable = trainable and (began is not config or not drafter.saved.settings(drafter))  # it no longer says how it began
     untrained = (lambda: fresh_drafter(began, target, dataset)) if dataset is not None and trainable else None
-    original = (lambda: build(config.target)) if drafter.trains_target and trained is not None else None
+    original = (lambda: build(config.target)) if drafter.abilities.target_training and trained is not None else None
     folder = (place or run) / "eval" / evaluation.name
     keep_earlier(folder)
 
     def save_online(learnt: Drafter) -> None:
         save_drafter(folder / "drafter", learnt, config)
 
-    summary: dict[str, Any] = evaluation.score(
-        target, drafter, builder, rule, folder, setting, untrained, original, save_online
-    )
+    candidate = Candidate(target, drafter, builder, rule, setting, untrained, original, save_online)
+    summary: dict[str, Any] = evaluation.score(candidate, folder)
     print(f"written to {folder}")
     tracker.scored(summary, folder)
     return summary
@@ -234,12 +238,13 @@ def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Draft
     """A drafter as training starts from it: prepared on the data, or with drafter.init the weights of another one."""
     torch.manual_seed(config.trainer.get("seed", 0))
     drafter: Drafter = build(config.drafter, target=target)
-    if config.drafter.get("init") and not drafter.has_weights:
+    if config.drafter.get("init") and not has_weights(drafter):
         raise UserError(
             f"drafter.init={config.drafter.init}: this family has no weights beside the target's; go on from a trained target, "
             "as in target=hf target.model=RUN/target"
         )
-    if target.sharding != "none" and (drafter.trains_target or (drafter.adapts_layers and target.sharding == "tensor")):
+    adapts = drafter.abilities.adapts_layers and target.sharding == "tensor"
+    if target.sharding != "none" and (drafter.abilities.target_training or adapts):
         raise UserError(
             f"target.sharding={target.sharding}: this family changes what the target's layers compute, so each process needs "
             "them whole; leave it out, or use trainer.sharding=zero3 where the target trains"
@@ -269,7 +274,7 @@ def take_shape(config: DictConfig, asked: list[str]) -> None:
     if saved["_target_"] != config.drafter["_target_"]:
         family = choice("drafter", saved)
         raise UserError(f"drafter.init={directory}: it holds drafter={family}; choose the recipe of that family")
-    for key in constructor(saved).shape:
+    for key in constructor(saved).saved.shape:
         given = any(override.lstrip("+").startswith(f"drafter.{key}=") for override in asked)
         if given and config.drafter.get(key) != saved.get(key):
             raise UserError(
@@ -318,9 +323,8 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
             "target_name": target.name,
             **provenance(),
         }
-        (run / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
-        OmegaConf.save(OmegaConf.create(named(plain(config))), run / "config.yaml.part")
-        (run / "config.yaml.part").rename(run / "config.yaml")  # whole or not at all
+        write_text(run / "provenance.json", json.dumps(facts, indent=2) + "\n")
+        write_text(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(named(plain(config)))))
     except OSError as error:
         raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
 
@@ -350,34 +354,36 @@ def resumable(run: Path, config: DictConfig) -> None:
                 )
 
 
-def save_drafter(directory: Path, drafter: Drafter, config: DictConfig, trained: Trained | None = None) -> None:
+def save_drafter(
+    directory: Path, drafter: Drafter, config: DictConfig, trained: Trained | None = None, mend: str = AGAIN
+) -> None:
     """Write config.json and model.safetensors: all that is needed to load the drafter again, and what its training took."""
     kept = named(plain(config))
     description = {key: kept.get(key) for key in ("drafter", "target", "tree", "acceptance")}
-    description["drafter"] = {**description["drafter"], **drafter.settings()}
+    description["drafter"] = {**(description["drafter"] or {}), **drafter.saved.settings(drafter)}
     description |= {"recipe": recipe_name(config), "spectrain_version": versions().get("spectrain")}
     if trained is not None:
         description["training"] = {"steps": trained.steps, "tokens": trained.tokens, "seconds": round(trained.seconds, 2),
                                    "parameters": trained.parameters}  # fmt: skip
     files: dict[str, dict[str, torch.Tensor]] = {"model.safetensors": {}}
-    layout = drafter.layout()
+    layout = drafter.saved.layout(drafter)
     for name, tensor in tensors_of(drafter).items():
         file, there = layout.get(name, ("model.safetensors", name))
         files.setdefault(file, {})[there] = tensor
-    with written_whole(directory) as scratch:
+    with written(directory, folder=True, mend=mend) as scratch:
         for file, tensors in files.items():
             save_file(tensors, scratch / file, metadata={"format": "pt"})
-        for file, text in drafter.sidecars().items():
+        for file, text in drafter.saved.sidecars(drafter).items():
             (scratch / file).write_text(text)
         (scratch / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
 def load_weights(drafter: Drafter, directory: Path, target: Target | None = None) -> None:
     """Load what `save_drafter` or another project wrote; a missing, unknown or misshapen tensor stops with its name."""
-    names = {place: name for name, place in drafter.layout().items()}
+    names = {place: name for name, place in drafter.saved.layout(drafter).items()}
     path = directory / "model.safetensors"
     weights: dict[str, torch.Tensor] = {}
-    home = {name: file for name, (file, _) in drafter.layout().items()}
+    home = {name: file for name, (file, _) in drafter.saved.layout(drafter).items()}
     try:
         if is_ours(directory):
             for file in dict.fromkeys(["model.safetensors", *(file for file, _ in names)]):

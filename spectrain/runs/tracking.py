@@ -15,8 +15,8 @@ import httpx
 from omegaconf import OmegaConf
 
 from spectrain.errors import UserError
+from spectrain.files import write_text
 from spectrain.settings.choices import choice
-from spectrain.training.checkpoints import written_file
 
 from .wandb_account import logged_in
 from .wandb_file import last_logged_step
@@ -149,8 +149,7 @@ class Wandb(Tracker):
         known[kind] = secrets.token_hex(4)
         if kind != "eval":
             run.mkdir(parents=True, exist_ok=True)
-            with written_file(file) as scratch:
-                scratch.write_text(json.dumps(known) + "\n")
+            write_text(file, json.dumps(known) + "\n")
         return known[kind], False
 
     def _mode(self) -> Any:
@@ -388,8 +387,7 @@ class MetricsFile:
         self.path = path
         if path.exists():
             kept = [line for line in path.read_text().splitlines() if _step(line) is not None and _step(line) <= step]  # type: ignore[operator]
-            with written_file(path) as scratch:
-                scratch.write_text("".join(line + "\n" for line in kept))
+            write_text(path, "".join(line + "\n" for line in kept))
 
     def write(self, metrics: dict[str, Any]) -> None:
         with self.path.open("a") as file:

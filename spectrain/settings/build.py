@@ -146,6 +146,7 @@ def settings_of(node: Mapping[str, Any]) -> dict[str, Any]:
 def build(node: Any, **runtime: Any) -> Any:
     """Construct what one group names from its settings, checked, or give None where it is empty."""
     if not node or "_target_" not in node:
+        assert not node or "choice" not in node, "what a file names is looked up first"
         return None
     plain = _plain(node)
     checked = check_node(group_of(str(plain["_target_"])), plain)

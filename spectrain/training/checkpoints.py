@@ -1,12 +1,7 @@
 """Resumable checkpoints: safetensors and JSON only, written beside and renamed, so a kill or a full disk loses nothing."""
 
-import errno
 import json
-import os
-import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spectrain.errors import UserError
-
-
-@contextmanager
-def written_whole(directory: Path) -> Iterator[Path]:
-    """A scratch folder that becomes `directory` once it is complete; on any failure nothing of it is left."""
-    scratch = directory.with_name(directory.name + ".part")
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        with full_disk_told(directory, "go on with trainer.resume=auto"):
-            scratch.mkdir(parents=True)
-            yield scratch
-            for file in [
-                *scratch.rglob("*"),
-                scratch,
-            ]:  # on the disk before it has its name, or losing power would leave a husk
-                handle = os.open(file, os.O_RDONLY)
-                os.fsync(handle)
-                os.close(handle)
-            old = directory.with_name(directory.name + ".old")
-            if directory.exists():
-                directory.rename(old)
-            scratch.rename(directory)
-            shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextmanager
-def written_file(file: Path) -> Iterator[Path]:
-    """A scratch file that becomes `file` once it is complete; no other process's scratch has its name."""
-    scratch = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")
-    try:
-        with full_disk_told(file, "give the same command again"):
-            yield scratch
-            scratch.replace(file)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
-@contextmanager
-def full_disk_told(place: Path, how: str) -> Iterator[None]:
-    """A full disk as the user's mistake; other errors as they are."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        full = full or "No space left" in str(error) or "File too large" in str(error)
-        if not full:
-            raise
-        raise UserError(
-            f"{place}: the disk is full, so it was not saved and what was saved before is intact; free some space and {how}"
-        ) from error
+from spectrain.files import written
 
 
 def checkpoint_path(run: Path, step: int) -> Path:
@@ -99,7 +43,8 @@ def save_checkpoint(
     keep: int,
 ) -> None:
     """Write weights, optimiser state and `progress`, then drop all but the newest `keep` checkpoints."""
-    with written_whole(path) as scratch:
+    mend = f"{'go on' if _by_step(path.parent) else 'start anew'} with trainer.resume=auto"
+    with written(path, folder=True, mend=mend) as scratch:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, scratch / "model.safetensors")
         save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, scratch / "optimizer.safetensors")
         (scratch / "progress.json").write_text(json.dumps(progress))

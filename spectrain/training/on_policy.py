@@ -85,7 +85,7 @@ class Generated(Source):
 
     def _fits(self, example: Example, target: Target, drafter: Drafter | None) -> bool:
         """Whether an answer of two tokens has room behind the prompt."""
-        writer = drafter.writer() if drafter is not None and self.by == "drafter" else None
+        writer = drafter.abilities.on_policy.writer if drafter is not None and self.by == "drafter" else None
         return len(example.prompt) + 2 <= min(target.max_length, (writer or target).max_length)
 
     def _limit(self, writer: Target, prompts: list[list[int]]) -> int:
@@ -94,7 +94,7 @@ class Generated(Source):
 
     def _replays(self, prompts: list[list[int]], draws: list[Random], target: Target, drafter: Drafter) -> list[Replay | None]:
         """A replayed draft of an answer to each prompt; None where nothing was drafted."""
-        if not drafter.learns_replays:
+        if not drafter.abilities.on_policy.learns_replays:
             raise UserError("source.by=replay: this family does not learn from replayed drafts; use source.by=target")
         recorder = Recorder(Chain(self.block))
         with evaluating(drafter):
@@ -107,7 +107,7 @@ class Generated(Source):
         rows = [int(example.key[:7], 16) for example in examples]
         prompts = [example.prompt for example in examples]
         most = [max(2, len(example.tokens) - len(prompt)) for example, prompt in zip(examples, prompts)]
-        writer = target if self.by != "drafter" else drafter.writer()
+        writer = target if self.by != "drafter" else drafter.abilities.on_policy.writer
         if writer is None:
             raise UserError("source.by=drafter: this family cannot write by itself; use source.by=target or interleaved")
         limit = max(2, min(max(most), self._limit(writer, prompts)))
@@ -118,7 +118,7 @@ class Generated(Source):
                 chain = Chain(self.block, "sampled", self.temperature, seed)
                 found = decode(target, prompts, rule, limit, drafter, chain, rows)
             else:
-                found = decode(writer, prompts, Match(self.temperature, seed=seed), limit, rows=rows)
+                found = decode(writer, prompts, Match(self.temperature, seed=seed), limit, sequence_ids=rows)
         answers = [one.output[:length] for one, length in zip(found, most)]
         return [
             Example(prompt + answer, [False] * len(prompt) + [True] * len(answer)) for prompt, answer in zip(prompts, answers)

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from spectrain.drafters.base import Drafter, Losses
+from spectrain.drafters.base import Drafter, Losses, TrainingState
 from spectrain.errors import RunError, UserError
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
@@ -111,7 +111,7 @@ class Parallel(ABC):
         """Begin a stage: AdamW over these groups."""
 
     @abstractmethod
-    def loss(self, batch: Batch, last: bool) -> Losses:
+    def loss(self, batch: Batch, state: TrainingState, last: bool) -> Losses:
         """This process's losses of a batch, which may be the `last` of a step."""
 
     @abstractmethod
@@ -176,10 +176,12 @@ class Replicated(Parallel):
             places = [self.device] if self.device.type == "cuda" else None
             self.model = nn.parallel.DistributedDataParallel(self.drafter, device_ids=places)
 
-    def loss(self, batch: Batch, last: bool) -> Losses:
+    def loss(self, batch: Batch, state: TrainingState, last: bool) -> Losses:
         wrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
         with self.accelerator.autocast(), self.model.no_sync() if wrapped and not last else nullcontext():
-            losses: Losses = self.model(batch, self.target)  # which is where DDP reads whether gradients will be averaged
+            losses: Losses = self.model(
+                batch, self.target, state
+            )  # which is where DDP reads whether gradients will be averaged
         return losses
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -343,8 +345,8 @@ class Zero(Parallel):
         if self.engine.zero_optimization_stage() != self.stage or (self.count > 1 and held and held >= whole):
             raise RunError(f"trainer.sharding={self.name}: DeepSpeed did not shard; check its version")
 
-    def loss(self, batch: Batch, last: bool) -> Losses:
-        terms, hits, counts = self.engine(batch)
+    def loss(self, batch: Batch, state: TrainingState, last: bool) -> Losses:
+        terms, hits, counts = self.engine(batch, state)
         return Losses(terms, hits, counts)
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -430,8 +432,8 @@ class _Both(nn.Module):
             self.trained = target.model
         self.lent = [target]  # in a list, so that it is no submodule
 
-    def forward(self, batch: Batch) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        losses = self.drafter.loss(batch, self.lent[0])
+    def forward(self, batch: Batch, state: TrainingState) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        losses = self.drafter.loss(batch, self.lent[0], state)
         return losses.terms, losses.hits, losses.counts  # in the open, for DeepSpeed hangs its hooks on tensors
 
 

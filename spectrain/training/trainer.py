@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Batches, Dataset
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.errors import RunError, Stopped, UserError
 from spectrain.features.base import Request, Source
 from spectrain.models.features import Layer
@@ -187,34 +187,34 @@ class Trainer:
                 f"trainer.sharding={shared.name}: the drafter writes text here, and no process has all of it; use ddp, zero2 "
                 "or source.by=target"
             )
-        if self.gradient_checkpointing and drafter.adapts_layers:
+        if self.gradient_checkpointing and drafter.abilities.adapts_layers:
             raise UserError(
                 "trainer.gradient_checkpointing=true: this family adds to the target's layers while they run, so they cannot "
                 "be run again; leave it out and lower trainer.batch_tokens"
             )
-        self._recompute(drafter, target, self.gradient_checkpointing)
         begun = latest_checkpoint(run)
         job = Job(drafter, target, source, shared, Watch(shared, self.patience), run)
-        state: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         numbers: dict[str, float] = {}
         if begun is not None:
-            weights, state, progress = load_checkpoint(begun)
+            weights, tensors, progress = load_checkpoint(begun)
             _load_weights(drafter, target, weights)
             job.step, job.position, job.skipped = progress["step"], progress["stream"], progress["skipped"]
             num_steps = num_steps if self.max_steps is not None else progress["num_steps"]
             accumulate = self._as_before(progress["batches_a_step"], shared)
             numbers = progress["optimizer"]
             job.tally = _tally_of(progress["tallies"], shared)
-            _set_random_state({name: state.pop(name) for name in list(state) if name.startswith("rng.")}, shared.rank)
+            _set_random_state({name: tensors.pop(name) for name in list(tensors) if name.startswith("rng.")}, shared.rank)
             job.saved, job.tokens, job.seconds = job.step, progress["tokens"], progress["seconds"]
         job.num_steps, job.batches_a_step = num_steps, accumulate * shared.data_count
-        stage = drafter.stage_at(max(0, job.step - 1), num_steps)  # that of the optimiser in the checkpoint
-        stage_began = next(earlier for earlier in range(job.step + 1) if drafter.stage_at(earlier, num_steps) == stage)
+        stages = drafter.stages
+        stage = stage_at(stages, max(0, job.step - 1), num_steps)  # that of the optimiser in the checkpoint
+        stage_began = next(earlier for earlier in range(job.step + 1) if stage_at(stages, earlier, num_steps) == stage)
         pack_linears(drafter)
         shared.share(drafter, target)
         self._begin_stage(job, stage)
         if begun is not None:
-            shared.load_optimizer(state, numbers)
+            shared.load_optimizer(tensors, numbers)
         process = shared.data_rank, shared.data_count
         stream = dataset.stream(self.batch_tokens, self.seed, self.packing, *process, job.position)
         job.position = stream.state()
@@ -231,17 +231,17 @@ class Trainer:
         ):
             while job.step < num_steps:
                 step, began = job.step, time.perf_counter()
-                if drafter.stage_at(step, num_steps) != stage:
-                    stage, stage_began = drafter.stage_at(step, num_steps), step
+                if stage_at(stages, step, num_steps) != stage:
+                    stage, stage_began = stage_at(stages, step, num_steps), step
                     self._begin_stage(job, stage)
                 lr = self.lr_at(step, num_steps, stage_began)
                 for group in shared.optimizer.param_groups:
                     group["lr"] = lr * group["lr_scale"]
-                drafter.progress, drafter.step = step / num_steps, step
+                state = TrainingState(step, step / num_steps, self.gradient_checkpointing)
                 watch.at(step, "reading data")
                 share = list(islice(stream, accumulate))
                 try:
-                    stopped = self._step(job, share, drafter.features_in(stage), stop)
+                    stopped = self._step(job, share, stages[stage].layers, state, stop)
                 except RuntimeError as error:
                     raise _explained(error, job) from error
                 if stopped:
@@ -265,17 +265,11 @@ class Trainer:
                         tracker.checkpoint(checkpoint_path(run, step), step)
                 if on_step is not None:
                     on_step(step)
-        self._recompute(drafter, target, False)
         shared.release()
-        if shared.in_place or shared.is_main:
-            drafter.finish(target)
+        changes = drafter.abilities.target_training
+        if changes is not None and (shared.in_place or shared.is_main):
+            changes.finish(target)
         return Trained(job.step, job.tokens, job.seconds, job.num_learning, shared.in_place)
-
-    def _recompute(self, drafter: Drafter, target: Target, on: bool) -> None:
-        """Switch gradient checkpointing for whatever may train."""
-        for module in (target, *drafter.modules()):
-            if isinstance(module, (Drafter, Target)):
-                module.recompute = on
 
     def _as_before(self, batches: int, shared: Parallel) -> int:
         """How many batches each process accumulates, so that a step goes on taking so many in all."""
@@ -311,7 +305,9 @@ class Trainer:
         job.num_learning += sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in new)
         job.shared.optimise(groups, self.clip, lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
-    def _step(self, job: Job, share: list[list[Example]], layers: tuple[Layer, ...], stop: "StopSignals") -> bool:
+    def _step(
+        self, job: Job, share: list[list[Example]], layers: tuple[Layer, ...], state: TrainingState, stop: "StopSignals"
+    ) -> bool:
         """One optimiser step over this process's share of batches; nothing but True where a process was asked to stop."""
         shared, drafter, target = job.shared, job.drafter, job.target
         now, began = Tally(steps=1), time.perf_counter()
@@ -327,7 +323,7 @@ class Trainer:
         drafter.train()
         for number, batch in enumerate(batches):
             last = number + 1 == len(batches)
-            losses = shared.loss(batch, last)
+            losses = shared.loss(batch, state, last)
             total = losses.total * scale
             if last:
                 job.watch.at(job.step, WAITING)
@@ -448,7 +444,7 @@ class StopSignals:
 
 def trained_groups(drafter: Drafter, target: Target, stage: int) -> list[dict[str, Any]]:
     """What a stage trains, each group with its `lr_scale`; every other parameter of drafter and target is frozen."""
-    groups = [{"lr_scale": 1.0, **group} for group in drafter.param_groups(stage)]
+    groups = [{"lr_scale": 1.0, **group} for group in drafter.stages[stage].groups]
     trained = {id(parameter) for group in groups for parameter in group["params"]}
     for parameter in [*drafter.parameters(), *target.parameters()]:
         parameter.requires_grad_(id(parameter) in trained)

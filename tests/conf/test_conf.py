@@ -122,7 +122,7 @@ def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
             assert isinstance(build(checked[group]), kind)
     drafter = build(checked.drafter, target=tiny)
     assert isinstance(drafter, Drafter)
-    assert drafter.trains_target or sum(len(group["params"]) for group in drafter.param_groups()) > 0
+    assert drafter.abilities.target_training or sum(len(group["params"]) for group in drafter.stages[0].groups) > 0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -26,7 +26,9 @@ from spectrain.decoding.calibration import (
     measure_latency,
     run_forced,
 )
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
@@ -98,7 +100,7 @@ def forced_decode(
     runs = []
     for row in range(0, len(prompts), batch):
         rows = list(range(row, row + batch))
-        runs += decode(tiny, prompts[row : row + batch], free, LIMIT, drafter, forced, rows=rows)
+        runs += decode(tiny, prompts[row : row + batch], free, LIMIT, drafter, forced, sequence_ids=rows)
     return forced, runs, answers
 
 
@@ -130,7 +132,7 @@ def draft_logits(tiny: Target, eagle3: Eagle3, text: list[int], step: int = 0) -
     tokens = torch.tensor([[*text, 0]])
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     mask[:, -1] = True  # every step then has one row
-    eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny)
+    eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny, TrainingState())
     hook.remove()
     return logits[0][step]
 

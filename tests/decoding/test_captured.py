@@ -1,16 +1,19 @@
 """The engine that never asks the device gives what the loop gives."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from spectrain.decoding import captured
 from spectrain.decoding.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.decoding.calibration import Forced, Known
-from spectrain.decoding.captured import KEPT, Engine, State
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.captured import KEPT, Captured
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import Outcome, decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
@@ -66,9 +69,11 @@ def facts(generations: list[Generation]) -> list[tuple[object, ...]]:
     return [(g.prompt, g.output, g.accepted, g.depths, g.nodes, g.idle, g.cut, g.done, g.batch) for g in generations]
 
 
-def same(target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None, rounds: int = 4) -> Engine:
+def same(
+    target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None, rounds: int = 4
+) -> Captured:
     """Check batches of several sizes and lengths, decoded one after another by one engine."""
-    engine = Engine(target, rule, drafter, builder, rounds)
+    engine = Captured(target, rule, drafter, builder, rounds)
     for prompts, limit in ((PROMPTS, 24), (PROMPTS[:1], 40), (PROMPTS[:2], 7), (PROMPTS, 23), (PROMPTS[:1], 2)):
         rows = list(range(3, 3 + len(prompts)))
         for ignore_eos in (False, True):
@@ -82,9 +87,10 @@ def same(target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder:
 def test_every_family_and_tree_equals_the_loop(tiny: Target, drafter: str, builder: str) -> None:
     """Tokens, accepted lengths, depths and sizes of every round equal those of the loop that asks the device."""
     made = DRAFTERS[drafter](tiny).eval()
-    if made.settles_drafts and not BUILDERS[builder]().keeps_drafted:
+    assert made.abilities.capture is not None
+    if made.abilities.capture.keeps_drafts and not BUILDERS[builder]().keeps_drafted:
         with pytest.raises(UserError, match=f"tree={builder} leaves out nodes that drafter=[a-z]* has run"):
-            Engine(tiny, Greedy(), made, BUILDERS[builder]())
+            Captured(tiny, Greedy(), made, BUILDERS[builder]())
         return
     engine = same(tiny, Greedy(), made, BUILDERS[builder]())
     assert max(max(one.accepted) for one in engine.decode(PROMPTS, 24)) > (
@@ -113,7 +119,7 @@ def test_drawn_tokens_equal_those_of_the_loop(tiny: Target, drafter: str, rule: 
 def test_rounds_that_can_be_captured_are_counted(tiny: Target, drafter: str | None) -> None:
     """All of them, but for the one in which a drafter reads the prompt: a capture waits for two."""
     made = None if drafter is None else DRAFTERS[drafter](tiny).eval()
-    engine = Engine(tiny, Greedy(), made, None if made is None else Chain(2), rounds=1)
+    engine = Captured(tiny, Greedy(), made, None if made is None else Chain(2), every=1)
     (done,) = engine.decode(PROMPTS[:1], 12, ignore_eos=True)
     (state,) = engine.states.values()
     assert state.warm == len(done.accepted) - (made is not None)
@@ -146,17 +152,19 @@ def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None
     made = None if drafter is None else DRAFTERS[drafter](target).eval()
     shape = None if builder is None else BUILDERS[builder]()
     expected = decode(target, PROMPTS[:2], Greedy(), 16, made, shape)
-    engine = Engine(target, Greedy(), made, shape, backend=backend)
+    engine = Captured(target, Greedy(), made, shape, backend=backend)
     for _ in range(2):
         assert facts(engine.decode(PROMPTS[:2], 16)) == facts(expected)
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == models + (made is not None and not engine._models and not made.settles_drafts)
+    capture = None if made is None else made.abilities.capture
+    at_once = capture is not None and not engine._models and not capture.keeps_drafts
+    assert counters["stats"]["unique_graphs"] == models + at_once
 
 
 def test_a_drafter_that_others_use_in_between_finds_its_caches_again(tiny: Target) -> None:
     """Two engines and the loop share a drafter, in turn: each gives what it gives alone."""
     drafter, builders = Eagle3(tiny, vocab_size=512).eval(), (Chain(2), Eagle2(3, 10, 3))
-    engines = [Engine(tiny, Greedy(), drafter, builder) for builder in builders]
+    engines = [Captured(tiny, Greedy(), drafter, builder) for builder in builders]
     held: list[object] = []
     for _ in range(3):
         for engine, builder in zip(engines, builders):
@@ -188,17 +196,19 @@ def test_an_interrupted_decode_leaves_nothing_behind(
     made = None if drafter is None else DRAFTERS[drafter](tiny).eval()
     builder = None if made is None else Chain(3)
     expected = decode(tiny, PROMPTS, Greedy(), 20, made, builder)
-    engine = Engine(tiny, Greedy(), made, builder)
-    rounds, verify = [0], engine._verify
+    engine = Captured(tiny, Greedy(), made, builder)
+    rounds, play = [0], captured.play
 
-    def stopped(state: State) -> None:
+    def stopped(*arguments: Any) -> Iterator[Outcome | None]:
         rounds[0] += 1
+        parts = play(*arguments)
+        yield next(parts)
         if rounds[0] == 4:
             raise KeyboardInterrupt
-        verify(state)
+        yield from parts
 
-    monkeypatch.setattr(engine, "_verify", stopped)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(captured, "play", stopped)
         engine.decode(PROMPTS, 20)
     if made is not None:
         decode(tiny, PROMPTS, Greedy(), 9, made, builder)  # takes the drafter's attributes for itself
@@ -206,14 +216,30 @@ def test_an_interrupted_decode_leaves_nothing_behind(
         assert facts(engine.decode(PROMPTS, 20)) == facts(expected)
 
 
+def test_a_refused_prompt_leaves_nothing_behind(tiny: Target) -> None:
+    """One that leaves no room is refused with the loop's words, first or later, and what another decode did with the drafter
+    meanwhile is not taken for the engine's own."""
+    drafter = Eagle3(tiny, vocab_size=512).eval()
+    engine, longest = Captured(tiny, Greedy(), drafter, Chain(2)), [[5] * (tiny.max_length - 5)]
+    with pytest.raises(UserError, match=f"prompt of {tiny.max_length - 5} tokens"):
+        engine.decode(longest, 6)
+    expected = engine.decode(PROMPTS, 12)
+    (state,) = engine.states.values()
+    held = state.carried["cache"]
+    decode(tiny, PROMPTS, Greedy(), 9, drafter, Chain(2))
+    with pytest.raises(UserError, match=f"prompt of {tiny.max_length - 5} tokens"):
+        engine.decode(longest, 6)
+    assert state.carried["cache"] is held and facts(engine.decode(PROMPTS, 12)) == facts(expected)
+
+
 def test_a_drafter_keeps_its_settings(tiny: Target) -> None:
     """Between decodes an engine gives a drafter its caches back and nothing else."""
     drafter = Eagle3(tiny, vocab_size=64)
-    engine = Engine(tiny, Greedy(), drafter, Chain(2))
+    engine = Captured(tiny, Greedy(), drafter, Chain(2))
     engine.decode(PROMPTS[:1], 6)
-    drafter.progress, drafter.training = 0.5, True
+    drafter.step_decay, drafter.training = 0.5, True
     engine.decode(PROMPTS[:1], 6)
-    assert drafter.progress == 0.5 and drafter.training
+    assert drafter.step_decay == 0.5 and drafter.training
     copied = copy.deepcopy(drafter)
     assert copied.cache is not None and copied.cache.number != drafter.cache.number and copied.cache.storage is None
 
@@ -226,7 +252,7 @@ def test_what_is_known_is_kept_whole(drafter: str, backend: str | None) -> None:
     target = load_tiny()
     made, builder = DRAFTERS[drafter](target).eval(), Chain(3)
     forced = Forced({}, builder, Greedy())
-    engine = Engine(target, Greedy(), made, Known(forced), backend=backend)
+    engine = Captured(target, Greedy(), made, Known(forced), backend=backend)
     for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS):
         plain = decode(target, prompts, Greedy(), 24, ignore_eos=True)
         forced.sequences = dict(enumerate(one.prompt + one.output for one in plain))
@@ -237,7 +263,7 @@ def test_what_is_known_is_kept_whole(drafter: str, backend: str | None) -> None:
 
 def test_old_sizes_are_given_up(tiny: Target) -> None:
     """Of many sizes of batches the latest stay."""
-    engine = Engine(tiny, Greedy())
+    engine = Captured(tiny, Greedy())
     for batch in (1, 2, 1, 3, 4, 5):
         engine.decode([[5, 6]] * batch, 3)
     assert [batch for batch, _ in engine.states] == [1, 3, 4, 5][-KEPT:]
@@ -257,7 +283,7 @@ def test_what_cannot_be_held_in_a_graph_is_refused(
 ) -> None:
     """With the reason, and what to do."""
     with pytest.raises(UserError, match=f"eval.engine=captured: {words}.*use eval.engine=eager"):
-        Engine(tiny, rule, None if drafter is None else drafter(tiny), builder)
+        Captured(tiny, rule, None if drafter is None else drafter(tiny), builder)
 
 
 def test_a_target_that_asks_the_device_is_refused() -> None:
@@ -265,12 +291,12 @@ def test_a_target_that_asks_the_device_is_refused() -> None:
     target = load_tiny()
     target.config.rope_parameters = {**target.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
     with pytest.raises(UserError, match="eval.engine=captured: target tiny asks the device.*use eval.engine=eager"):
-        Engine(target, Greedy())
+        Captured(target, Greedy())
 
 
 def test_time_is_shared_out_without_a_rest(tiny: Target) -> None:
     """Parts are those of the loop, none is negative, and a row that is done earlier has fewer of them."""
-    one, other = Engine(tiny, Greedy()).decode([[5, 6, 7], [8, 9]], 9, ignore_eos=True)
+    one, other = Captured(tiny, Greedy()).decode([[5, 6, 7], [8, 9]], 9, ignore_eos=True)
     assert one.seconds.keys() == {"prefill", "draft", "verify", "accept", "other"}
     assert all(value >= 0 for value in one.seconds.values())
     assert len(one.times) == len(other.times) == 8

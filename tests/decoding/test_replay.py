@@ -10,9 +10,10 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import KEPT, Recorder, Replay, collate_replays, replays
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.shared.losses import split_loss
@@ -151,7 +152,7 @@ def replayed(tiny: Target, drafter: Drafter) -> Batch:
     found = [replay for one, rounds in zip(written, recorder.rounds) for replay in replays(one, rounds, 2, Random(0))]
     batch = collate_replays(found)
     assert batch.distance is not None and (batch.distance >= 1).any() and (batch.distance == KEPT).any()
-    return Batch(batch.tokens, batch.loss_mask, tiny.features(batch.tokens, drafter.features_in(0)), batch.distance)
+    return Batch(batch.tokens, batch.loss_mask, tiny.features(batch.tokens, drafter.stages[0].layers), batch.distance)
 
 
 def after(model: Target, text: list[int]) -> Tensor:
@@ -175,7 +176,7 @@ def test_causal_loss_equals_brute_force(tiny: Target, loss: str) -> None:
         p, q = after(tiny, text).softmax(-1), after(drafter.model, text).softmax(-1)
         total = total + 0.5 * ((p * (p / q).log()).sum() if k < 0 else 0.8**k * (q * (q / p).log()).sum())
         hits += int(p.argmax() == q.argmax())
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     torch.testing.assert_close(losses.total.detach(), total, rtol=1e-3, atol=1e-3)
     assert losses.hits.tolist() == [hits] and losses.counts.tolist() == [batch.num_supervised]
 
@@ -213,7 +214,7 @@ def test_eagle3_loss_equals_brute_force(tiny: Target, loss: str, monkeypatch: py
         return judge(self, hidden, lm_head, answers, row_weight)
 
     monkeypatch.setattr(Supervision, "judge", watched)
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     total, outside = torch.zeros(()), 0
     for step, log_q in enumerate(said):
         places = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2 + step]
@@ -237,7 +238,7 @@ def test_with_nothing_rejected_it_is_half_the_forward_kl(tiny: Target, family: s
     found = []
     for source in (Live(), Generated(0.0, "replay")):
         drafter = make(family, tiny)
-        losses = drafter.loss(source.batch(Request(data[[0, 1, 2]], tiny, drafter.features_in(0))), tiny)
+        losses = drafter.loss(source.batch(Request(data[[0, 1, 2]], tiny, drafter.stages[0].layers)), tiny, TrainingState())
         losses.total.backward()
         found.append((losses.total.detach(), [p.grad for p in drafter.parameters() if p.grad is not None]))
     torch.testing.assert_close(0.5 * found[0][0], found[1][0])
@@ -252,11 +253,11 @@ def test_replayed_batches_train(tiny: Target, family: str) -> None:
     data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
     drafter = make(family, tiny).train()
     batch = Generated(1.0, "replay", max_new_tokens=12, block=3, seed=2).batch(
-        Request(data[[0, 1, 2]], tiny, drafter.features_in(0), step=0, drafter=drafter)
+        Request(data[[0, 1, 2]], tiny, drafter.stages[0].layers, step=0, drafter=drafter)
     )
     assert batch.distance is not None and int(batch.distance.max()) in (0, 1, 2)
     assert [row[:5] for row in batch.tokens.tolist()] == [row[:5] for row in rows] and not batch.loss_mask[:, :5].any()
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     losses.total.backward()
     assert torch.isfinite(losses.total) and losses.total > 0
     for parameter in drafter.parameters():

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.features.base import Request
 from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
@@ -23,6 +22,7 @@ from spectrain.runs.run import load_weights, save_drafter
 from spectrain.settings.build import build
 from spectrain.training.trainer import Trainer, trained_groups
 from spectrain.trees import Chain, Eagle2, TreeBuilder
+from tests.decoding.rounds import Keeping
 
 from .toys import FrozenHeads, Independent
 
@@ -87,16 +87,16 @@ def prepared(name: str, target: Target) -> tuple[Drafter, Dataset]:
 
 
 def trainable(drafter: Drafter) -> bool:
-    return any(True for group in drafter.param_groups() for _ in group["params"])
+    return any(True for group in drafter.stages[0].groups for _ in group["params"])
 
 
 def stages(drafter: Drafter, num_steps: int) -> list[int]:
     """The stage of every step."""
-    return [drafter.stage_at(step, num_steps) for step in range(num_steps)]
+    return [stage_at(drafter.stages, step, num_steps) for step in range(num_steps)]
 
 
 def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target) -> None:
-    """In every stage the loss is finite, and every parameter of param_groups, and no other, gets a gradient."""
+    """In every stage the loss is finite, and every parameter of its groups, and no other, gets a gradient."""
     drafter, dataset = prepared(name, target)
     if not trainable(drafter):
         return
@@ -104,13 +104,13 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
         trained_groups(drafter, target, stage)
         drafter.zero_grad()
         target.zero_grad()
-        layers = drafter.features_in(stage)
+        layers = drafter.stages[stage].layers
         batch = Live().batch(Request(dataset[[0, 1]], target, layers))
         assert (batch.features is None) == (layers == ())
-        losses = drafter(batch, target)
+        losses = drafter(batch, target, TrainingState())
         losses.total.backward()
         assert torch.isfinite(losses.total)
-        named = {id(p) for group in drafter.param_groups(stage) for p in group["params"]}
+        named = {id(p) for group in drafter.stages[stage].groups for p in group["params"]}
         for parameter in [*drafter.parameters(), *target.parameters()]:
             assert (parameter.grad is not None) == (id(parameter) in named)
 
@@ -135,23 +135,11 @@ def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: T
     """Greedy drafted output equals greedy autoregressive output, from well-formed trees rooted at the newest token."""
     drafter, _ = prepared(name, target)
     drafter.eval()
-    watch(drafter)
+    kept = Keeping(builder)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (5, 9, 2)[:batch]]
     expected = [decode(target, [prompt], Greedy(), 20)[0].output for prompt in prompts]
-    assert [found.output for found in decode(target, prompts, Greedy(), 20, drafter, builder)] == expected
-
-
-def watch(drafter: Drafter) -> None:
-    """Check every tree that the drafter proposes."""
-    propose: Callable[..., Any] = drafter.propose
-
-    def checked(context: Any, budget: TreeBuilder) -> Any:
-        tree = propose(context, budget)
-        tree.check()
-        assert torch.equal(tree.tokens[:, 0], context.root)
-        return tree
-
-    drafter.propose = checked  # type: ignore[method-assign]
+    assert [found.output for found in decode(target, prompts, Greedy(), 20, drafter, kept)] == expected
+    assert kept.trees
 
 
 def test_reloaded_equals_saved(name: str, target: Target, tmp_path: Path) -> None:
@@ -162,7 +150,7 @@ def test_reloaded_equals_saved(name: str, target: Target, tmp_path: Path) -> Non
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=["drafter=ngram", "target=tiny"])
     save_drafter(tmp_path / "drafter", drafter, config)
-    if drafter.trains_target:
+    if drafter.abilities.target_training:
         target.save(tmp_path / "target")
         again = build({"_target_": "spectrain.models.loading.load_hf", "model": str(tmp_path / "target")})
     else:
@@ -171,7 +159,7 @@ def test_reloaded_equals_saved(name: str, target: Target, tmp_path: Path) -> Non
     load_weights(other, tmp_path / "drafter")
     first, second = drafter.state_dict(), other.state_dict()
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
-    if not drafter.trains_target:  # a trained target is saved in its own dtype
+    if not drafter.abilities.target_training:  # a trained target is saved in its own dtype
         prompts = [[5, 6, 7, 8, 5, 6]]
         found = [decode(again, prompts, Greedy(), 12, d.eval(), Chain(3))[0].accepted for d in (drafter, other)]
         assert found[0] == found[1]
@@ -185,4 +173,4 @@ def test_target_is_untouched(name: str, target: Target, tmp_path: Path) -> None:
         return
     Trainer(lr=3e-3, max_steps=2, batch_tokens=512).fit(drafter, target, dataset, Live(), tmp_path)
     changed = [key for key, value in target.model.state_dict().items() if not torch.equal(value, before[key])]
-    assert bool(changed) == drafter.trains_target
+    assert bool(changed) == bool(drafter.abilities.target_training)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3, _Eagle3Rollout
 from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.features.base import Request
@@ -52,7 +53,7 @@ def test_loss_and_gradient_do_not_depend_on_batching(tiny: Target, loss: str) ->
         drafter = make(tiny, loss=loss)
         total, hits, counts = torch.zeros(()), torch.zeros(3), torch.zeros(3)
         for share in shares:
-            losses = drafter.loss(batch_of(dataset, share, tiny, drafter), tiny)
+            losses = drafter.loss(batch_of(dataset, share, tiny, drafter), tiny, TrainingState())
             losses.total.backward()
             total, hits, counts = total + losses.total.detach(), hits + losses.hits, counts + losses.counts
         results.append((total, gradients(drafter), hits, counts))
@@ -118,7 +119,7 @@ def test_training_unroll_equals_decoding(architecture: dict[str, Any], tiny: Tar
     judge = drafter._judge
     monkeypatch.setattr(drafter, "_judge", lambda wanted, states: (seen.extend(states), judge(wanted, states))[1])
     everywhere = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
-    drafter.loss(everywhere, tiny)
+    drafter.loss(everywhere, tiny, TrainingState())
     length = batch.tokens.shape[1]
     for t in (4, 9, 17):
         cache = TreeCache(1, 1, length + 8, "cpu")
@@ -139,7 +140,7 @@ def test_token_outside_the_draft_vocabulary_is_a_miss(tiny: Target) -> None:
     dataset = examples()
     drafter = make(tiny, vocab_size=16)
     batch = batch_of(dataset, [0], tiny, drafter)
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     teacher = Supervision(drafter, batch)
     inside = drafter.t2d[teacher.best[teacher.answers(0)]]
     assert losses.counts[0] == int(teacher.rows(0).sum()) and losses.hits[0] <= inside.sum() < losses.counts[0]
@@ -167,8 +168,10 @@ def test_gradient_flows_through_the_unroll(tiny: Target) -> None:
     """The last step alone sends a gradient to fc, which only the first step reads: hidden states are not detached."""
     dataset = examples()
     drafter = make(tiny, step_decay=0.0)
-    losses = drafter.loss(batch_of(dataset, [0], tiny, drafter), tiny)
+    losses = drafter.loss(batch_of(dataset, [0], tiny, drafter), tiny, TrainingState())
     first = torch.autograd.grad(losses.total, drafter.fc.weight)[0]
     deeper = make(tiny, step_decay=2.0)
-    weighted = torch.autograd.grad(deeper.loss(batch_of(dataset, [0], tiny, deeper), tiny).total, deeper.fc.weight)[0]
+    weighted = torch.autograd.grad(
+        deeper.loss(batch_of(dataset, [0], tiny, deeper), tiny, TrainingState()).total, deeper.fc.weight
+    )[0]
     assert not torch.allclose(first, weighted)

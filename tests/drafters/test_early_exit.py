@@ -5,6 +5,7 @@ import math
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.errors import UserError
 from spectrain.eval.baselines import generate
@@ -27,6 +29,7 @@ from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.run import fresh_drafter, load_weights, save_drafter
 from spectrain.settings.build import build
+from spectrain.settings.choices import looked_up
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain
 
@@ -61,7 +64,7 @@ def prepared(target: Target, **options: Any) -> EarlyExit:
     torch.manual_seed(3)
     drafter = EarlyExit(target, **{"rotate": 2, **options})
     drafter.prepare(target, torch.zeros(target.head.vocab_size))
-    for parameter in drafter.adapted:
+    for parameter in drafter.target_training.parameters:
         parameter.requires_grad_(True)  # as the trainer does
     return drafter
 
@@ -94,11 +97,9 @@ def paper_weights(num_layers: int, scale: float, opened: set[int]) -> list[float
     return [e[exit] / sum(e[i] for i in opened) if exit in opened else 0.0 for exit in range(num_layers)]
 
 
-def at(target: Target, step: int, num_steps: int, **options: Any) -> EarlyExit:
-    """A drafter as the trainer leaves it at a step."""
-    drafter = EarlyExit(target, **options)
-    drafter.step, drafter.progress = step, step / num_steps
-    return drafter
+def at(step: int, num_steps: int) -> TrainingState:
+    """What the trainer says at a step."""
+    return TrainingState(step, step / num_steps)
 
 
 @pytest.mark.parametrize("num_layers", [2, 5, 8, 32])
@@ -115,7 +116,7 @@ def test_exit_weights_are_the_papers(tiny: Target, num_layers: int, scale: float
             opened = opened | {num_layers - 1 - later}
     cases.append(({"curriculum": "gradual"}, opened))
     for options, exits in cases:
-        found = at(tiny, step, 100, exit_scale=scale, **options).exit_weights(num_layers)
+        found = EarlyExit(tiny, exit_scale=scale, **options).exit_weights(num_layers, at(step, 100))
         assert found == pytest.approx(paper_weights(num_layers, scale, exits), rel=1e-9, abs=0)
         assert sum(found) == pytest.approx(1) and found[-1] > 0
 
@@ -126,7 +127,7 @@ def test_rotation_opens_every_exit(tiny: Target, rotate: int, start: int) -> Non
     """Over `rotate` steps in a row every exit that can count is open once, and the last at each of them."""
     times = [0] * 8
     for step in range(start, start + rotate):
-        weights = at(tiny, step, 100, rotate=rotate).exit_weights(8)
+        weights = EarlyExit(tiny, rotate=rotate).exit_weights(8, at(step, 100))
         times = [count + (weight > 0) for count, weight in zip(times, weights)]
     assert times == [0, *[1] * 6, rotate]  # e(0) is 0
 
@@ -135,7 +136,7 @@ def test_rotation_opens_every_exit(tiny: Target, rotate: int, start: int) -> Non
 @pytest.mark.parametrize("num_layers", [1, 2, 6])
 def test_without_scale_only_the_last_exit_counts(tiny: Target, curriculum: Any, num_layers: int) -> None:
     """exit_scale=0 is the language model's loss alone."""
-    found = at(tiny, 60, 100, exit_scale=0.0, curriculum=curriculum).exit_weights(num_layers)
+    found = EarlyExit(tiny, exit_scale=0.0, curriculum=curriculum).exit_weights(num_layers, at(60, 100))
     assert found == [0.0] * (num_layers - 1) + [1.0]
 
 
@@ -143,7 +144,8 @@ def test_gradual_exits_open_downwards(tiny: Target) -> None:
     """Only the last at the start, then from above without a gap, each for good, all from half of the training on."""
     before: set[int] = set()
     for step in range(64):
-        found = {exit for exit, weight in enumerate(at(tiny, step, 64, curriculum="gradual").exit_weights(8)) if weight > 0}
+        weights = EarlyExit(tiny, curriculum="gradual").exit_weights(8, at(step, 64))
+        found = {exit for exit, weight in enumerate(weights) if weight > 0}
         assert found >= before and found == set(range(min(found), 8))
         assert (found == {7}) if step == 0 else (step < 32 or found == set(range(1, 8)))
         before = found
@@ -154,7 +156,7 @@ def test_gradual_exits_open_downwards(tiny: Target) -> None:
 @pytest.mark.parametrize("step", [0, 3, 9])
 def test_dropout_rates_are_the_papers(tiny: Target, num_layers: int, rate: float, step: int) -> None:
     """(exp(l ln 2 / (L - 1)) - 1) max_dropout: 0 at the first layer, max_dropout at the last, whatever the step."""
-    found = at(tiny, step, 10, max_dropout=rate).dropout_rates(num_layers)
+    found = EarlyExit(tiny, max_dropout=rate).dropout_rates(num_layers, at(step, 10))
     assert found == pytest.approx([rate * (2 ** (n / (num_layers - 1)) - 1) for n in range(num_layers)], rel=1e-9, abs=1e-12)
     assert found[0] == 0 and found[-1] == pytest.approx(rate)
 
@@ -164,10 +166,12 @@ def test_exponential_dropout_follows_the_training(tiny: Target, num_steps: int, 
     """At step t of T the trainer's rates are exp(t ln 2 / (T - 1)) - 1 times the constant ones: 0 first, all of them last."""
     target, _ = pair(tiny)
     drafter = prepared(target, max_dropout=0.4, dropout_schedule="exponential", adapt="lora", rank=2)
-    found: list[list[float]] = []
     trainer = Trainer(lr=1e-4, max_steps=num_steps, batch_tokens=40)
-    trainer.fit(drafter, target, dataset(), Live(), tmp_path, on_step=lambda step: found.append(drafter.dropout_rates(LAYERS)))
-    constant = EarlyExit(target, max_dropout=0.4).dropout_rates(LAYERS)
+    with patch.object(EarlyExit, "loss", autospec=True, side_effect=EarlyExit.loss) as loss:
+        trainer.fit(drafter, target, dataset(), Live(), tmp_path)
+    found = [drafter.dropout_rates(LAYERS, call.args[3]) for call in loss.call_args_list]
+    assert len(found) == num_steps
+    constant = EarlyExit(target, max_dropout=0.4).dropout_rates(LAYERS, TrainingState())
     assert found[0] == [0.0] * LAYERS
     for step, rates in enumerate(found):
         over_time = math.exp(step * math.log(2) / (num_steps - 1)) - 1
@@ -177,15 +181,15 @@ def test_exponential_dropout_follows_the_training(tiny: Target, num_steps: int, 
 # Which layers a sequence drops
 
 
-def drawn(drafter: EarlyExit, target: Target, rows: list[Example]) -> Tensor:
-    found = drafter.dropped(collate(rows), target)
+def drawn(drafter: EarlyExit, target: Target, rows: list[Example], step: int = 4) -> Tensor:
+    found = drafter.dropped(collate(rows), target, at(step, 10))
     assert found is not None
     return found
 
 
 def test_a_sequence_drops_the_same_layers_however_it_is_batched(tiny: Target) -> None:
     """Alone, padded, among others and in another order; another step or seed draws anew."""
-    drafter = at(tiny, 4, 10, max_dropout=0.6).train()
+    drafter = EarlyExit(tiny, max_dropout=0.6).train()
     rows = examples(40, 2000)
     whole = drawn(drafter, tiny, rows)
     assert whole.shape == (8, 40) and whole.any(0).sum() > 10 and not whole[0].any()
@@ -195,29 +199,27 @@ def test_a_sequence_drops_the_same_layers_however_it_is_batched(tiny: Target) ->
         assert torch.equal(drawn(drafter, tiny, [rows[n]]), whole[:, n : n + 1])
         longer = Example(torch.randint(3, 2000, (50,)).tolist(), [True] * 50)
         assert torch.equal(drawn(drafter, tiny, [longer, rows[n]])[:, 1], whole[:, n])
-    assert torch.equal(drawn(at(tiny, 4, 10, max_dropout=0.6, curriculum="all").train(), tiny, rows), whole)
+    assert torch.equal(drawn(EarlyExit(tiny, max_dropout=0.6, curriculum="all").train(), tiny, rows), whole)
     for step, seed in ((5, 0), (4, 1)):
-        assert not torch.equal(drawn(at(tiny, step, 10, max_dropout=0.6, seed=seed).train(), tiny, rows), whole)
+        assert not torch.equal(drawn(EarlyExit(tiny, max_dropout=0.6, seed=seed).train(), tiny, rows, step), whole)
 
 
 def test_nothing_is_dropped_where_it_is_not_trained(tiny: Target) -> None:
     """Not in evaluation, not at a rate of 0."""
     batch = collate(examples(4, 2000))
-    assert at(tiny, 4, 10, max_dropout=0.6).eval().dropped(batch, tiny) is None
-    assert at(tiny, 4, 10, max_dropout=0.0).train().dropped(batch, tiny) is None
-    first = at(tiny, 0, 10, max_dropout=0.9, dropout_schedule="exponential").train().dropped(batch, tiny)
+    assert EarlyExit(tiny, max_dropout=0.6).eval().dropped(batch, tiny, at(4, 10)) is None
+    assert EarlyExit(tiny, max_dropout=0.0).train().dropped(batch, tiny, at(4, 10)) is None
+    late = EarlyExit(tiny, max_dropout=0.9, dropout_schedule="exponential").train()
+    first = late.dropped(batch, tiny, at(0, 10))
     assert first is not None and not first.any()
 
 
 def test_layers_drop_as_often_as_their_rates(tiny: Target) -> None:
     """Within five standard deviations of a binomial count, over sequences and over steps, and layers drop independently."""
-    drafter = at(tiny, 0, 1, max_dropout=0.5).train()
+    drafter = EarlyExit(tiny, max_dropout=0.5).train()
     rows = examples(100, 2000)
-    draws = []
-    for drafter.step in range(20):
-        draws.append(drawn(drafter, tiny, rows).double())
-    many = torch.stack(draws)  # [steps, L, B]
-    rates = torch.tensor(drafter.dropout_rates(8), dtype=torch.float64)
+    many = torch.stack([drawn(drafter, tiny, rows, step).double() for step in range(20)])  # [steps, L, B]
+    rates = torch.tensor(drafter.dropout_rates(8, at(0, 10)), dtype=torch.float64)
     for mean, count in ((many.mean((0, 2)), 2000), (many[0].mean(1), 100), (many[:, :, 0].mean(0), 20)):
         assert ((mean - rates).abs() <= 5 * (rates * (1 - rates) / count).sqrt() + 1e-12).all()
     both = (many[:, 6] * many[:, 7]).mean()
@@ -255,10 +257,10 @@ def test_loss_is_the_sum_over_the_exits(tiny: Target, options: dict[str, Any], t
     """Its terms, the gradient of every parameter, hits and counts equal those of transformers' own hidden states."""
     target, reference = pair(tiny, tied)
     drafter = prepared(target, max_dropout=0.0, exit_layer=2, **options).train()
-    drafter.step, drafter.progress = 3, 0.35
+    state = TrainingState(3, 0.35)
     batch = collate(examples(4))
-    losses = drafter.loss(batch, target)
-    last, early = reference_loss(reference, batch, drafter.exit_weights(LAYERS))
+    losses = drafter.loss(batch, target, state)
+    last, early = reference_loss(reference, batch, drafter.exit_weights(LAYERS, state))
     assert set(losses.terms) == {"language_model", "exits"}
     torch.testing.assert_close(losses.terms["language_model"], last, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(losses.terms["exits"], early, rtol=1e-5, atol=1e-4)
@@ -280,11 +282,10 @@ def test_loss_is_said_by_the_layers_that_are_kept(tiny: Target) -> None:
     """With dropout, a sequence's loss is that of the model without the layers that it drops, its last state at every exit."""
     target, reference = pair(tiny)
     drafter = prepared(target, max_dropout=0.9, curriculum="all").train()
-    drafter.step = 2
-    rows = examples(6)
-    dropped = drawn(drafter, target, rows)
+    state, rows = at(2, 10), examples(6)
+    dropped = drawn(drafter, target, rows, step=2)
     assert dropped.any() and not dropped.all(1).any()
-    weights = drafter.exit_weights(LAYERS)
+    weights = drafter.exit_weights(LAYERS, state)
     wanted = 0.0
     with torch.no_grad():
         for row, example in enumerate(rows):
@@ -298,7 +299,7 @@ def test_loss_is_said_by_the_layers_that_are_kept(tiny: Target) -> None:
                     state = part.at(layer + 1)
                 log_q = reference.lm_head(reference.model.norm(state))[0].log_softmax(-1)
                 wanted += weights[layer] * float(-sum(log_q[n - 1, example.tokens[n]] for n in place))
-        found = drafter.loss(collate(rows), target).total
+        found = drafter.loss(collate(rows), target, state).total
     assert float(found) == pytest.approx(wanted, rel=1e-5)
 
 
@@ -308,9 +309,9 @@ def test_only_the_assistants_tokens_carry_loss(tiny: Target) -> None:
     drafter = prepared(target, max_dropout=0.5, curriculum="all").train()
     rows = examples(4)
     with torch.no_grad():
-        whole = drafter.loss(collate(rows), target)
-        parts = [drafter.loss(collate([row]), target) for row in rows]
-        padded = drafter.loss(collate([*rows, Example([5] * 40, [False] * 40)]), target)
+        whole = drafter.loss(collate(rows), target, TrainingState())
+        parts = [drafter.loss(collate([row]), target, TrainingState()) for row in rows]
+        padded = drafter.loss(collate([*rows, Example([5] * 40, [False] * 40)]), target, TrainingState())
     assert float(whole.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-5)
     assert float(whole.total) == pytest.approx(float(padded.total), rel=1e-5)
     assert whole.counts.sum() == padded.counts.sum() == sum(sum(row.mask) for row in rows)
@@ -325,16 +326,17 @@ def test_self_distillation_starts_where_there_is_nothing_to_learn(tiny: Target, 
     target, reference = pair(tiny)
     drafter = prepared(target, max_dropout=0.0, curriculum="gradual", adapt=adapt, self_distillation=True).train()
     batch = collate(examples(4))
-    losses = drafter.loss(batch, target)
+    losses = drafter.loss(batch, target, TrainingState())
     with torch.no_grad():
         log_p = reference(batch.tokens).logits[:, :-1].log_softmax(-1)
     entropy = -(log_p.exp() * log_p).sum(-1)[batch.loss_mask[:, 1:]].sum()
     torch.testing.assert_close(losses.total.detach(), entropy, rtol=1e-5, atol=1e-4)
-    gradients = torch.autograd.grad(losses.total, drafter.adapted, allow_unused=True)
+    gradients = torch.autograd.grad(losses.total, drafter.target_training.parameters, allow_unused=True)
     assert all(gradient is None or gradient.abs().max() < 1e-3 for gradient in gradients)
     own = pair(tiny)[0]
     plain = prepared(own, max_dropout=0.0, curriculum="gradual", adapt=adapt)
-    data = torch.autograd.grad(plain.loss(batch, own).total, plain.adapted, allow_unused=True)
+    total = plain.loss(batch, own, TrainingState()).total
+    data = torch.autograd.grad(total, plain.target_training.parameters, allow_unused=True)
     assert max(float(gradient.abs().max()) for gradient in data if gradient is not None) > 1  # that of the data is not
 
 
@@ -346,15 +348,15 @@ def test_self_distillation_asks_the_original(tiny: Target, adapt: Any) -> None:
     batch = collate(examples(4))
     with torch.no_grad():
         original = reference(batch.tokens).logits.softmax(-1)
-        for parameter in drafter.adapted:
+        for parameter in drafter.target_training.parameters:
             parameter.add_(0.1 * torch.randn_like(parameter))
-        weights = drafter.exit_weights(LAYERS)
+        weights = drafter.exit_weights(LAYERS, TrainingState())
         wanted = 0.0
         states = target.run(batch.tokens, ForwardPlan(layers=tuple(range(1, LAYERS + 1))))
         for exit, weight in enumerate(weights):
             log_q = target.head.logits(target.normed(states.at(exit + 1))).log_softmax(-1)
             wanted += weight * float(-(original * log_q).sum(-1)[:, :-1][batch.loss_mask[:, 1:]].sum())
-        assert float(drafter.loss(batch, target).total) == pytest.approx(wanted, rel=1e-5)
+        assert float(drafter.loss(batch, target, TrainingState()).total) == pytest.approx(wanted, rel=1e-5)
         assert not torch.allclose(logits_of(target, batch.tokens).softmax(-1), original, atol=1e-2)
 
 
@@ -384,7 +386,7 @@ def test_the_original_stays_as_it_was(adapt: Any, packed: bool, tmp_path: Path) 
     Trainer(lr=1e-3, max_steps=3).fit(drafter, target, dataset(2000), Live(), tmp_path, on_step=watch)
     assert seen == [True] * 3
     assert not torch.allclose(logits_of(target, batch.tokens), before, atol=1e-2)
-    assert not drafter.original and not list(drafter.parameters()) and not drafter.state_dict()
+    assert drafter.target_training.original is None and not list(drafter.parameters()) and not drafter.state_dict()
 
 
 # Training
@@ -396,7 +398,7 @@ def test_only_what_was_named_is_trained(tiny: Target, options: dict[str, Any], t
     target, _ = pair(tiny)
     names = [name for name, _ in target.named_parameters()]
     drafter = prepared(target, max_dropout=0.3, **options)
-    chosen = {id(parameter) for parameter in drafter.adapted}
+    chosen = {id(parameter) for parameter in drafter.target_training.parameters}
     before = {name: parameter.detach().clone() for name, parameter in target.named_parameters()}
     moved: dict[str, bool] = {}
 
@@ -408,7 +410,7 @@ def test_only_what_was_named_is_trained(tiny: Target, options: dict[str, Any], t
     Trainer(lr=1e-3, max_steps=4).fit(drafter, target, dataset(), Live(), tmp_path, on_step=watch)
     assert all(moved[name] == (options["adapt"] == "full" or ".lora_" in name) for name in moved)
     assert [name for name, _ in target.named_parameters()] == names
-    assert not any(parameter.requires_grad for parameter in target.parameters()) and not drafter.adapted
+    assert not any(parameter.requires_grad for parameter in target.parameters()) and not drafter.target_training.parameters
 
 
 @ADAPTED
@@ -468,7 +470,7 @@ def test_a_bfloat16_target_is_trained_in_float32(adapt: Any, tmp_path: Path) -> 
     types = {name: tensor.dtype for name, tensor in target.state_dict(keep_vars=True).items()}
     buffers = {name: buffer.clone() for name, buffer in target.named_buffers()}
     drafter = prepared(target, adapt=adapt, rank=2, rotate=4)
-    assert {parameter.dtype for parameter in drafter.adapted} == {torch.float32}
+    assert {parameter.dtype for parameter in drafter.target_training.parameters} == {torch.float32}
     tokens = torch.randint(3, 2000, (1, 10))
     Trainer(lr=1e-3, max_steps=1, batch_tokens=20).fit(drafter, target, dataset(2000, 1), Live(), tmp_path / "run")
     assert target.dtype == torch.bfloat16 and {n: t.dtype for n, t in target.state_dict().items()} == types
@@ -537,7 +539,7 @@ def test_a_saved_drafter_names_its_exit(tiny: Target, tmp_path: Path) -> None:
     """The description holds the exit that the default chose, and builds the same drafter; there are no weights."""
     saved(tiny, tmp_path / "drafter", max_dropout=0.3)
     described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
-    again: EarlyExit = build(described, target=tiny)
+    again: EarlyExit = build(looked_up("drafter", described, ""), target=tiny)
     load_weights(again, tmp_path / "drafter")
     assert described["exit_layer"] == again.exit_layer == EarlyExit(tiny).exit_layer == 2 and again.max_dropout == 0.3
     assert not again.has_weights
@@ -579,6 +581,6 @@ def test_dropout_changes_the_loss_in_training_only(tiny: Target) -> None:
     drafter, batch = prepared(target, max_dropout=0.9, curriculum="all"), collate(examples(4))
     plain = prepared(target, max_dropout=0.0, curriculum="all")
     with torch.no_grad():
-        none = float(plain.train().loss(batch, target).total)
-        on, off = (float(drafter.train(mode).loss(batch, target).total) for mode in (True, False))
+        none = float(plain.train().loss(batch, target, TrainingState()).total)
+        on, off = (float(drafter.train(mode).loss(batch, target, TrainingState()).total) for mode in (True, False))
     assert off == none != on

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.base import Drafter, Losses
+from spectrain.drafters.base import Drafter, Losses, TrainingState, stage_at
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
@@ -71,7 +71,7 @@ def batch_of(drafter: Drafter, target: Target, stage: int = 0, replayed: bool = 
     rows = torch.randint(3, VOCAB, (3, length)).tolist()
     masks = [[1 <= i < length // 2 or i > length // 2 + 3 for i in range(length - 3 * row)] for row in range(3)]
     data = Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], 3, 0, 0)
-    batch = Live().batch(Request(data[[0, 1, 2]], target, drafter.features_in(stage)))
+    batch = Live().batch(Request(data[[0, 1, 2]], target, drafter.stages[stage].layers))
     return replace(batch, distance=torch.randint(-1, 4, batch.tokens.shape)) if replayed else batch
 
 
@@ -142,11 +142,11 @@ def head_weights(drafter: Any) -> tuple[list[float], list[str]]:
 
 def medusa(drafter: Medusa, batch: Batch, target: Target) -> Losses:
     logits = logits_of(target, batch)
-    final = target.run(batch.tokens, ForwardPlan(layers=("final",), grad=drafter.adapt is not None)).at("final")
+    final = target.run(batch.tokens, ForwardPlan(layers=("final",), grad=drafter.target_training is not None)).at("final")
     heads = steps(
         [ahead(drafter, batch, logits, head(final), k) for k, head in enumerate(drafter.heads)], *head_weights(drafter)
     )
-    if drafter.adapt is None:
+    if drafter.target_training is None:
         return heads
     log_q = target.head.logits(final)[:, :-1][batch.loss_mask[:, 1:]].log_softmax(-1)
     name = "forward_kl" if drafter.self_distillation else "cross_entropy"
@@ -197,7 +197,7 @@ def by_mask(depths: Tensor, right: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def pard(drafter: Pard, batch: Batch, target: Target) -> Losses:
-    blocks = add_blocks(batch, drafter.prefixes(batch))
+    blocks = add_blocks(batch, drafter.prefixes(batch, 0))
     with mask_embeddings(drafter.model.head.embedding, drafter.mask, blocks.numbers):
         said = drafter.model.run(
             blocks.tokens, ForwardPlan(logits=True, grad=True, positions=blocks.positions, mask=blocks.visible)
@@ -220,7 +220,7 @@ def of_sequences(asked: Tensor, batch: Batch) -> Tensor:
 
 
 def gated_lora(drafter: GatedLora, batch: Batch, target: Target) -> Losses:
-    blocks = add_blocks(batch, drafter.prefixes(batch))
+    blocks = add_blocks(batch, drafter.prefixes(batch, 0))
     with drafter.gated(target, blocks.numbers):
         final = target.run(
             blocks.tokens, ForwardPlan(layers=("final",), grad=True, positions=blocks.positions, mask=blocks.visible)
@@ -243,16 +243,17 @@ def early_exit(drafter: EarlyExit, batch: Batch, target: Target) -> Losses:
     count, asked = target.num_layers, batch.predicts
     wanted: Tensor = batch.tokens.roll(-1, dims=1)[asked]
     if drafter.self_distillation:
-        with adapters_off(target):
-            wanted = logits_of(target if not drafter.original else drafter.original[0], batch)[asked].softmax(-1)
+        with drafter.target_training.off(target) as original:
+            wanted = logits_of(original, batch)[asked].softmax(-1)
     states = target.run(batch.tokens, ForwardPlan(layers=tuple(range(1, count + 1)), grad=True))
     logits = [target.head.logits(target.normed(states.at(n + 1), grad=True))[asked] for n in range(count)]
     losses = [torch.nn.functional.cross_entropy(said, wanted, reduction="sum") for said in logits]
-    *early, last = (weight * loss for weight, loss in zip(drafter.exit_weights(count), losses, strict=True))
+    *early, last = (weight * loss for weight, loss in zip(drafter.exit_weights(count, STATE), losses, strict=True))
     hits = (logits[drafter.exit_layer - 1].argmax(-1) == logits[-1].argmax(-1)).sum()[None].float()
     return Losses({"language_model": last, "exits": sum(early)}, hits, torch.full_like(hits, int(asked.sum())))  # type: ignore[dict-item]
 
 
+STATE = TrainingState(progress=0.6)
 SMALL = {"vocab_size": VOCAB // 2}
 FAMILIES: dict[str, tuple[Any, Callable[..., Losses], dict[str, Any]]] = {
     "eagle3": (Eagle3, eagle3, {**SMALL, "ttt_steps": 4}),
@@ -286,15 +287,15 @@ def gradients(losses: Losses, parameters: list[Tensor]) -> list[Tensor]:
 def equal(drafter: Any, reference: Callable[..., Losses], batch: Batch, target: Target, stage: int = 0) -> None:
     """Every term, hits, counts, and the gradient of every parameter that learns."""
     trained_groups(drafter, target, stage)
-    parameters = [p for group in drafter.param_groups(stage) for p in group["params"]]
-    found, expected = drafter.loss(batch, target), reference(drafter, batch, target)
+    parameters = [p for group in drafter.stages[stage].groups for p in group["params"]]
+    found, expected = drafter.loss(batch, target, STATE), reference(drafter, batch, target)
     assert found.terms.keys() == expected.terms.keys() and expected.counts.sum() > 0
     for name, term in expected.terms.items():
         torch.testing.assert_close(found.terms[name], term, rtol=1e-5, atol=1e-5, msg=name)
     assert found.hits.tolist() == expected.hits.tolist() and found.counts.tolist() == expected.counts.tolist()
     for actual, wanted in zip(gradients(found, parameters), gradients(expected, parameters), strict=True):
         assert (actual - wanted).norm() <= 1e-5 * wanted.norm() + 1e-7
-    assert any(wanted.norm() > 0.1 for wanted in gradients(drafter.loss(batch, target), parameters))
+    assert any(wanted.norm() > 0.1 for wanted in gradients(drafter.loss(batch, target, STATE), parameters))
 
 
 @pytest.mark.parametrize("chunk", [CHUNK, 2048])
@@ -320,7 +321,7 @@ def test_split_loss_of_replays_equals_that_of_whole_matrices(
     """Draft-OPD's loss, whatever the family is trained on otherwise."""
     kind, reference, options = FAMILIES[family]
     drafter = kind(target, **options, loss=loss)
-    assert drafter.learns_replays
+    assert drafter.abilities.on_policy.abilities.on_policy.learns_replays
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     shake(drafter, 0.3)
     monkeypatch.setattr(fused, "CHUNK", CHUNK)
@@ -336,13 +337,12 @@ def test_losses_that_train_the_target_equal_those_of_whole_matrices(
     kind, reference, options = TRAINING_THE_TARGET[name]
     drafter = kind(target, **options).eval()  # no layer is dropped
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
-    drafter.progress = 0.6
     shake(drafter, 0.3)
     with torch.no_grad():
-        for parameter in drafter.adapted:
+        for parameter in drafter.abilities.target_training.parameters:
             parameter.add_(0.1 * torch.randn_like(parameter))
     monkeypatch.setattr(fused, "CHUNK", chunk)
-    stage = drafter.stage_at(1, 1)
+    stage = stage_at(drafter.stages, 1, 1)
     equal(drafter, reference, batch_of(drafter, target, stage), target, stage)
 
 
@@ -372,14 +372,13 @@ def test_no_recipe_holds_the_logits_of_all_rows(target: Target, recipe: str, mon
     drafter: Drafter = build(config.drafter, target=target)
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     pack_linears(drafter)
-    for stage in sorted({drafter.stage_at(step, 8) for step in range(8)}):
+    for stage in sorted({stage_at(drafter.stages, step, 8) for step in range(8)}):
         trained_groups(drafter, target, stage)
         batch = batch_of(drafter, target, stage, length=60)
-        drafter.progress = 0.9
         rows, sizes = batch.num_supervised - 3 * 8, {}  # the last of eight heads is asked at so many places
         for chunk in (CHUNK, 2048):
             monkeypatch.setattr(fused, "CHUNK", chunk)
             with Largest() as largest:
-                drafter(batch, target).total.backward()
+                drafter(batch, target, TrainingState(progress=0.9)).total.backward()
             sizes[chunk] = largest.size
         assert sizes[CHUNK] < rows * VOCAB // 2 < rows * VOCAB <= sizes[2048]

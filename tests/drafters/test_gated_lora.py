@@ -18,12 +18,15 @@ from transformers import AutoModelForCausalLM
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.decoding.calibration import Calibration, Latency, Probe, calibrate, run_forced
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import Recorder
+from spectrain.decoding.session import Session
 from spectrain.drafters import gated_lora
+from spectrain.drafters.base import TrainingState
+from spectrain.drafters.context import Context
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
 from spectrain.errors import UserError
@@ -37,7 +40,9 @@ from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.run import load_weights, save_drafter
 from spectrain.trees import Auto, Cast, Chain, Eagle2, Rollout, Sequoia, Static, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft, Prefix
+from spectrain.trees.token_tree import Accepted, TokenTree
+from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
 
 MASKS, LIMIT = 3, 24
@@ -105,7 +110,7 @@ def open_gate(drafter: GatedLora, patch: pytest.MonkeyPatch) -> None:
 @torch.no_grad()
 def check_packed(tiny: Target, drafter: GatedLora, batch: Batch) -> None:
     """Training's forward: features of all layers, and logits, of ordinary tokens with and without the adapter."""
-    blocks, width = add_blocks(batch, drafter.prefixes(batch)), batch.tokens.shape[1]
+    blocks, width = add_blocks(batch, drafter.prefixes(batch, 0)), batch.tokens.shape[1]
 
     def run() -> Features:
         with drafter.gated(tiny, blocks.numbers):
@@ -275,7 +280,7 @@ def independent_loss(tiny: Target, drafter: GatedLora, batch: Batch, detach: boo
     terms: dict[str, Any] = {}
     hits, counts = [0.0] * drafter.num_masks, [0.0] * drafter.num_masks
     embedding = tiny.head.embedding.weight
-    for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch)):
+    for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch, 0)):
         ordinary, asked = run(tokens, 0), 0
         own: dict[str, Any] = {}  # of this sequence, which counts as many terms as it has supervised tokens
         for end, size in prefixes:
@@ -319,7 +324,7 @@ def independent_loss(tiny: Target, drafter: GatedLora, batch: Batch, detach: boo
 def test_loss_is_that_of_every_prefix_alone(tiny: Target, options: dict[str, Any]) -> None:
     """Each term, its hits and counts equal a sum over prefixes and masks; so does the gradient of every parameter."""
     drafter, batch = make(tiny, **options), ragged(3)
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     terms, hits, counts = independent_loss(tiny, drafter, batch)
     assert losses.terms.keys() == terms.keys() == {"masks", "consistency"} | ({"sampler"} if drafter.sampler else set())
     for name, term in terms.items():
@@ -333,7 +338,7 @@ def test_loss_is_that_of_every_prefix_alone(tiny: Target, options: dict[str, Any
 def test_no_consistency_no_term(tiny: Target) -> None:
     """consistency=0 leaves the other terms as they are."""
     batch = ragged(2)
-    with_term, without = (make(tiny, consistency=value).loss(batch, tiny).terms for value in (1.0, 0.0))
+    with_term, without = (make(tiny, consistency=value).loss(batch, tiny, TrainingState()).terms for value in (1.0, 0.0))
     assert with_term.pop("consistency") > 0
     assert {name: term.item() for name, term in with_term.items()} == {name: term.item() for name, term in without.items()}
 
@@ -341,11 +346,11 @@ def test_no_consistency_no_term(tiny: Target) -> None:
 def test_hits_count_what_the_target_would_say(tiny: Target) -> None:
     """A sampler head that gives the target's own states is right everywhere, with the divergence of p from itself."""
     drafter, batch = make(tiny, loss="forward_kl"), ragged(2)
-    blocks = add_blocks(batch, drafter.prefixes(batch))
+    blocks = add_blocks(batch, drafter.prefixes(batch, 0))
     final = tiny.features(batch.tokens, ("final",)).at("final")
     wanted = final.gather(1, blocks.positions[..., None].expand(-1, -1, tiny.width))[blocks.supervised]
     drafter.sampler.forward = lambda state, previous: wanted  # type: ignore[union-attr, method-assign]
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     assert torch.equal(losses.hits, losses.counts) and losses.counts.sum() == len(wanted)
     assert losses.terms["sampler"].abs() < 1e-3 * len(wanted) < losses.terms["masks"]
 
@@ -357,7 +362,7 @@ def test_an_untrained_sampler_adds_nothing(tiny: Target) -> None:
     assert drafter.sampler is not None
     state, previous = torch.randn(2, 5, tiny.width), tiny.head.embed(torch.randint(3, 2000, (2, 5)))
     assert torch.equal(drafter.sampler(state, previous), state)
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     assert torch.equal(losses.terms["sampler"], losses.terms["masks"])
     losses.total.backward()
     torch.optim.SGD(drafter.parameters(), lr=0.1).step()
@@ -370,14 +375,14 @@ def test_gradients_reach_the_drafter_only(loss: str) -> None:
     target = load_tiny()
     drafter, batch = make(target, loss=loss), ragged(3)
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
-    drafter.loss(batch, target).total.backward()
+    drafter.loss(batch, target, TrainingState()).total.backward()
     named = dict(drafter.named_parameters())
     assert {name.split(".")[0] for name in named} == {"factors", "masks", "sampler"}
     assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in named.values())
     assert drafter.masks.grad is not None and (drafter.masks.grad.abs().sum(-1) > 0).all()
     assert all(parameter.grad is None for parameter in target.parameters())
-    assert {id(p) for group in drafter.param_groups() for p in group["params"]} == {id(p) for p in named.values()}
-    torch.optim.SGD([p for group in drafter.param_groups() for p in group["params"]], lr=0.1).step()
+    assert {id(p) for group in drafter.stages[0].groups for p in group["params"]} == {id(p) for p in named.values()}
+    torch.optim.SGD([p for group in drafter.stages[0].groups for p in group["params"]], lr=0.1).step()
     assert all(torch.equal(tensor, before[name]) for name, tensor in target.model.state_dict().items())
 
 
@@ -393,8 +398,8 @@ def test_nothing_flows_into_the_anchors(tiny: Target, monkeypatch: pytest.Monkey
         return Features(seen.tokens, seen.layers, leaves[-1])
 
     monkeypatch.setattr(tiny, "run", leaf)
-    losses = drafter.loss(batch, tiny)
-    asked = add_blocks(batch, drafter.prefixes(batch)).supervised
+    losses = drafter.loss(batch, tiny, TrainingState())
+    asked = add_blocks(batch, drafter.prefixes(batch, 0)).supervised
     assert len(leaves) == 1 and leaves[0].shape[:2] == asked.shape
     for term in losses.terms.values():
         (gradient,) = torch.autograd.grad(term, leaves, retain_graph=True)
@@ -414,8 +419,7 @@ def test_prefixes_are_bounded_and_supervised(tiny: Target, num_masks: int, mask_
     """Distinct prefixes whose first mask is asked; at most mask_ratio masks to a token, or one block; as many as fit."""
     drafter, batch = make(tiny, num_masks=num_masks, mask_ratio=mask_ratio), ragged(5)
     for step in range(4):
-        drafter.step = step
-        for tokens, mask, row in zip(batch.tokens, batch.loss_mask, drafter.prefixes(batch)):
+        for tokens, mask, row in zip(batch.tokens, batch.loss_mask, drafter.prefixes(batch, step)):
             length, ends = int((tokens > 0).sum()), [end for end, _ in row]
             possible = [end for end in range(len(tokens) - 2) if mask[end + 2]]
             assert ends == sorted(set(ends)) and set(ends) <= set(possible) and {size for _, size in row} == {num_masks}
@@ -429,18 +433,16 @@ def test_prefixes_are_drawn_for_a_sequence_and_a_step(tiny: Target) -> None:
     drafter, batch = make(tiny, mask_ratio=0.5), ragged(5)
     drawn = []
     for step in range(40):
-        drafter.step = step
-        together = drafter.prefixes(batch)
+        together = drafter.prefixes(batch, step)
         drawn.append(together)
-        assert drafter.prefixes(rows_of(batch, [3, 0, 4], padding=9)) == [together[row] for row in (3, 0, 4)]
-        assert [drafter.prefixes(rows_of(batch, [row]))[0] for row in range(5)] == together
+        assert drafter.prefixes(rows_of(batch, [3, 0, 4], padding=9), step) == [together[row] for row in (3, 0, 4)]
+        assert [drafter.prefixes(rows_of(batch, [row]), step)[0] for row in range(5)] == together
     for row in range(5):
         assert len({tuple(rows[row]) for rows in drawn}) > 20
         possible = set((batch.loss_mask[row, 2:].nonzero()[:, 0]).tolist())
         assert {end for rows in drawn for end, _ in rows[row]} == possible
     other = make(tiny, mask_ratio=0.5, seed=1)
-    other.step = 39
-    assert other.prefixes(batch) != drawn[-1]
+    assert other.prefixes(batch, 39) != drawn[-1]
 
 
 def test_rows_without_an_answer_have_no_prefix(tiny: Target) -> None:
@@ -449,10 +451,10 @@ def test_rows_without_an_answer_have_no_prefix(tiny: Target) -> None:
     batch.tokens[0], batch.loss_mask[0], batch.loss_mask[1] = 0, False, False
     batch.loss_mask[1, :2] = True
     drafter = make(tiny)
-    first, second, third = drafter.prefixes(batch)
+    first, second, third = drafter.prefixes(batch, 0)
     assert (first, second) == ([], []) and third
-    assert torch.isfinite(drafter.loss(batch, tiny).total)
-    assert drafter.loss(rows_of(batch, [0, 1]), tiny).total == 0
+    assert torch.isfinite(drafter.loss(batch, tiny, TrainingState()).total)
+    assert drafter.loss(rows_of(batch, [0, 1]), tiny, TrainingState()).total == 0
 
 
 # Decoding
@@ -470,9 +472,8 @@ def fitted(tiny: Target) -> Fitted:
     batch = Live().batch(Request(Dataset(rows, 3, 0, 0)[[0, 1, 2]], tiny, ()))
     optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
     for step in range(6):  # so that some drafts are right
-        drafter.step = step
         optimizer.zero_grad()
-        drafter.loss(batch, tiny).total.backward()
+        drafter.loss(batch, tiny, TrainingState(step)).total.backward()
         nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
     return drafter.eval(), prompts, answers
@@ -499,11 +500,11 @@ class Asked(Rollout):
     """Another rollout; notes the committed text, the path from the root, and log q after it, of rows that are not done."""
 
     def __init__(
-        self, inner: Rollout, context: Context, alive: list[int], seen: list[tuple[list[int], list[int], Tensor]]
+        self, inner: Rollout, prefix: Prefix, alive: list[int], seen: list[tuple[list[int], list[int], Tensor]]
     ) -> None:
         self.inner, self.alive, self.seen, self.depth_limit = inner, alive, seen, inner.depth_limit
-        self.texts = [context.tokens[b, :n].tolist() for b, n in enumerate(context.cache.lengths.tolist())]
-        self.paths = [[[root]] for root in context.root.tolist()]
+        self.texts = [prefix.tokens[b, :n].tolist() for b, n in enumerate(prefix.lengths.tolist())]
+        self.paths = [[[root]] for root in prefix.root.tolist()]
 
     def start(self) -> Tensor:
         return self.note(self.inner.start(), 1)
@@ -519,36 +520,32 @@ class Asked(Rollout):
         return log_q
 
 
-class Witness:
-    """Watches a drafter decode: what its rollouts said where drafts were ready, and every round's tree and verdict."""
+class Witness(Keeping):
+    """A builder that watches a drafter decode: what its rollouts said where drafts were ready, and every round."""
 
     def __init__(self, drafter: GatedLora, builder: TreeBuilder, prompts: list[list[int]]) -> None:
+        super().__init__(builder, lambda rollout, prefix: Asked(rollout, prefix, self.alive, self.asked))
+        self.prompts = prompts
         self.seen: list[tuple[list[int], list[int], Tensor]] = []
+        self.asked: list[tuple[list[int], list[int], Tensor]] = []
         self.rounds: list[tuple[TokenTree, Accepted, list[int]]] = []  # with the rows that are not done
-        self.trees: list[TokenTree] = []
-        propose, commit = drafter.propose, drafter.commit
-
-        def proposing(context: Context, budget: TreeBuilder) -> TokenTree:
-            asked: list[tuple[list[int], list[int], Tensor]] = []
-            lengths, grow = context.cache.lengths.tolist(), budget.grow
-            alive = [b for b, n in enumerate(lengths) if n + 1 - len(prompts[b]) < LIMIT]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(budget, "grow", lambda c, rollout: grow(c, Asked(rollout, c, alive, asked)))
-                tree = propose(context, budget)
-            tree.check()
-            assert torch.equal(tree.tokens[:, 0], context.root)
-            drafted = ((tree.depths > 0) & tree.valid & tree.emitted).any(-1)
-            texts = [context.tokens[b, : lengths[b]].tolist() for b in alive if drafted[b]]
-            self.seen += [entry for entry in asked if entry[0] in texts]
-            self.trees.append(tree)
-            self.alive = alive
-            return tree
+        commit = drafter.commit
 
         def committing(context: Context, accepted: Accepted) -> None:
             self.rounds.append((self.trees[-1], accepted, self.alive))
             commit(context, accepted)
 
-        drafter.propose, drafter.commit = proposing, committing  # type: ignore[method-assign]
+        drafter.commit = committing  # type: ignore[method-assign]
+
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        lengths = prefix.lengths.tolist()
+        self.alive = [b for b, n in enumerate(lengths) if n + 1 - len(self.prompts[b]) < LIMIT]
+        self.asked = []
+        tree = super().grow(prefix, draft)
+        drafted = ((tree.depths > 0) & tree.valid & tree.emitted).any(-1)
+        texts = [prefix.tokens[b, : lengths[b]].tolist() for b in self.alive if drafted[b]]
+        self.seen += [entry for entry in self.asked if entry[0] in texts]
+        return tree
 
 
 @torch.no_grad()
@@ -613,7 +610,7 @@ def test_drafted_equals_greedy(tiny: Target, fitted: Fitted, strategy: str, buil
     """Output is greedy; proposals are those of an independent forward; masks stay inside; drafts are ready as they must be."""
     drafter, prompts, answers = like(fitted, strategy), *fitted[1:]
     witness = Witness(drafter, builder, prompts[:count])
-    found = decode(tiny, prompts[:count], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    found = decode(tiny, prompts[:count], Greedy(), LIMIT, drafter, witness, ignore_eos=True)
     assert [generation.output for generation in found] == answers[:count]
     assert max(kept for generation in found for kept in generation.accepted) > 1
     check_proposals(tiny, drafter, witness)
@@ -622,7 +619,7 @@ def test_drafted_equals_greedy(tiny: Target, fitted: Fitted, strategy: str, buil
     assert check_ready(drafter, witness) >= ({(True, True)} if strategy == "quadratic" else linear | {(True, False)})
     deepest = {depth for generation in found for depth in generation.depths if depth}
     assert max(deepest) <= min(builder.depth, MASKS) and (not builder.is_chain or deepest == {min(builder.depth, MASKS)})
-    assert witness.rounds[0][0].tokens.shape[1] <= builder.budget + drafter.extra_nodes(builder)
+    assert witness.rounds[0][0].tokens.shape[1] <= builder.budget + drafter.cost.extra_nodes(drafter, builder)
 
 
 @pytest.mark.parametrize("sampler", [True, False])
@@ -630,7 +627,7 @@ def test_a_chain_is_drafted_greedily_mask_by_mask(tiny: Target, sampler: bool) -
     """Each draft is the likeliest token after the mask of its depth and, with a sampler, the draft before."""
     drafter, prompt = make(tiny, sampler=sampler), [[5, 6, 7, 8]]
     witness, run, rounds = Witness(drafter, Chain(MASKS), prompt), reference(tiny, drafter), 0
-    (found,) = decode(tiny, prompt, Greedy(), LIMIT, drafter, Chain(MASKS), ignore_eos=True)
+    (found,) = decode(tiny, prompt, Greedy(), LIMIT, drafter, witness, ignore_eos=True)
     text = prompt[0]
     for tree, accepted, _ in witness.rounds:
         real, root = nodes_of(tree, 0), int(tree.tokens[0, 0])
@@ -676,7 +673,7 @@ def test_drawn_children(
     """Rules that weigh p against q: where p allows one token only, output is greedy; proposals and masks are as above."""
     drafter, prompts, answers = like(fitted, strategy), *fitted[1:]
     witness = Witness(drafter, builder, prompts)
-    found = decode(tiny, prompts, rule(top_k=1), LIMIT, drafter, builder, ignore_eos=True)
+    found = decode(tiny, prompts, rule(top_k=1), LIMIT, drafter, witness, ignore_eos=True)
     assert [one.output for one in found] == answers
     check_proposals(tiny, drafter, witness)
     check_masks(drafter, witness)
@@ -706,7 +703,7 @@ def test_masks_are_never_kept_whatever_the_target_wants(tiny: Target, fitted: Fi
     drafter, builder, prompts = like(fitted, strategy), Chain(2), fitted[1]
     witness = Witness(drafter, builder, prompts)
     token = 0
-    found = decode(tiny, prompts, Always(token), LIMIT, drafter, builder, ignore_eos=True)
+    found = decode(tiny, prompts, Always(token), LIMIT, drafter, witness, ignore_eos=True)
     for tree, _, _ in witness.rounds:
         assert set(tree.tokens[tree.valid & ~tree.emitted].tolist()) == {token}
     check_masks(drafter, witness)
@@ -722,7 +719,8 @@ def test_rounds_without_a_draft(tiny: Target, fitted: Fitted, strategy: str, pat
     drafter, prompts, answers, switch = like(fitted, strategy), *fitted[1:], Switch(pattern)
     builder = Chain(3)
     witness = Witness(drafter, builder, prompts[:count])
-    found = decode(tiny, prompts[:count], Greedy(), LIMIT, drafter, builder, guard=cast(Guard, switch), ignore_eos=True)
+    session = Session(tiny, Greedy(), drafter, witness, guard=cast(Guard, switch))
+    found = session.decode(prompts[:count], LIMIT, ignore_eos=True)
     assert [one.output for one in found] == answers[:count]
     drafted = [recorded for recorded, _ in switch.recorded]
     for one in found:
@@ -880,7 +878,7 @@ def test_reloaded_equals_saved(tiny: Target, tmp_path: Path) -> None:
     trees: list[list[TokenTree]] = []
     for target, loaded in ((tiny, drafter), (again, other)):
         witness = Witness(loaded, Chain(3), prompts)
-        decode(target, prompts, Greedy(), 12, loaded, Chain(3), ignore_eos=True)
+        decode(target, prompts, Greedy(), 12, loaded, witness, ignore_eos=True)
         trees.append(witness.trees)
     assert all(torch.equal(one.tokens, same.tokens) for one, same in zip(*trees, strict=True))
 
@@ -918,7 +916,7 @@ def test_a_tensor_that_does_not_fit_is_refused(
         tensors[there] = tensor[:-1].clone()
     save_file(tensors, path, metadata={"format": "pt"})
     if change != "unknown" and name == "lora_B.weight":
-        name = next(ours for ours, place in drafter.layout().items() if place == (file, there))
+        name = next(ours for ours, place in drafter.adapter_layout().items() if place == (file, there))
     with pytest.raises(UserError) as caught:
         load_weights(make(tiny), tmp_path / "drafter")
     assert name in str(caught.value)

@@ -18,6 +18,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.shared.losses import DIVERGENCES
 from spectrain.errors import UserError
@@ -27,7 +28,10 @@ from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan, Part
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer, trained_groups
-from spectrain.trees import Chain, Eagle2
+from spectrain.trees import Chain, Eagle2, TreeBuilder
+from spectrain.trees.base import Draft, Prefix
+from spectrain.trees.token_tree import TokenTree
+from tests.decoding.rounds import Keeping
 
 VOCAB, LAYERS = 83, 4
 SIZE: dict[str, Any] = {
@@ -73,7 +77,7 @@ def dataset(vocab: int = VOCAB, count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Kangaroo) -> Batch:
-    return Live().batch(Request(dataset()[[0, 1, 2, 4]], target, drafter.features_in(0)))
+    return Live().batch(Request(dataset()[[0, 1, 2, 4]], target, drafter.stages[0].layers))
 
 
 def early_exit(target: Target, reference: Any, tokens: Tensor, layer: int) -> Tensor:
@@ -137,7 +141,7 @@ def test_untrained_is_the_targets_early_exit(tiny: Target, name: str, layer: int
     batch = batch_of(target, drafter)
     with torch.no_grad():
         log_p = reference(batch.tokens, use_cache=False).logits.log_softmax(-1)
-        found = drafter.loss(batch, target)
+        found = drafter.loss(batch, target, TrainingState())
     log_q = early_exit(target, reference, batch.tokens, layer)
     rows = batch.loss_mask[:, 1:]
     wanted = (log_p.exp() * (log_p - log_q)).sum(-1)[:, :-1][rows].sum()
@@ -166,7 +170,7 @@ def test_loss_is_that_of_transformers_modules(tiny: Target, kind: str, layer: in
     target, reference = pair(tiny)
     drafter = make(target, noise=1.0, exit_layer=layer, loss=kind)
     batch = batch_of(target, drafter)
-    losses = drafter.loss(batch, target)
+    losses = drafter.loss(batch, target, TrainingState())
     with torch.no_grad():
         outputs = reference(batch.tokens, output_hidden_states=True, use_cache=False)
     log_p = outputs.logits.log_softmax(-1)
@@ -191,19 +195,19 @@ def test_the_gradient_is_the_adapters_alone(tiny: Target) -> None:
     target, _ = pair(tiny)
     drafter = make(target, noise=1.0)
     batch = batch_of(target, drafter)
-    (group,) = drafter.param_groups(0)
+    (group,) = drafter.stages[0].groups
     trained_groups(drafter, target, 0)
     assert {id(p) for p in group["params"]} == {id(p) for p in drafter.parameters()}
-    drafter.loss(batch, target).total.backward()
+    drafter.loss(batch, target, TrainingState()).total.backward()
     assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.parameters())
     for name, parameter in drafter.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
         step = 1e-2 * parameter.grad / parameter.grad.norm()
         with torch.no_grad():
             parameter += step
-            above = float(drafter.loss(batch, target).total)
+            above = float(drafter.loss(batch, target, TrainingState()).total)
             parameter -= 2 * step
-            below = float(drafter.loss(batch, target).total)
+            below = float(drafter.loss(batch, target, TrainingState()).total)
             parameter += step
         assert (above - below) / 2e-2 == pytest.approx(float(parameter.grad.norm()), rel=3e-2), name
 
@@ -212,7 +216,7 @@ def test_the_output_projection_learns_first(tiny: Target) -> None:
     """The untrained attention adds nothing, so its inputs have a zero gradient until its output projection has moved."""
     target, _ = pair(tiny)
     drafter = make(target)
-    drafter.loss(batch_of(target, drafter), target).total.backward()
+    drafter.loss(batch_of(target, drafter), target, TrainingState()).total.backward()
     moved = {name for name, parameter in drafter.named_parameters() if parameter.grad is not None and parameter.grad.any()}
     assert moved == {"self_attn.o_proj.weight", "norm.weight"}
 
@@ -221,12 +225,12 @@ def test_loss_is_summed_over_the_assistants_tokens(tiny: Target) -> None:
     """Batches add up, padding and sequences without an answer add nothing."""
     target, _ = pair(tiny)
     drafter, rows = make(target, noise=1.0), dataset()
-    layers = drafter.features_in(0)
+    layers = drafter.stages[0].layers
     silent = Dataset([*rows.examples, Example([5] * 40, [False] * 40)], 7, 0, 0)
     with torch.no_grad():
-        whole = drafter.loss(Live().batch(Request(rows[list(range(6))], target, layers)), target)
-        parts = [drafter.loss(Live().batch(Request(rows[[n]], target, layers)), target) for n in range(6)]
-        padded = drafter.loss(Live().batch(Request(silent[list(range(7))], target, layers)), target)
+        whole = drafter.loss(Live().batch(Request(rows[list(range(6))], target, layers)), target, TrainingState())
+        parts = [drafter.loss(Live().batch(Request(rows[[n]], target, layers)), target, TrainingState()) for n in range(6)]
+        padded = drafter.loss(Live().batch(Request(silent[list(range(7))], target, layers)), target, TrainingState())
     assert float(whole.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-4)
     assert float(whole.total) == pytest.approx(float(padded.total), rel=1e-4)
     assert whole.counts.tolist() == padded.counts.tolist() == [rows.num_supervised]
@@ -237,15 +241,29 @@ def test_training_lowers_the_loss_and_not_the_target(tiny: Target, tmp_path: Pat
     target, _ = pair(tiny)
     drafter, before = make(target), {name: tensor.clone() for name, tensor in target.state_dict().items()}
     batch = batch_of(target, drafter)
-    losses = [drafter.loss(batch, target).total.item()]
+    losses = [drafter.loss(batch, target, TrainingState()).total.item()]
     Trainer(lr=1e-2, max_steps=60, warmup=0.0).fit(drafter, target, dataset(), Live(), tmp_path)
-    losses.append(drafter.loss(batch, target).total.item())
+    losses.append(drafter.loss(batch, target, TrainingState()).total.item())
     assert losses[1] < 0.8 * losses[0]
     after = target.state_dict()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
 # Decoding
+
+
+class Hearing(Keeping):
+    """A builder that keeps what was said, level by level, while a tree grew."""
+
+    def __init__(self, builder: TreeBuilder, said: list[Tensor]) -> None:
+        super().__init__(builder)
+        self.said, self.levels = said, list[list[Tensor]]()
+
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        before = len(self.said)
+        tree = super().grow(prefix, draft)
+        self.levels.append(self.said[before:])
+        return tree
 
 
 @pytest.mark.parametrize("lengths", [(6,), (6, 3, 9)])
@@ -257,24 +275,14 @@ def test_decoding_says_what_training_says(tiny: Target, said: list[Tensor], leng
     """
     drafter = make(tiny, noise=1.0, exit_layer=layer).eval()
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in lengths]
-    trees = []
-    propose = drafter.propose
-
-    def watched(context: Any, budget: Any) -> Any:
-        before = len(said)
-        texts = [context.tokens[row, : int(context.cache.lengths[row])].tolist() for row in range(len(lengths))]
-        tree = propose(context, budget)
-        trees.append((texts, tree, said[before:]))
-        return tree
-
-    drafter.propose = watched  # type: ignore[method-assign]
-    found = decode(tiny, prompts, Greedy(), 12, drafter, Chain(3), ignore_eos=True)
+    hearing = Hearing(Chain(3), said)
+    found = decode(tiny, prompts, Greedy(), 12, drafter, hearing, ignore_eos=True)
     plain = decode(tiny, prompts, Greedy(), 12, ignore_eos=True)
     assert [generation.output for generation in found] == [generation.output for generation in plain]
-    assert len(trees) > 2
-    for texts, tree, levels in trees:
+    assert len(hearing.trees) > 2
+    for texts, tree, levels in zip(hearing.texts, hearing.trees, hearing.levels, strict=True):
         assert len(levels) == 3
-        for row, text in enumerate(texts):
+        for row, (*text, _) in enumerate(texts):
             tokens = torch.tensor([text + tree.tokens[row].tolist()])
             x = tiny.features(tokens, (layer,)).at(layer)
             with torch.no_grad():
@@ -287,24 +295,14 @@ def test_decoding_says_what_training_says(tiny: Target, said: list[Tensor], leng
 def test_a_draft_ends_before_an_unlikely_token(tiny: Target, said: list[Tensor], stop: float) -> None:
     """With stop_on=token every drafted token but none after the first shortfall has a likeliest q of at least `stop`."""
     drafter, prompt = make(tiny, exit_layer=6).eval(), [5, 6, 7, 8, 9, 10]
-    trees: list[tuple[Any, list[Tensor]]] = []
-    propose = drafter.propose
-
-    def watched(context: Any, budget: Any) -> Any:
-        before = len(said)
-        tree = propose(context, budget)
-        trees.append((tree, said[before:]))
-        return tree
-
-    drafter.propose = watched  # type: ignore[method-assign]
-    builder = Chain(5, stop=stop, stop_on="token")
-    out = decode(tiny, [prompt], Greedy(), 20, drafter, builder, ignore_eos=True)[0].output
+    hearing = Hearing(Chain(5, stop=stop, stop_on="token"), said)
+    out = decode(tiny, [prompt], Greedy(), 20, drafter, hearing, ignore_eos=True)[0].output
     assert out == decode(tiny, [prompt], Greedy(), 20, ignore_eos=True)[0].output
-    for tree, levels in trees:
+    for tree, levels in zip(hearing.trees, hearing.levels, strict=True):
         likely = [float(log_q.exp().max()) >= stop for log_q in levels]
         drafted = int((tree.valid & tree.emitted).sum()) - 1
         assert drafted == (likely.index(False) if False in likely else 5)
-    assert len({int(tree.valid.sum()) for tree, _ in trees}) > 1
+    assert len({int(tree.valid.sum()) for tree in hearing.trees}) > 1
 
 
 def test_trees_stay_lossless(tiny: Target) -> None:

@@ -7,6 +7,7 @@ import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.calibration import Calibration, Latency
-from spectrain.decoding.loop import Context, decode, prefill
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState, stage_at
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
 from spectrain.features.base import Request
@@ -31,6 +33,7 @@ from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer, trained_groups
 from spectrain.trees import Auto, Cartesian, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Static, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
+from tests.decoding.rounds import begun, proposed
 
 HEADS = 3
 ADAPTATIONS: dict[str, dict[str, Any]] = {
@@ -60,13 +63,14 @@ def dataset(count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Medusa, stage: int) -> Batch:
-    return Live().batch(Request(dataset()[[0, 1, 2]], target, drafter.features_in(stage)))
+    return Live().batch(Request(dataset()[[0, 1, 2]], target, drafter.stages[stage].layers))
 
 
 @torch.no_grad()
 def disturb(drafter: Medusa) -> None:
     """Adapters that change what the target says."""
-    for parameter in drafter.adapted:
+    assert drafter.target_training is not None
+    for parameter in drafter.target_training.parameters:
         parameter.normal_(std=0.05)
 
 
@@ -92,7 +96,7 @@ def test_head_k_is_taught_token_t_plus_2_plus_k(tiny: Target, offset: int, layer
         for head in drafter.heads:
             head.lm_head.weight.zero_()
             head.lm_head.weight[100 + (torch.arange(11) + offset) % 11, torch.arange(11)] = 30.0
-    losses = drafter.loss(cyclic(tiny), tiny)
+    losses = drafter.loss(cyclic(tiny), tiny, TrainingState())
     for k in range(HEADS):
         right = offset == 2 + k
         assert losses.counts[k] == 21 and losses.hits[k] == (21 if right else 0)
@@ -105,7 +109,10 @@ def test_only_the_assistants_tokens_carry_loss(tiny: Target, place: int) -> None
     drafter, batch = make(tiny, noise=1.0, vocab_size=2048), cyclic(tiny)
     tokens = batch.tokens.clone()
     tokens[0, place] = 777
-    found = [drafter.loss(Batch(t, batch.loss_mask, batch.features), tiny).total.item() for t in (batch.tokens, tokens)]
+    found = [
+        drafter.loss(Batch(t, batch.loss_mask, batch.features), tiny, TrainingState()).total.item()
+        for t in (batch.tokens, tokens)
+    ]
     assert (found[0] != found[1]) == bool(batch.loss_mask[0, place])
 
 
@@ -113,7 +120,7 @@ def test_head_weights_are_powers_of_the_decay(tiny: Target) -> None:
     """Head k counts head_decay ** (k + 1)."""
     plain, decayed = make(tiny, noise=1.0, head_decay=1.0), make(tiny, noise=1.0, head_decay=0.5)
     batch = batch_of(tiny, plain, 0)
-    terms, fewer = plain.loss(batch, tiny).terms, decayed.loss(batch, tiny).terms
+    terms, fewer = plain.loss(batch, tiny, TrainingState()).terms, decayed.loss(batch, tiny, TrainingState()).terms
     for k in range(HEADS):
         assert fewer[f"head{k}"].item() == pytest.approx(0.5 ** (k + 1) * terms[f"head{k}"].item(), rel=1e-5)
 
@@ -142,11 +149,6 @@ def test_heads_share_no_parameter_and_grow_apart(tiny: Target, tmp_path: Path) -
 # Trees
 
 
-def context_of(tiny: Target, drafter: Medusa, prompts: list[list[int]], builder: TreeBuilder) -> Context:
-    """The first round of these prompts."""
-    return prefill(tiny, prompts, Greedy(), 20, drafter.layers, builder, torch.arange(len(prompts)), 0)
-
-
 def paths(tree: TokenTree, row: int) -> set[tuple[int, ...]]:
     """The token path of every node below the root."""
     nodes = [n for n in range(1, tree.tokens.shape[1]) if tree.valid[row, n]]
@@ -170,7 +172,7 @@ def test_tree_says_at_depth_d_what_head_d_says(tiny: Target, kind: str) -> None:
                             "eagle2": Eagle2(depth=3, budget=6, top_k=5)}[kind]  # fmt: skip
     prompts = [[5, 6, 7, 8, 9], [40, 41]]
     with torch.no_grad():
-        tree = drafter.propose(context_of(tiny, drafter, prompts, builder), builder)
+        tree = proposed(drafter, begun(tiny, prompts, drafter, builder), builder)
     tree.check()
     for row, prompt in enumerate(prompts):
         best = said(tiny, drafter, prompt).sort(descending=True)
@@ -228,13 +230,13 @@ def test_stages_and_their_groups() -> None:
     """Heads alone, with features, for heads_first of the steps; then, without, both, the target at its own rate."""
     target = load_tiny()
     drafter = make(target, adapt="lora", heads_first=0.3, target_lr_scale=0.1)
-    assert [drafter.stage_at(step, 10) for step in range(10)] == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
-    assert drafter.features_in(0) == ("final",) and drafter.features_in(1) == ()
+    assert [stage_at(drafter.stages, step, 10) for step in range(10)] == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
+    assert drafter.stages[0].layers == ("final",) and drafter.stages[1].layers == ()
     assert batch_of(target, drafter, 0).features is not None and batch_of(target, drafter, 1).features is None
-    heads, adapted = drafter.param_groups(1)
-    assert drafter.param_groups(0) == [heads] and heads["params"] == list(drafter.parameters())
-    assert adapted["params"] == drafter.adapted and adapted["lr_scale"] == 0.1
-    assert drafter.trains_target and not make(target).trains_target and make(target).stage_at(9, 10) == 0
+    heads, adapted = drafter.stages[1].groups
+    assert drafter.stages[0].groups == [heads] and heads["params"] == list(drafter.parameters())
+    assert adapted["params"] == drafter.abilities.target_training.parameters and adapted["lr_scale"] == 0.1
+    assert len(make(target).stages) == 1 and make(target).abilities.target_training is None
 
 
 @pytest.mark.parametrize(("schedule", "progress", "factor"), [
@@ -245,8 +247,8 @@ def test_schedule_weighs_the_heads(schedule: str, progress: float, factor: float
     """In the second stage, from 0.4 to 1, heads count coefficient * schedule of what they count in the first."""
     target = load_tiny()
     drafter = make(target, noise=1.0, adapt="lora", heads_first=0.4, heads_coefficient=0.3, schedule=schedule)
-    drafter.progress = progress
-    alone, joint = (drafter.loss(batch_of(target, drafter, stage), target) for stage in (0, 1))
+    state = TrainingState(progress=progress)
+    alone, joint = (drafter.loss(batch_of(target, drafter, stage), target, state) for stage in (0, 1))
     assert set(alone.terms) == {"head0", "head1", "head2"} and set(joint.terms) == {*alone.terms, "language_model"}
     for name, term in alone.terms.items():
         assert joint.terms[name].item() == pytest.approx(0.3 * factor * term.item(), rel=1e-3, abs=1e-3)
@@ -263,7 +265,7 @@ def test_language_model_loss_is_the_datas_cross_entropy() -> None:
     assert logits is not None
     labels = batch.tokens.masked_fill(~batch.loss_mask, -100)[:, 1:]
     wanted = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-    assert drafter.loss(batch, target).terms["language_model"].item() == pytest.approx(float(wanted), rel=1e-4)
+    assert drafter.loss(batch, target, TrainingState()).terms["language_model"].item() == pytest.approx(float(wanted), rel=1e-4)
 
 
 def test_self_distillation_is_the_divergence_from_the_original() -> None:
@@ -271,16 +273,16 @@ def test_self_distillation_is_the_divergence_from_the_original() -> None:
     target, original = load_tiny(), load_tiny()
     drafter = make(target, noise=1.0, adapt="lora", self_distillation=True)
     batch = batch_of(target, drafter, 1)
-    assert drafter.loss(batch, target).terms["language_model"].item() == 0.0
+    assert drafter.loss(batch, target, TrainingState()).terms["language_model"].item() == 0.0
     disturb(drafter)
     finals = [model.features(batch.tokens, ("final",)).at("final") for model in (original, target)]
     log_p, log_q = (model.head.logits(final).log_softmax(-1) for model, final in zip((original, target), finals))
     rows = batch.loss_mask[:, 1:]
     wanted = (log_p.exp() * (log_p - log_q)).sum(-1)[:, :-1][rows].sum()
-    found = drafter.loss(batch, target).terms["language_model"]
+    found = drafter.loss(batch, target, TrainingState()).terms["language_model"]
     assert found.item() == pytest.approx(float(wanted), rel=1e-3) and wanted > 1
     found.backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.adapted)
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.stages[1].groups[1]["params"])
 
 
 @ADAPTED
@@ -290,11 +292,12 @@ def test_target_learns_in_the_second_stage_only(options: dict[str, Any], tmp_pat
     drafter = make(target, **options)
     drafter_before = [parameter.detach().clone() for parameter in drafter.parameters()]
     trained_groups(drafter, target, 0)
-    drafter.loss(batch_of(target, drafter, 0), target).total.backward()
+    drafter.loss(batch_of(target, drafter, 0), target, TrainingState()).total.backward()
     assert all(p.grad is None for p in target.parameters()) and all(p.grad is not None for p in drafter.parameters())
     drafter.zero_grad()
     before = {name: parameter.detach().clone() for name, parameter in target.named_parameters()}
-    adapted = {name for name, parameter in target.named_parameters() if any(parameter is p for p in drafter.adapted)}
+    learning = {id(parameter) for parameter in drafter.stages[1].groups[1]["params"]}
+    adapted = {name for name, parameter in target.named_parameters() if id(parameter) in learning}
     moved: list[set[str]] = []
 
     def watch(step: int) -> None:
@@ -304,7 +307,7 @@ def test_target_learns_in_the_second_stage_only(options: dict[str, Any], tmp_pat
     assert moved[:3] == [set()] * 3 and adapted
     assert moved[3] and moved[5] == adapted
     assert all(not torch.equal(*pair) for pair in zip(drafter_before, drafter.parameters()))
-    assert not drafter.adapted
+    assert not drafter.stages[1].groups[1]["params"]
 
 
 @ADAPTED
@@ -328,9 +331,9 @@ def test_warm_up_starts_anew_with_the_second_stage(tmp_path: Path) -> None:
     target = load_tiny()
     drafter = make(target, adapt="lora")
     trainer = Trainer(lr=1e-3, max_steps=10, warmup=0.2, log_every=1)
-    told: list[float] = []
-    trainer.fit(drafter, target, dataset(), Live(), tmp_path, on_step=lambda step: told.append(drafter.progress))
-    assert told == [step / 10 for step in range(10)]
+    with patch.object(Medusa, "loss", autospec=True, side_effect=Medusa.loss) as loss:
+        trainer.fit(drafter, target, dataset(), Live(), tmp_path)
+    assert [call.args[3] for call in loss.call_args_list] == [TrainingState(step, step / 10) for step in range(10)]
     rates = [json.loads(line)["lr"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     whole = [trainer.lr_at(step, 10) for step in range(10)]
     assert rates[0] == pytest.approx(5e-4) and rates[1:5] == whole[1:5] and rates[6:] == whole[6:]

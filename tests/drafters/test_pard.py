@@ -16,7 +16,9 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.decoding.calibration import calibrate
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
+from spectrain.decoding.session import Session
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.shared.masks import add_blocks
 from spectrain.errors import UserError
@@ -28,7 +30,9 @@ from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.run import load_weights, save_drafter
 from spectrain.trees import Auto, Cast, Chain, DySpec, Eagle2, Rollout, Sequoia, Static, TreeBuilder
+from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree
+from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
 
 DRAFTS, LIMIT = 4, 20
@@ -62,7 +66,7 @@ def dataset(count: int = 5) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Pard, rows: list[int]) -> Batch:
-    return Live().batch(Request(dataset()[rows], target, drafter.features_in(0)))
+    return Live().batch(Request(dataset()[rows], target, drafter.stages[0].layers))
 
 
 def logits_of(drafter: Pard, text: list[int], count: int) -> Tensor:
@@ -85,8 +89,7 @@ def test_masks_are_dropped_by_the_formula(tiny: Target, num_drafts: int, keep: f
     drafter = make(tiny, num_drafts=num_drafts, keep=keep, keep_least=keep_least)
     batch = batch_of(tiny, drafter, [0, 1, 2, 3, 4])
     for step in range(3):
-        drafter.step = step
-        for mask, row in zip(batch.loss_mask, drafter.prefixes(batch)):
+        for mask, row in zip(batch.loss_mask, drafter.prefixes(batch, step)):
             possible = [end for end in range(len(mask) - 2) if mask[end + 2]]
             ends, sizes = [end for end, _ in row], [size for _, size in row]
             assert ends == sorted(set(ends)) and set(ends) <= set(possible)
@@ -100,7 +103,7 @@ def test_every_mask_that_is_kept_sees_the_chain_before_it(tiny: Target) -> None:
     """The masks of depth b + 1 stand behind some of the prefixes that have depth b: all of a block's are in the forward."""
     drafter = make(tiny, num_drafts=6)
     batch = batch_of(tiny, drafter, [0, 1, 2])
-    blocks = add_blocks(batch, drafter.prefixes(batch))
+    blocks = add_blocks(batch, drafter.prefixes(batch, 0))
     for row in range(3):
         for place in (blocks.numbers[row] > 0).nonzero()[:, 0].tolist():
             seen = blocks.visible[row, place] & (blocks.numbers[row] >= 0)
@@ -115,18 +118,16 @@ def test_the_drop_is_drawn_for_a_sequence_and_a_step(tiny: Target) -> None:
     drafter = make(tiny, keep=0.5)
     batch, drawn = batch_of(tiny, drafter, [0, 1, 2, 3, 4]), []
     for step in range(8):
-        drafter.step = step
-        together = drafter.prefixes(batch)
+        together = drafter.prefixes(batch, step)
         drawn.append(together)
-        assert drafter.prefixes(batch) == together
-        assert [drafter.prefixes(batch_of(tiny, drafter, [row]))[0] for row in range(5)] == together
+        assert drafter.prefixes(batch, step) == together
+        assert [drafter.prefixes(batch_of(tiny, drafter, [row]), step)[0] for row in range(5)] == together
         rows = [4, 1]
         padded = Batch(F.pad(batch.tokens[rows], (0, 7)), F.pad(batch.loss_mask[rows], (0, 7)))
-        assert drafter.prefixes(padded) == [together[row] for row in rows]
+        assert drafter.prefixes(padded, step) == [together[row] for row in rows]
     assert all(len({tuple(rows[row]) for rows in drawn}) > 4 for row in range(5))
     other = make(tiny, keep=0.5, seed=1)
-    other.step = 7
-    assert other.prefixes(batch) != drawn[-1]
+    assert other.prefixes(batch, 7) != drawn[-1]
 
 
 # Training
@@ -136,7 +137,7 @@ def independent_loss(tiny: Target, drafter: Pard, batch: Batch) -> tuple[Tensor,
     """The loss, hits and counts, from a forward for the text and one for every prefix and its masks."""
     losses, hits, counts = [], [0.0] * drafter.num_drafts, [0.0] * drafter.num_drafts
     size = min(drafter.model.head.output.weight.shape[0], tiny.head.output.weight.shape[0])
-    for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch)):
+    for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch, 0)):
         with plain_model(tiny) as model, torch.no_grad():
             wanted = model(torch.tensor([tokens])).logits[0, :, :size].log_softmax(-1)
         said = [(0, t + 1, row) for t, row in enumerate(logits_of(drafter, tokens, 0))]
@@ -163,7 +164,7 @@ def test_loss_is_that_of_every_prefix_alone(tiny: Target, options: dict[str, Any
     """Loss, hits and counts, and the gradient of every weight, equal those of a sum over prefixes, one forward each."""
     drafter = make(tiny, **options)
     batch = batch_of(tiny, drafter, [0, 2, 4])
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     total, hits, counts = independent_loss(tiny, drafter, batch)
     assert list(losses.terms) == [drafter.divergence]
     torch.testing.assert_close(losses.total.detach(), total.detach(), rtol=1e-4, atol=1e-4)
@@ -178,7 +179,7 @@ def test_gradients_reach_the_drafter_only() -> None:
     """The small model and its mask have gradients that are not zero; the target has none."""
     target = load_tiny()
     drafter = make(target, loss="forward_kl")
-    drafter.loss(batch_of(target, drafter, [0, 1, 2]), target).total.backward()
+    drafter.loss(batch_of(target, drafter, [0, 1, 2]), target, TrainingState()).total.backward()
     named = dict(drafter.named_parameters())
     assert "mask" in named and len(named) > 10
     assert all(p.requires_grad and p.grad is not None and p.grad.abs().sum() > 0 for p in named.values())
@@ -193,9 +194,9 @@ def test_gradients_reach_the_drafter_only() -> None:
 class Asked(Rollout):
     """Another rollout; notes the text up to the root, the depth, and log q at every node that it was asked about."""
 
-    def __init__(self, inner: Rollout, context: Context, seen: list[tuple[list[int], int, Tensor]]) -> None:
+    def __init__(self, inner: Rollout, prefix: Prefix, seen: list[tuple[list[int], int, Tensor]]) -> None:
         self.inner, self.seen, self.depth_limit = inner, seen, inner.depth_limit
-        self.texts = [context.tokens[b, : n + 1].tolist() for b, n in enumerate(context.cache.lengths.tolist())]
+        self.texts = [prefix.tokens[b, : n + 1].tolist() for b, n in enumerate(prefix.lengths.tolist())]
         self.depths = [[0] for _ in self.texts]
 
     def start(self) -> Tensor:
@@ -212,24 +213,17 @@ class Asked(Rollout):
         return log_q
 
 
-def watching(drafter: Pard) -> tuple[list[tuple[list[int], int, Tensor]], list[tuple[list[list[int]], TokenTree]]]:
-    """What the drafter's rollouts say from now on, and its trees with the texts that they hang behind, done rows included."""
-    seen: list[tuple[list[int], int, Tensor]] = []
-    trees: list[tuple[list[list[int]], TokenTree]] = []
-    propose = drafter.propose
+class Watching(Keeping):
+    """A builder that keeps its trees, done rows included, and what its rollouts say."""
 
-    def watched(context: Context, budget: TreeBuilder) -> TokenTree:
-        grow = budget.grow
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(budget, "grow", lambda c, rollout: grow(c, Asked(rollout, c, seen)))
-            tree = propose(context, budget)
-        tree.check()
-        assert tree.emitted.all() and torch.equal(tree.tokens[:, 0], context.root)
-        trees.append(([context.tokens[b, : n + 1].tolist() for b, n in enumerate(context.cache.lengths.tolist())], tree))
+    def __init__(self, builder: TreeBuilder) -> None:
+        super().__init__(builder, lambda rollout, prefix: Asked(rollout, prefix, self.seen))
+        self.seen: list[tuple[list[int], int, Tensor]] = []
+
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        tree = super().grow(prefix, draft)
+        assert tree.emitted.all()
         return tree
-
-    drafter.propose = watched  # type: ignore[method-assign]
-    return seen, trees
 
 
 @torch.no_grad()
@@ -275,10 +269,10 @@ def test_drafts_are_the_small_models(
 ) -> None:
     """In every round of every row, done ones too, drafts are those of text and masks alone; and the output is greedy."""
     drafter = make(tiny, **DRAFTERS[kind])
-    seen, _ = watching(drafter)
-    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    watching = Watching(builder)
+    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
     assert [one.output for one in found] == greedy[:count]
-    check_said(drafter, seen)
+    check_said(drafter, watching.seen)
     assert {depth for one in found for depth in one.depths} <= set(range(1, min(builder.depth, DRAFTS) + 1))
     if kind == "cut":
         assert max(kept for one in found for kept in one.accepted) > 1
@@ -290,11 +284,11 @@ def test_drafts_are_the_small_models(
 def test_a_chain_holds_the_likeliest_token_of_every_place(tiny: Target, kind: str, count: int) -> None:
     """Draft d is the argmax at place d of text and masks, as many as there are places, and the output is greedy."""
     drafter = make(tiny, **DRAFTERS[kind])
-    _, trees = watching(drafter)
+    watching = Watching(Chain(9))
     plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:count]]
-    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
-    assert [one.output for one in found] == plain and len(trees) > 3
-    for texts, tree in trees:
+    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
+    assert [one.output for one in found] == plain and len(watching.trees) > 3
+    for texts, tree in zip(watching.texts, watching.trees):
         assert tree.tokens.shape[1] == drafter.num_drafts + 1 and tree.valid.all()
         for row, text in enumerate(texts):
             with torch.no_grad():
@@ -320,10 +314,10 @@ def test_drafted_equals_matched_sampling(tiny: Target, count: int, builder: Tree
 def test_drawn_children(tiny: Target, greedy: list[list[int]], count: int, drawn: TreeBuilder, rule: Any) -> None:
     """Rules that weigh p against q: where p allows one token only the output is greedy; drafts are still the small model's."""
     drafter = make(tiny, num_layers=6)
-    seen, _ = watching(drafter)
-    found = decode(tiny, PROMPTS[:count], rule(top_k=1), LIMIT, drafter, drawn, ignore_eos=True)
+    watching = Watching(drawn)
+    found = decode(tiny, PROMPTS[:count], rule(top_k=1), LIMIT, drafter, watching, ignore_eos=True)
     assert [one.output for one in found] == greedy[:count]
-    check_said(drafter, seen)
+    check_said(drafter, watching.seen)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -331,11 +325,12 @@ def test_drawn_children(tiny: Target, greedy: list[list[int]], count: int, drawn
 def test_rounds_without_a_draft(tiny: Target, greedy: list[list[int]], pattern: str, count: int) -> None:
     """Whichever rounds draft, the output is greedy, and what the rounds between them emitted has been read."""
     drafter, switch = make(tiny, num_layers=6), Switch(pattern)
-    seen, _ = watching(drafter)
-    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, Chain(3), guard=cast(Guard, switch), ignore_eos=True)
+    watching = Watching(Chain(3))
+    session = Session(tiny, Greedy(), drafter, watching, guard=cast(Guard, switch))
+    found = session.decode(PROMPTS[:count], LIMIT, ignore_eos=True)
     assert [one.output for one in found] == greedy[:count]
     assert all((depth > 0) == drafted for one in found for depth, (drafted, _) in zip(one.depths, switch.recorded))
-    check_said(drafter, seen)
+    check_said(drafter, watching.seen)
 
 
 def test_a_round_is_one_forward(tiny: Target) -> None:
@@ -344,7 +339,7 @@ def test_a_round_is_one_forward(tiny: Target) -> None:
     drafter.model.layers[0].register_forward_hook(lambda module, args, output: calls.append(1))
     together = decode(tiny, PROMPTS, Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
     assert len(calls) == max(len(one.accepted) for one in together)
-    assert drafter.draft_passes(3.0) == drafter.draft_passes(1.0) == 1
+    assert drafter.cost.passes(drafter, 3.0) == drafter.cost.passes(drafter, 1.0) == 1
     for row, one in enumerate(together):
         (alone,) = decode(tiny, [PROMPTS[row]], Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
         assert (alone.output, alone.accepted, alone.depths) == (one.output, one.accepted, one.depths)
@@ -372,7 +367,7 @@ def test_reloaded_equals_saved(tiny: Target, tmp_path: Path, options: dict[str, 
         config = compose("train", overrides=["drafter=pard", "target=tiny"])
     save_drafter(tmp_path, drafter, config)
     described = json.loads((tmp_path / "config.json").read_text())["drafter"]
-    assert described.pop("_target_") == "spectrain.drafters.pard.Pard"
+    assert described.pop("choice") == "pard"
     torch.manual_seed(99)
     other = Pard(load_tiny(), **{**described, "num_drafts": DRAFTS}).eval()
     load_weights(other, tmp_path)
@@ -380,9 +375,10 @@ def test_reloaded_equals_saved(tiny: Target, tmp_path: Path, options: dict[str, 
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     trees = []
     for loaded in (drafter, other):
-        trees.append(watching(loaded)[1])
-        decode(tiny, PROMPTS, Greedy(), 12, loaded, Chain(9), ignore_eos=True)
-    assert all(torch.equal(one.tokens, same.tokens) for (_, one), (_, same) in zip(*trees, strict=True))
+        watching = Watching(Chain(9))
+        decode(tiny, PROMPTS, Greedy(), 12, loaded, watching, ignore_eos=True)
+        trees.append(watching.trees)
+    assert all(torch.equal(one.tokens, same.tokens) for one, same in zip(*trees, strict=True))
 
 
 def test_the_mask_starts_near_the_mean_embedding(tiny: Target) -> None:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.shared.losses import DIVERGENCES, UNNORMALISED
 from spectrain.drafters.shared.vocabulary import Supervision
@@ -131,6 +132,6 @@ def test_sequences_shorter_than_the_heads_reach(tiny: Target, loss: str, length:
     drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
     tokens = torch.randint(3, 2000, (length,)).tolist()
     batch = Live().batch(Request(Dataset([Example(tokens, [True] * length)], 1, 0, 0)[[0]], tiny, drafter.layers))
-    losses = drafter.loss(batch, tiny)
+    losses = drafter.loss(batch, tiny, TrainingState())
     assert losses.counts.tolist() == [max(0, length - 2 - step) for step in range(5)]
     assert torch.isfinite(losses.total)

@@ -1,21 +1,20 @@
 """Two small drafters that are unlike each other, to hold the contract to what real families need."""
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spectrain.decoding.loop import Context
-from spectrain.drafters.base import Drafter, Losses
+from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
+from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
 from spectrain.models.attention import ATTENTION
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
-from spectrain.trees import Rollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees import Rollout
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted
 
 
 def cross_entropy(logits: Tensor, batch: Batch, shift: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,17 +35,17 @@ class FrozenHeads(Drafter):
         self.mix = nn.ModuleList(nn.Linear(target.width, target.width) for _ in range(num_heads))
         self.head = target.head
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
         state = batch.features.at("final")
         parts = [cross_entropy(target.head.logits(state + F.silu(m(state))), batch, 2 + k) for k, m in enumerate(self.mix)]
         losses, hits, counts = (torch.stack(part) for part in zip(*parts))
         return Losses({f"head{k}": loss for k, loss in enumerate(losses)}, hits.detach(), counts)
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         last = (context.counts - 1).clamp(min=0)[:, None]
         state = context.fresh.gather(last).at("final")
-        return budget.grow(context, _Heads(self, state))
+        return Draft(_Heads(self, state))
 
 
 class _Heads(Rollout):
@@ -80,26 +79,29 @@ class Independent(Drafter):
         self.model = Target(LlamaForCausalLM(config), target.tokenizer, "independent", "")
         self.cache: TreeCache | None = None
 
-    def param_groups(self, stage: int = 0) -> list[dict[str, Any]]:
-        return [{"params": list(self.parameters())}]
+    @property
+    def stages(self) -> list[Stage]:
+        return [Stage([{"params": list(self.parameters())}], self.layers)]
 
-    def loss(self, batch: Batch, target: Target) -> Losses:
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         logits = self.model.run(batch.tokens, ForwardPlan(logits=True, grad=True)).logits
         assert logits is not None
         loss, hits, count = cross_entropy(logits, batch, 1)
         return Losses({"cross_entropy": loss}, hits[None], count[None])
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         if context.round == 0 or self.cache is None:
-            self.cache = self.model.new_cache(len(context.counts), context.cache.max_length + 1 + budget.drafted)
+            self.cache = self.model.new_cache(len(context.counts), context.cache.max_length + 1 + context.builder.drafted)
         behind = context.cache.lengths - self.cache.lengths  # committed tokens that this model has not run yet
         width = int(behind.max())
         index = (self.cache.lengths[:, None] + torch.arange(width)).clamp(max=context.tokens.shape[1] - 1)
         self.model.run(context.tokens.gather(1, index), ForwardPlan(cache=self.cache))
         self.cache.commit(torch.arange(width).expand(len(behind), -1), behind)
-        tree = budget.grow(context, _Model(self.model, self.cache, context.root))
+        return Draft(_Model(self.model, self.cache, context.root))
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        assert self.cache is not None
         self.cache.forget()
-        return tree
 
 
 class _Model(Rollout):

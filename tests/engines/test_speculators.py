@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from speculators import SpeculatorModelConfig
 from speculators.models.eagle3 import Eagle3DraftModel
 
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.export.converter import convert, read_drafter
 from spectrain.export.measure import instantiate
@@ -59,7 +60,7 @@ def logits_of_ours(drafter: Eagle3, tokens: Tensor, target: Target, monkeypatch:
     monkeypatch.setattr(drafter, "_judge", lambda wanted, found: (states.extend(found), judge(wanted, found))[1])
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), target.features(tokens, drafter.layers))
     with torch.no_grad():
-        drafter.loss(batch, target)
+        drafter.loss(batch, target, TrainingState())
         return [drafter.lm_head(drafter.read_by_head(state)) for state in states]
 
 

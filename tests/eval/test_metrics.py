@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from spectrain.decoding.loop import Generation
+from spectrain.decoding.generation import Generation
 from spectrain.eval import metrics
 from spectrain.eval.metrics import Turn
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.decoding.replay import KEPT, Replay, collate_replays
+from spectrain.drafters.base import TrainingState
 from spectrain.features.base import Request
 from spectrain.features.batch import Batch, collate
 from spectrain.features.live import Live
@@ -53,15 +54,14 @@ def gradients(name: str, target: Target, stage: int, packed: bool, source: Any =
         for number, parameter in enumerate(drafter.parameters()):
             noise = torch.Generator().manual_seed(number)
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=noise))
-    drafter.step, drafter.progress = 4, 0.6
     trained_groups(drafter, target, stage)
     drafter.zero_grad()
     target.zero_grad()
     batch = (source or Live()).batch(
-        Request(examples(), target, drafter.features_in(stage), packed=packed, step=4, drafter=drafter)
+        Request(examples(), target, drafter.stages[stage].layers, packed=packed, step=4, drafter=drafter)
     )
     assert (batch.lengths is not None) == packed
-    losses = drafter.train()(batch, target)
+    losses = drafter.train()(batch, target, TrainingState(4, 0.6))
     losses.total.backward()
     named = [*drafter.named_parameters(), *((f"target.{n}", p) for n, p in target.named_parameters())]
     return losses, {n: p.grad for n, p in named if p.grad is not None}
@@ -73,7 +73,7 @@ def test_loss_and_gradients_of_packed_documents_are_those_of_padded_ones(name: s
     if name == "early exit dropping":
         monkeypatch.setitem(VARIANTS, name, ("early_exit", {"max_dropout": 0.8, "self_distillation": True}))
     probe = make(name, load_tiny())
-    if not trainable(probe) and not probe.trains_target:  # a family without training
+    if not trainable(probe) and not probe.abilities.target_training:  # a family without training
         return
     for stage in sorted(set(stages(probe, 8))):
         padded, expected = gradients(name, load_tiny(), stage, packed=False)

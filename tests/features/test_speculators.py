@@ -48,7 +48,7 @@ def drafter(tiny: Target, layers: tuple[int, ...] = AUX) -> Eagle3:
 
 def prepare(source: Source, made: Drafter, target: Target, rows: list[Example]) -> str:
     """What the source says before a training of this drafter."""
-    told = source.prepare(target, made.features_in(0), made.final_reach, rows)
+    told = source.prepare(target, made.stages[0].layers, made.stages[0].final_reach, rows)
     assert told is not None
     return told
 

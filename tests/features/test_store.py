@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
 from spectrain.features import store as module
@@ -351,7 +351,7 @@ def drafter(tiny: Target, **options: Any) -> Eagle3:
 
 def prepare(source: Source, made: Drafter, target: Target, rows: list[Example]) -> str:
     """What the source says before a training of this drafter."""
-    told = source.prepare(target, made.features_in(0), made.final_reach, rows)
+    told = source.prepare(target, made.stages[0].layers, made.stages[0].final_reach, rows)
     assert told is not None
     return told
 
@@ -360,7 +360,7 @@ def trained(tiny: Target, source: Source, run: Path, on_step: Any = None, asked:
     """Losses of two epochs and a half, a checkpoint every third step."""
     trainer, made = Trainer(lr=1e-3, epochs=2.5, batch_tokens=60, log_every=1, save_every=3), drafter(tiny)
     if asked:
-        source.prepare(tiny, made.features_in(0), made.final_reach, dataset().examples)
+        source.prepare(tiny, made.stages[0].layers, made.stages[0].final_reach, dataset().examples)
     try:
         trainer.fit(made, tiny, dataset(), source, run, on_step=on_step)
     finally:
@@ -393,9 +393,9 @@ def gradients(made: Drafter, batch: Batch, target: Target) -> list[Tensor]:
     """The loss and the gradients of everything that learns, at a fixed seed."""
     made.zero_grad()
     torch.manual_seed(1)
-    losses = made.loss(batch, target)
+    losses = made.loss(batch, target, TrainingState())
     losses.total.backward()
-    found = [p.grad for group in made.param_groups(0) for p in group["params"] if p.grad is not None]
+    found = [p.grad for group in made.stages[0].groups for p in group["params"] if p.grad is not None]
     return [losses.total.detach(), losses.hits, losses.counts, *found]
 
 
@@ -412,11 +412,11 @@ def test_every_family_learns_what_it_learns_live(
     made: Drafter = build(family, target=target)
     made.prepare(target, torch.ones(target.head.vocab_size, dtype=torch.int64))
     source = Stored(str(tmp_path), supervised_only=supervised_only)
-    if supervised_only and made.final_reach is None:
+    if supervised_only and made.stages[0].final_reach is None:
         with pytest.raises(UserError, match="reads every position"):
             prepare(source, made, target, examples())
         return
-    layers = made.features_in(0)
+    layers = made.stages[0].layers
     prepare(source, made, target, examples())
     live = gradients(made, Live().batch(Request(examples(), target, layers, packed=packed)), target)
     source.batch(Request(examples(), target, layers, packed=packed))

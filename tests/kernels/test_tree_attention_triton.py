@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import Accepted, Greedy
-from spectrain.decoding.captured import Engine
-from spectrain.decoding.loop import Context, Generation, decode
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.captured import Captured
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.batch import Batch
 from spectrain.kernels import kv_append, kv_commit, tree_verify
@@ -32,8 +34,9 @@ from spectrain.kernels.tree_attention import (
     tree_attention_reference,
 )
 from spectrain.models.target import Target
-from spectrain.trees import Chain, Eagle2, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees import Chain, Eagle2
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted, TokenTree
 from tests.targets import cut_tiny
 
 triton = pytest.importorskip("triton", reason="triton is not installed, so there are no kernels to interpret")
@@ -358,15 +361,16 @@ class Forked(Drafter):
         super().__init__()
         self.texts, self.layers = texts, ()
 
-    def loss(self, batch: Batch, target: Target) -> Any:
+    def loss(self, batch: Batch, target: Target, state: Any) -> Any:
         raise NotImplementedError
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         rows = []
         for text, length in zip(self.texts, context.cache.lengths.tolist()):
             root, first, second = (text[length : length + 3] + [5, 5])[:3]
             rows.append([root, first ^ 1, first, second ^ 1, second])
-        return TokenTree.of(torch.tensor(rows), torch.tensor([[-1, 0, 0, 2, 2]]).expand(len(rows), -1))
+        tree = TokenTree.of(torch.tensor(rows), torch.tensor([[-1, 0, 0, 2, 2]]).expand(len(rows), -1))
+        return Draft(complete=lambda root: tree)
 
     def commit(self, context: Context, accepted: Accepted) -> None: ...
 
@@ -391,7 +395,7 @@ def test_decoding_through_the_kernels_equals_the_references(
     forked = Forked([prompt + output for prompt, output in zip(prompts, plain)])
     runs: list[Callable[[], list[Generation]]] = [
         lambda: decode(target, prompts, Greedy(), 7, forked, Chain(4), ignore_eos=True),
-        lambda: Engine(target, Greedy(), eagle3, Eagle2(2, 5, 2)).decode(prompts, 3, ignore_eos=True),
+        lambda: Captured(target, Greedy(), eagle3, Eagle2(2, 5, 2)).decode(prompts, 3, ignore_eos=True),
     ]
     expected = [run() for run in runs]
     ran: Counter[str] = Counter()

@@ -10,7 +10,8 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy, Interleaved, VerifiedTree
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import Recorder
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3

@@ -69,7 +69,7 @@ def train(job: dict[str, Any]) -> None:
     target = load_tiny(sharding=job.get("target", "none"))
     drafter = make(job["family"], target)
     own = {id(parameter) for parameter in drafter.parameters()}
-    theirs = {id(p) for group in drafter.param_groups(1) for p in group["params"]} - own
+    theirs = {id(p) for group in drafter.stages[-1].groups for p in group["params"]} - own
     names = [name for name, parameter in target.named_parameters() if id(parameter) in theirs]
     trainer = Trainer(**{"lr": 1e-3, "max_steps": 4, "warmup": 0.0, "log_every": 1, **job["options"]})
 

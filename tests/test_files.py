@@ -1,0 +1,89 @@
+"""Files and folders are there whole or not at all."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spectrain.errors import UserError
+from spectrain.files import full_disk_named, write_text, written
+
+
+class Killed(BaseException):
+    """Stands for what ends the writer."""
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fill(scratch: Path, folder: bool, text: str) -> None:
+    (scratch / "inside" if folder else scratch).write_text(text)
+
+
+def content(place: Path, folder: bool) -> str:
+    return (place / "inside" if folder else place).read_text()
+
+
+@pytest.mark.parametrize("folder", [False, True])
+@pytest.mark.parametrize("before", [None, "old"])
+@pytest.mark.parametrize("failure", [None, Killed(), OSError(errno.ENOSPC, "full"), ValueError("other")], ids=str)
+def test_what_is_written_is_whole_or_as_before(tmp_path: Path, folder: bool, before: str | None, failure: Any) -> None:
+    """Whatever ends the writing, there is the new content, or the old, and nothing beside it."""
+    place = tmp_path / "place"
+    if before is not None:
+        with written(place, folder) as scratch:
+            fill(scratch, folder, before)
+    try:
+        with written(place, folder) as scratch:
+            fill(scratch, folder, "new")
+            assert names(tmp_path) == sorted([*(["place"] if before else []), scratch.name])
+            if failure is not None:
+                raise failure
+    except (Killed, UserError, ValueError) as error:
+        assert isinstance(error, UserError) == isinstance(failure, OSError)
+        assert not isinstance(error, UserError) or str(error).startswith(f"{place}: the disk is full")
+    expected = before if failure is not None else "new"
+    assert names(tmp_path) == ([] if expected is None else ["place"])
+    assert expected is None or content(place, folder) == expected
+
+
+def test_it_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything in a folder, and the folder, is synchronised while the old content still has the name."""
+    place, seen = tmp_path / "place", []
+    sync = os.fsync
+
+    def watched(handle: int) -> None:
+        seen.append((os.path.basename(os.readlink(f"/proc/self/fd/{handle}")), place.exists()))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    with written(place, folder=True) as scratch:
+        fill(scratch, True, "new")
+    assert seen == [("inside", False), ("place.part", False), (tmp_path.name, True)]
+
+
+def test_what_a_kill_left_is_overwritten(tmp_path: Path) -> None:
+    """A folder's half and old names are taken away by the next writer."""
+    for name in ("place.part", "place.old", "place"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "husk").write_text("half")
+    with written(tmp_path / "place", folder=True) as scratch:
+        fill(scratch, True, "new")
+    assert names(tmp_path) == ["place"] and names(tmp_path / "place") == ["inside"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_one_sentence(tmp_path: Path, number: int) -> None:
+    """It names the file and says what to do; another error stays as it is."""
+    with (
+        pytest.raises(UserError, match=r"here: the disk is full.*free some space and try"),
+        full_disk_named(Path("here"), "try"),
+    ):
+        raise OSError(number, "")
+    with pytest.raises(PermissionError), full_disk_named(Path("here")):
+        raise PermissionError(errno.EACCES, "no")
+    write_text(tmp_path / "text", "\u00e9")
+    assert (tmp_path / "text").read_bytes() == b"\xc3\xa9"
