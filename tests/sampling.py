@@ -46,7 +46,7 @@ def mark_what_is_left_out(items: Sequence[pytest.Item]) -> None:
     """Of tests that are sweeps, mark as slow what is in no sample."""
     sweeps = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("sweep"):
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):
             sweeps[item.nodeid.split("[")[0]].append(item)
     for cases in sweeps.values():
         mark = cases[0].get_closest_marker("sweep")
