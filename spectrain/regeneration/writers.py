@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from spectrain.data.chat import Message, prompt_tokens
-from spectrain.data.shards import Kind, Lost, Shard, Wanted
+from spectrain.data.shards import Kind, Lost, Row, Shard, Wanted
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Choice, Session, captured_or_refused

@@ -20,7 +20,6 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.shared.losses import DIVERGENCES, jensen_shannon
 from spectrain.drafters.shared.small_models import check_tokenizer, cut_model
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate, plain_model
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live

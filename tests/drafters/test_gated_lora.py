@@ -30,7 +30,6 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
 from spectrain.errors import UserError
-from spectrain.eval.baselines import plain_model
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live

@@ -18,7 +18,6 @@ from spectrain.decoding.loop import decode
 from spectrain.decoding.session import tune
 from spectrain.drafters.layer_skip import LayerSkipping, laid_out, search
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.plain import generate
 from spectrain.models.target import Target

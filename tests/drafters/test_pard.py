@@ -22,7 +22,6 @@ from spectrain.drafters.base import TrainingState
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.shared.masks import add_blocks
 from spectrain.errors import UserError
-from spectrain.eval.baselines import plain_model
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live

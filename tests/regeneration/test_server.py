@@ -18,7 +18,6 @@ from spectrain.errors import RunError, UserError
 from spectrain.regeneration import server as server_module
 from spectrain.regeneration.regenerate import Regeneration
 from spectrain.regeneration.server import ServerWriter
-from spectrain.regeneration.shards import Shards
 from spectrain.regeneration.writers import Sampling
 
 LIMIT = 12
