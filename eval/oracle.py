@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from spectrain.decoding.calibration import Forced, Known, chain_length
+from spectrain.decoding.calibration import Forced, Known
 from spectrain.decoding.generation import Generation
 from spectrain.eval.systems import Decoder, System
+from spectrain.trees.measurements import chain_length
 
 
 class Oracle:

@@ -18,7 +18,8 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import Captured, Marks, State, bucket
 from spectrain.decoding.generation import PARTS, Generation
 from spectrain.decoding.loop import Request
-from spectrain.drafters.base import Abilities, Capture, Drafter
+from spectrain.drafters.abilities import Abilities, Capture
+from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
 from spectrain.models.device import wait
 from spectrain.models.target import Target

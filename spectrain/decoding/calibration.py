@@ -5,12 +5,8 @@ Shapes: B batch, D depth, K children of a node, V vocabulary. Both are measured 
 
 from __future__ import annotations
 
-import json
 import time
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +19,7 @@ from spectrain.models.device import wait
 from spectrain.models.target import Target
 from spectrain.randomness import DRAFT, generator, gumbel
 from spectrain.trees.base import Prefix, Rollout, Round, TreeBuilder
+from spectrain.trees.measurements import Calibration, Latency, RuleForecast
 from spectrain.trees.token_tree import Children, TokenTree
 
 from .acceptance import AcceptanceRule, Greedy, Recursive, Siblings
@@ -30,84 +27,6 @@ from .loop import decode
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 BRANCHES = 4  # children of a node by which rules are compared, where the tree branches
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Seconds by number of nodes, at contexts of a few lengths; between measured sizes linear, beyond them too."""
-
-    verify_seconds: dict[int, dict[int, float]]  # context -> nodes -> a target forward with its acceptance
-    step_seconds: dict[int, dict[int, float]]  # context -> nodes -> one more draft step over so many nodes
-    start_seconds: float  # the first draft step, which also reads what was accepted
-
-    def verify(self, nodes: float, context: int = 0) -> float:
-        return _between(self.verify_seconds[_bucket(self.verify_seconds, context)], nodes)
-
-    def step(self, nodes: float, context: int = 0) -> float:
-        return _between(self.step_seconds[_bucket(self.step_seconds, context)], nodes)
-
-    def draft(self, levels: int, width: float, context: int = 0) -> float:
-        """A draft of so many levels, every one after the first over `width` nodes."""
-        return self.start_seconds + (levels - 1) * self.step(width, context)
-
-
-@dataclass(frozen=True)
-class RuleForecast:
-    """What two ways of sampling the same text would keep of this drafter: sample-and-match of the likeliest children, and
-    weighing p against q where as many children are drawn without replacement. The flatter q is, the better is the second."""
-
-    children: int  # of a node
-    matched: list[float]  # how often one of them is kept, at each depth
-    weighed: list[float]
-
-    @property
-    def lengths(self) -> tuple[float, float]:
-        """Tokens a forward that either promises, if depths were independent."""
-        return chain_length(self.matched), chain_length(self.weighed)
-
-    @property
-    def weighing_pays(self) -> bool:
-        """Whether drawing keeps more, beyond what so few places can tell."""
-        return self.lengths[1] > 1.03 * self.lengths[0]
-
-    def summary(self) -> dict[str, Any]:
-        matched, weighed = self.lengths
-        return {
-            "children": self.children,
-            "match": {"kept_by_depth": [round(rate, 4) for rate in self.matched], "forecast": round(matched, 4)},
-            "recursive": {"kept_by_depth": [round(rate, 4) for rate in self.weighed], "forecast": round(weighed, 4)},
-            "better": "recursive" if self.weighing_pays else "match",
-        }
-
-
-def chain_length(rates: Sequence[float]) -> float:
-    """Tokens a forward where depths are kept at these rates, independently of each other."""
-    length = product = 1.0
-    for rate in rates:
-        product *= rate
-        length += product
-    return length
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """`hits[d][k]`: how often the k-th child at depth d + 1 is the one kept, where the path above it is right."""
-
-    hits: list[list[float]] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)  # places measured at each depth
-    latency: Latency | None = None
-    rules: RuleForecast | None = None  # where the rule is sample-and-match
-
-    @property
-    def chances(self) -> list[float]:
-        """The same whatever the depth, over all places."""
-        weights = np.asarray(self.counts, dtype=float)[:, None]
-        return list((np.asarray(self.hits) * weights).sum(0) / weights.sum())
-
-    def save(self, path: Path) -> None:
-        parts = {"latency": self.latency, "rules": self.rules}
-        known = {name: None if part is None else vars(part) for name, part in parts.items()}
-        path.write_text(json.dumps({"hits": self.hits, "counts": self.counts, **known}, indent=1) + "\n")
 
 
 def calibrate(
@@ -358,18 +277,3 @@ def _check_rolled_out(builder: TreeBuilder, rolled_out: bool) -> None:
             f"tree={builder.name}: it is prepared by watching the drafter draft step by step, and this drafter copies text; "
             "use tree=chain"
         )
-
-
-def _between(table: dict[int, float], nodes: float) -> float:
-    """Linear interpolation; beyond the ends the nearest segment goes on."""
-    sizes = sorted(table)
-    if len(sizes) == 1:
-        return table[sizes[0]]
-    right = min(max(bisect_left(sizes, nodes), 1), len(sizes) - 1)
-    low, high = sizes[right - 1], sizes[right]
-    return table[low] + (table[high] - table[low]) * (nodes - low) / (high - low)
-
-
-def _bucket(table: dict[int, Any], context: int) -> int:
-    """The nearest measured context that is not shorter, else the longest."""
-    return min((length for length in table if length >= context), default=max(table))

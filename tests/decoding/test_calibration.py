@@ -16,17 +16,7 @@ from spectrain.decoding.acceptance import (
     SpeculativeSampling,
     Traversal,
 )
-from spectrain.decoding.calibration import (
-    Calibration,
-    Forced,
-    Latency,
-    RuleForecast,
-    _between,
-    _bucket,
-    calibrate,
-    measure_latency,
-    run_forced,
-)
+from spectrain.decoding.calibration import Forced, calibrate, measure_latency, run_forced
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
@@ -36,6 +26,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Cast, Chain, Eagle2, Sequoia, Static, TreeBuilder
+from spectrain.trees.measurements import Calibration, Latency, RuleForecast, _between, _bucket
 from spectrain.trees.token_tree import Children
 from tests.decoding.test_loop import stop_at
 from tests.trees.tables import VOCAB, Table, soft_scores
