@@ -309,14 +309,15 @@ def sampling(found: Sequence[Scored]) -> list[dict[str, str]]:
     """How to sample where sample-and-match, which all were scored with, keeps less than drawing children would."""
     rules = {one.name: one.summary["rules"] for one in found if one.summary.get("rules")}
     better = {name: said for name, said in rules.items() if said["better"] == "recursive"}
-    if not better:
+    if not better or found[0].setting["rule"] == "sample":  # which uses it
         return []
     lengths = ", ".join(
         f"{name} {said['match']['forecast']:.2f} to {said['recursive']['forecast']:.2f}" for name, said in better.items()
     )
     return [advice("sampling", (
-        "acceptance=recursive tree.children=without_replacement",
-        f"By what calibration measured, tokens a forward rise where drafters are unsure: {lengths}.",
+        "acceptance=sample",
+        "It draws children without replacement where that keeps more. By what calibration measured, tokens a forward rise "
+        f"where drafters are unsure: {lengths}.",
     ))]  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def explanation(summary: dict[str, Any]) -> Iterator[str]:
             "of a chain so deep"
         )
     if (rules := summary.get("rules")) and rules["better"] == "recursive":
-        yield better_rule(rules)
+        yield better_rule(rules, used=summary["tree"]["children"] != "deterministic")
     if limits.get("oracle"):
         floor = limits["autoregressive_of_floor"]
         free = limits["zero_cost_draft"]
@@ -141,12 +141,13 @@ def explanation(summary: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def better_rule(rules: dict[str, Any]) -> str:
+def better_rule(rules: dict[str, Any], used: bool = False) -> str:
     """What drawing children promises where the drafter is unsure."""
     match, recursive = rules["match"], rules["recursive"]
     return (
         f"with {rules['children']} children a place, acceptance=match keeps {_rates(match['kept_by_depth'])} by depth, and "
-        f"acceptance=recursive tree.children=without_replacement would keep {_rates(recursive['kept_by_depth'])}: use that"
+        f"acceptance=recursive tree.children=without_replacement {_rates(recursive['kept_by_depth'])}: "
+        + ("so it was decoded" if used else "use that, or acceptance=sample")
     )
 
 

@@ -5,7 +5,7 @@ same kernels, same cache, same stop handling. The reference of the lossless chec
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from spectrain.data.chat import prompt_tokens
-from spectrain.decoding.calibration import calibrate
+from spectrain.decoding.calibration import calibrate, settle
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.session import Choice, check, ready, tune
 from spectrain.errors import UserError
@@ -46,7 +46,7 @@ from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.settings.values import FolderName
-from spectrain.trees.measurements import Calibration
+from spectrain.trees.measurements import Calibration, RuleForecast
 
 
 @dataclass
@@ -147,7 +147,9 @@ class Evaluation:
     def score(self, candidate: Candidate, folder: Path) -> dict[str, Any]:
         """Decode every prompt with every system, write what was found to `folder`, print the table."""
         parts = self.parts()
-        systems, calibration = self._prepare(candidate, parts)
+        asked = candidate.rule.name
+        candidate, rules = self._ready(candidate, parts)
+        systems, calibration = self._systems(candidate, parts)
         decoder = self._decoder(candidate.target, systems[0])
         oracle = Oracle(systems[0], decoder) if self.oracle else None
         decoding = Interleaving(decoder, systems, parts, oracle, self.max_new_tokens, self.batch_size)
@@ -156,20 +158,20 @@ class Evaluation:
         results = self._results(candidate, decoding, folder)
         folder.mkdir(parents=True, exist_ok=True)
         summary = self._summary(results, decoding)
-        rules = (oracle and oracle.forced.rules) or (calibration and calibration.rules)
+        rules = rules or (oracle and oracle.forced.rules) or (calibration and calibration.rules)
         if rules:
             summary["rules"] = rules.summary()
         for part in parts:
             summary |= part.report(results)
         if self.report:
             summary |= self._judgements(results)
-        summary["setting"] = self._setting(candidate, summary, decoding)
+        summary["setting"] = {**self._setting(candidate, summary, decoding), "rule": asked}
         self._write(results, summary, calibration)
         print_table(summary)
         return summary
 
-    def _prepare(self, candidate: Candidate, parts: list[Part]) -> tuple[list[System], Calibration | None]:
-        """What is decoded, the drafter with its tree first, all of it checked and ready."""
+    def _ready(self, candidate: Candidate, parts: list[Part]) -> tuple[Candidate, RuleForecast | None]:
+        """The candidate, checked, on the target's device and tuned, with a rule that leaves nothing open."""
         target, drafter, builder, rule = candidate.target, candidate.drafter, candidate.builder, candidate.rule
         check(drafter, builder, rule)
         for part in parts:
@@ -177,6 +179,16 @@ class Evaluation:
         drafter.to(target.device, target.dtype).eval()
         target.pack()
         tune(drafter, target, lambda: self._calibration_prompts(target), builder.depth)
+        forecast = None
+        if rule.is_open and self.sweep is None and self.prune_layer is None:
+            rule, builder, forecast = settle(target, drafter, builder, rule, lambda: self._calibration_prompts(target))
+        elif rule.is_open:  # trees of all kinds, and pruned ones, can be judged by this rule only
+            rule = rule.matched()
+        return replace(candidate, rule=rule, builder=builder), forecast
+
+    def _systems(self, candidate: Candidate, parts: list[Part]) -> tuple[list[System], Calibration | None]:
+        """What is decoded, the drafter with its tree first, all of it ready."""
+        target, drafter, builder, rule = candidate.target, candidate.drafter, candidate.builder, candidate.rule
         first = System("drafter", f"drafter, {describe(builder)}", drafter, builder, rule, Guard() if self.guard else None)
         for part in parts:
             first = part.own(candidate, first)

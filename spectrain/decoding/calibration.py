@@ -6,6 +6,7 @@ Shapes: B batch, D depth, K children of a node, V vocabulary. Both are measured 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,8 @@ from .acceptance import AcceptanceRule, Greedy, Recursive, Siblings
 from .loop import decode
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+SETTLED_BY, SETTLED_TOKENS = 6, 32  # prompts and tokens of each by which a rule is chosen
+Drawing = tuple[Children, float]  # how children are chosen, and the temperature of what they are drawn from
 BRANCHES = 4  # children of a node by which rules are compared, where the tree branches
 
 
@@ -57,6 +60,24 @@ def calibrate(
     for builder in builders:
         builder.prepare(calibration)
     return calibration
+
+
+def settle(
+    target: Target, drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule, prompts: Callable[[], list[list[int]]]
+) -> tuple[AcceptanceRule, TreeBuilder, RuleForecast | None]:
+    """The rule and builder to decode with; where the rule leaves that open, what would be kept of the target's own answers."""
+    if not rule.is_open:
+        return rule, builder, None
+    assert rule.shaping is not None, "a rule that is open samples"
+    if builder.children in Recursive.children:
+        return Recursive(*rule.shaping), builder, None
+    drawn = builder.drawn(rule.shaping[0])
+    if drawn is None or drafter.abilities.copies_text:
+        return rule.matched(), builder, None
+    forecast = run_forced(target, drafter, builder, rule.matched(), prompts()[:SETTLED_BY], SETTLED_TOKENS).rules
+    if forecast is None or not forecast.weighing_pays:
+        return rule.matched(), builder, forecast
+    return Recursive(*rule.shaping), drawn, forecast
 
 
 def run_forced(
@@ -92,6 +113,8 @@ class Forced(TreeBuilder):
         self.sums = torch.zeros(self.depth, width, dtype=torch.float64)
         self.counts = [0] * self.depth
         matches = self.rule.fixes_choice and builder.children == "deterministic"
+        self.drawing: Drawing = builder.children, builder.temperature
+        self.branches = 1 if builder.is_chain else BRANCHES
         self.weighing = None if self.rule.shaping is None or not matches else Recursive(*self.rule.shaping)
         self.weighed = [0.0] * self.depth  # the same of `weighing`, over the places of each depth
         self.overlaps, self.firsts = [0.0] * self.depth, [0] * self.depth  # sums over the places of each depth
@@ -136,9 +159,8 @@ class Forced(TreeBuilder):
         """Sample-and-match beside weighing drawn children."""
         if self.weighing is None or not any(self.counts):
             return None
-        children = 1 if self.builder.is_chain else BRANCHES
         weighed = [total / count for total, count in zip(self.weighed, self.counts) if count]
-        return RuleForecast(children, [sum(hits[:children]) for hits in self.hits], weighed)
+        return RuleForecast(self.branches, [sum(hits[: self.branches]) for hits in self.hits], weighed)
 
     def observe(self, round: Round) -> None:
         """Add each child's chance of being kept at every place that was really reached."""
@@ -147,26 +169,32 @@ class Forced(TreeBuilder):
             rate: Any = 1
             for level in range(min(int(round.counts[b]), len(self.levels)) if drafted else 0):
                 logits = round.logits[b, level]
-                siblings, q = self._siblings(logits, self.levels[level][b], level, self.builder.children)
-                chances = [float(chance) for chance in self.rule.chances(siblings, rate)]
-                self.sums[level, : len(chances)] += torch.tensor(chances, dtype=torch.float64)
+                siblings, q = self._siblings(logits, self.levels[level][b], level, self.drawing)
+                self._judge(siblings, q, logits, level, rate)
                 if level + 1 < len(self.levels):
                     rate = self.rule.rate_after(siblings.p, q, int(round.tree.tokens[b, level + 1]), rate)
-                p = siblings.p if self.rule.is_random else logits.double().softmax(-1)
-                self.overlaps[level] += float(torch.minimum(p, q).sum())
-                self.firsts[level] += int(q.argmax() == logits.argmax())
                 if self.weighing is not None:
-                    drawn, _ = self._siblings(logits, self.levels[level][b], level, "without_replacement")
-                    drawn = replace(drawn, tokens=drawn.tokens[: 1 if self.builder.is_chain else BRANCHES])
+                    how: Drawing = "without_replacement", self.weighing.temperature
+                    drawn, _ = self._siblings(logits, self.levels[level][b], level, how)
+                    drawn = replace(drawn, tokens=drawn.tokens[: self.branches])
                     self.weighed[level] += sum(map(float, self.weighing.chances(drawn)))
                 self.counts[level] += 1
 
-    def _siblings(self, logits: Tensor, log_q: Tensor, level: int, children: Children) -> tuple[Siblings, Tensor]:
+    def _judge(self, siblings: Siblings, q: Tensor, logits: Tensor, level: int, rate: Any) -> None:
+        """Add what the rule says of siblings, and how alike p and q are."""
+        chances = [float(chance) for chance in self.rule.chances(siblings, rate)]
+        self.sums[level, : len(chances)] += torch.tensor(chances, dtype=torch.float64)
+        p = siblings.p if self.rule.is_random else logits.double().softmax(-1)
+        self.overlaps[level] += float(torch.minimum(p, q).sum())
+        self.firsts[level] += int(q.argmax() == logits.argmax())
+
+    def _siblings(self, logits: Tensor, log_q: Tensor, level: int, drawing: Drawing) -> tuple[Siblings, Tensor]:
         """Children as a builder would choose or draw them, and the drafter's whole distribution over target ids."""
         assert self.rollout is not None
+        children, temperature = drawing
         p = self.rule.distribution(logits)
         width = min(self.width, len(log_q))
-        scores, log_q = log_q, (log_q.double() / self.builder.temperature).log_softmax(-1)
+        scores, log_q = log_q, (log_q.double() / temperature).log_softmax(-1)
         every = self.rollout.to_target(torch.arange(len(log_q), device=log_q.device))
         q = torch.zeros_like(p).scatter(0, every, log_q.exp())
         if children == "deterministic":

@@ -14,7 +14,7 @@ from spectrain.models.target import Target
 from spectrain.trees.base import RootAlone, TreeBuilder
 
 from .acceptance import AcceptanceRule, Greedy
-from .calibration import calibrate
+from .calibration import calibrate, settle
 from .captured import Captured, why_not
 from .generation import Generation, Watch, unwatched
 from .guard import Guard, GuardedBuilder, GuardedDrafter
@@ -55,6 +55,7 @@ class Session:
         target.pack()
         ready(drafter, target)
         tune(drafter, target, prompts, builder.depth)
+        rule, builder, _ = settle(target, drafter, builder, rule, prompts)
         if builder.needs:
             calibrate(target, drafter, [builder], rule, prompts())
         return cls(target, rule, drafter, builder, engine=engine)

@@ -180,6 +180,11 @@ class TreeBuilder(ABC):
         """How deep to draft: the builder's depth, or less where the drafter cannot."""
         return self.depth if rollout.depth_limit is None else min(self.depth, rollout.depth_limit)
 
+    def drawn(self, temperature: float) -> TreeBuilder | None:
+        """The same trees, not prepared yet, whose children are drawn at this temperature; None where which nodes stay depends
+        on what was drawn."""
+        return None
+
     def settings(self) -> dict[str, object]:
         """What a report says about the tree."""
         return {"name": self.name, "depth": self.depth, "budget": self.budget, "children": self.children}

@@ -41,6 +41,9 @@ class Chain(TreeBuilder):
         self.budget, self.drafted = depth + 1, depth - 1
         self.is_fixed = not stop
 
+    def drawn(self, temperature: float) -> Chain:
+        return Chain(self.depth, "sampled", temperature, self.seed, self.stop, self.stop_on)
+
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         draft = GrowingTree(self, prefix, rollout)
         confidence = torch.ones(len(prefix.root), device=prefix.root.device)

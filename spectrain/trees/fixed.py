@@ -6,6 +6,7 @@ A shape is a list of paths: (0, 2) is the third choice below the first choice be
 from __future__ import annotations
 
 import heapq
+from copy import copy
 from itertools import product
 
 import numpy as np
@@ -65,6 +66,13 @@ class Static(TreeBuilder):
         self.levels = {}
         self.budget = len(self.paths) + 1
         self.drafted = len({path[:-1] for path in self.paths}) - 1
+
+    def drawn(self, temperature: float) -> Static | None:
+        if not self.needs and any(path[-1] and (*path[:-1], path[-1] - 1) not in self.paths for path in self.paths):
+            return None  # its paths leave out an earlier sibling
+        other = copy(self)
+        other.children, other.temperature, other.levels = "without_replacement", temperature, {}
+        return other
 
     def prepare(self, calibration: Calibration) -> None:
         if "hits" in self.needs:

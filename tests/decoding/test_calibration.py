@@ -13,10 +13,11 @@ from spectrain.decoding.acceptance import (
     Greedy,
     Match,
     Recursive,
+    Sample,
     SpeculativeSampling,
     Traversal,
 )
-from spectrain.decoding.calibration import Forced, calibrate, measure_latency, run_forced
+from spectrain.decoding.calibration import Forced, calibrate, measure_latency, run_forced, settle
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
@@ -171,7 +172,7 @@ def chances(rule: AcceptanceRule, children: Children, logits: Tensor, number: in
     """The chances of the children that are drawn from a table the `number`th time."""
     forced = Forced({}, Chain(1, children), rule, width)
     forced.rollout, forced.counts = Table(soft_scores), [number]
-    siblings, _ = forced._siblings(logits, torch.tensor(soft_scores(0, ())), 0, children)
+    siblings, _ = forced._siblings(logits, torch.tensor(soft_scores(0, ())), 0, (children, 1.0))
     return [float(chance) for chance in rule.chances(siblings)]
 
 
@@ -238,7 +239,29 @@ def test_the_better_rule_by_hand() -> None:
     weak, sure = RuleForecast(4, [0.445, 0.4], [0.704, 0.7]), RuleForecast(1, [0.9], [0.91])
     assert weak.lengths == pytest.approx((1 + 0.445 + 0.178, 1 + 0.704 + 0.4928))
     assert weak.summary()["better"] == "recursive" and sure.summary()["better"] == "match"
-    assert "acceptance=recursive tree.children=without_replacement would keep 0.70 0.70" in better_rule(weak.summary())
+    assert "acceptance=recursive tree.children=without_replacement 0.70 0.70: use that" in better_rule(weak.summary())
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_an_open_rule_is_settled(
+    tiny: Target, prompts: list, eagle3: Eagle3, monkeypatch: pytest.MonkeyPatch, pays: bool
+) -> None:
+    """acceptance=sample becomes recursive rejection over the same tree, drawn, where that promises more, else sample-and-match;
+    a tree that cannot be drawn stays, one that is drawn already is weighed, and other rules are left alone."""
+    monkeypatch.setattr(RuleForecast, "weighing_pays", pays)
+    rule, sampling = Sample(0.7, 9, 0.9, 4), (0.7, 9, 0.9, 4)
+    for builder in (Chain(2, seed=6), Static(2, 5, [[0], [1], [0, 0]], seed=6)):
+        found, tree, forecast = settle(tiny, eagle3, builder, rule, lambda: prompts[:1])
+        assert forecast is not None and found.shaping == sampling and tree.depth == 2 and tree.seed == 6
+        assert (found.name, tree.temperature) == (("recursive", 0.7) if pays else ("match", 1.0))
+        found.check(tree.children, tree.is_chain)
+        assert (tree is builder) is not pays and builder.children == "deterministic"
+    found, tree, _ = settle(tiny, eagle3, other := Eagle2(2, 6, 2), rule, lambda: [])
+    assert (found.name, tree) == ("match", other)
+    found, tree, _ = settle(tiny, eagle3, other := Chain(2, "sampled"), rule, lambda: [])
+    assert (found.name, tree) == ("recursive", other)
+    assert settle(tiny, eagle3, other, greedy := Greedy(), lambda: []) == (greedy, other, None)
+    assert Static(2, 4, [[0], [2]]).drawn(1.0) is None
 
 
 def test_calibrate_prepares_what_needs_it(tiny: Target, prompts: list, eagle3: Eagle3) -> None:

@@ -19,7 +19,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval.comparison import Scored, Way, check_same, join, ratio_interval, recommend
+from spectrain.eval.comparison import Scored, Way, check_same, join, ratio_interval, recommend, sampling
 from spectrain.eval.memory import Held, extra_memory, own_bytes
 from spectrain.eval.report import print_comparison
 from spectrain.models.target import Target
@@ -207,6 +207,29 @@ def test_lossy_drafters_are_not_advised(tmp_path: Path) -> None:
     lossy = way(tmp_path, "lossy", [0.5] * 10, 2.0, lossless_to="nothing")
     (advice,) = recommend([lossy])
     assert advice["choice"] == "none" and "under this rule" in advice["because"]
+
+
+def test_how_to_sample_is_advised(tmp_path: Path) -> None:
+    """Where calibration measured that drawing children keeps more than sample-and-match does, it is advised, once and not
+    where that is used already."""
+    flat = {"match": {"forecast": 1.72}, "recursive": {"forecast": 3.17}, "better": "recursive"}
+    sharp = {"match": {"forecast": 2.9}, "recursive": {"forecast": 2.91}, "better": "match"}
+
+    def scored(name: str, rules: dict[str, Any] | None, rule: str = "match") -> Scored:
+        return Scored(name, tmp_path, {"setting": {"rule": rule}, **({"rules": rules} if rules else {})}, {})
+
+    (found,) = sampling([scored("plain", None), scored("flat", flat), scored("sharp", sharp)])
+    assert found["choice"] == "acceptance=sample" and "flat 1.72 to 3.17" in found["because"]
+    assert "sharp" not in found["because"]
+    assert not sampling([scored("sharp", sharp)]) and not sampling([scored("flat", flat, "sample")])
+
+
+def test_impossible_speedups_are_not_advised(tmp_path: Path) -> None:
+    """A speedup above its tokens a forward does not win, and the comparison says which are not to be quoted."""
+    slowed = way(tmp_path, "slowed", [0.3] * 10, 1.4)
+    slowed.entry["speedup"] |= {"at_most": 1.4, "quotable": False, "reason": "slowed"}
+    good = way(tmp_path, "good", [0.6] * 10, 2.0)
+    assert recommend([slowed, good])[0]["choice"].startswith("good")
 
 
 def test_engines_are_ranked_apart(tmp_path: Path) -> None:

@@ -199,14 +199,14 @@ def scored(tiny: Target, folder: Path, builder: TreeBuilder, saved: list[Weights
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     evaluation = Evaluation(prompts=str(folder / "prompts.jsonl"), max_new_tokens=LIMIT, baselines=(), oracle=False, **options)
     held: list[Any] = []
-    prepare = evaluation._prepare
+    prepare = evaluation._systems
 
     def watched(*arguments: Any) -> Any:
         found = prepare(*arguments)
         held.extend(found[0])
         return found
 
-    evaluation._prepare = watched  # type: ignore[method-assign]
+    evaluation._systems = watched  # type: ignore[method-assign]
     drafter = make(tiny)
     candidate = Candidate(tiny, drafter, builder, Greedy(), SETTING, save=lambda learnt: saved.append(weights(learnt)))
     summary = evaluation.score(candidate, folder / "out")

@@ -16,6 +16,7 @@ from spectrain.decoding.acceptance import (
     Greedy,
     Match,
     Recursive,
+    Sample,
     SpeculativeSampling,
     Traversal,
     Typical,
@@ -32,6 +33,7 @@ from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
+from spectrain.trees.measurements import RuleForecast
 from spectrain.trees.token_tree import TokenTree
 
 LIMIT = 12
@@ -227,6 +229,23 @@ def test_every_rule_is_scored(tiny: Target, tmp_path: Path, eagle3: Eagle3, rule
         copied = summary["compared"]["ngram"]["lossless"]  # nothing is drawn there: matched with the same p
         assert copied["rule"] == "match" and copied["identical"] == copied["checked"] == 4
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_the_rule_that_keeps_more_is_used(
+    tiny: Target, tmp_path: Path, eagle3: Eagle3, monkeypatch: pytest.MonkeyPatch, capsys: Any, pays: bool
+) -> None:
+    """acceptance=sample decodes by the rule that a measurement favours, says what both would keep, and is scored under its
+    name; n-gram lookup beside it is sample-and-match either way."""
+    monkeypatch.setattr(RuleForecast, "weighing_pays", pays)
+    summary = evaluation(tmp_path, ("ngram",)).score(
+        Candidate(tiny, eagle3, Static(2, 5), Sample(0.8, seed=2), SETTING), tmp_path / "out"
+    )
+    assert summary["setting"]["rule"] == "sample" and summary["lossless"]["rule"] == ("recursive" if pays else "match")
+    assert summary["rules"]["better"] == summary["lossless"]["rule"]
+    assert summary["tree"]["children"] == ("without_replacement" if pays else "deterministic")
+    assert summary["compared"]["ngram"]["lossless"]["identical"] == 4
+    assert ("so it was decoded" in " ".join(capsys.readouterr().out.split())) is pays
 
 
 def test_a_tree_is_searched_and_timed_before_it_is_scored(tiny: Target, tmp_path: Path, eagle3: Eagle3) -> None:

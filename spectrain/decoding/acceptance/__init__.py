@@ -4,7 +4,7 @@ from spectrain.trees.token_tree import Accepted
 
 from .base import AcceptanceRule, Siblings
 from .lossy import Interleaved, Typical
-from .matching import Greedy, Match, SamplingRule
+from .matching import Greedy, Match, Sample, SamplingRule
 from .walking import Dice, VerifiedTree, Walking
 from .weighing import Block, Recursive, SpeculativeSampling, Traversal
 
@@ -17,6 +17,7 @@ __all__ = [
     "Interleaved",
     "Match",
     "Recursive",
+    "Sample",
     "SamplingRule",
     "Siblings",
     "SpeculativeSampling",

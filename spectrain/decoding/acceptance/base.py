@@ -42,6 +42,7 @@ class AcceptanceRule(ABC):
     chains_only = False
     on_device = False  # it judges without a host-device synchronisation
     is_random = False  # it draws tokens, by keys of seed, sequence and position
+    is_open = False  # it leaves to a measurement by which rule the target is sampled; until then it is sample-and-match
     fixes_choice = False  # the target's token after a node does not depend on what was drafted, so drafting changes no token
 
     @abstractmethod

@@ -100,3 +100,11 @@ class Match(FixedChoice, SamplingRule):
 
     def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Accepted:
         return Accepted(*tree_match(nodes_of(tree), logits, self.draws(SAMPLE, sequence_ids, positions)))
+
+
+class Sample(Match):
+    """Sampling by whichever rule keeps more of this drafter, measured before decoding: sample-and-match or, where the drafter
+    is unsure and the tree's children can be drawn, recursive rejection. The output has the target's distribution either way."""
+
+    name = "sample"
+    is_open = True
