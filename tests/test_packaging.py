@@ -1,9 +1,17 @@
 """What the layout and the wheel promise."""
 
+import ast
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.test_house import code, tree
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,6 +25,25 @@ def test_linked_folders_are_folders() -> None:
 def test_kernels_never_shadows_the_hugging_face_package() -> None:
     """A regular package there would win over an installed `kernels` whenever the root is on sys.path."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_every_import_is_declared() -> None:
+    """What the code imports is a dependency or in an extra that users install, not merely there because something else is."""
+    tomllib = pytest.importorskip("tomllib", reason="Python reads toml from 3.11 on")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [names for extra, names in project["optional-dependencies"].items() if extra not in ("dev", "docs")]
+    declared = {canonicalize_name(Requirement(name).name) for names in (project["dependencies"], *extras) for name in names}
+    installed = packages_distributions()
+    missing = set()
+    for path in code():
+        for node in ast.walk(tree(path)):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+                modules = [node.module]
+            for name in {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"spectrain"}:
+                if not declared & set(map(canonicalize_name, installed.get(name, [name]))):
+                    missing.add(name)
+    assert not missing, f"add to pyproject.toml what ships {sorted(missing)}"
 
 
 def test_wheel_holds_everything_and_nothing_else(tmp_path: Path) -> None:
