@@ -5,6 +5,8 @@ Nothing here copies or patches model code: attention goes through `AttentionInte
 `Cache`, features through hooks.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -45,6 +47,15 @@ class Target(nn.Module):
         if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
         self._check_attention()
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, dtype: str = "auto", device: str = "auto") -> Target:
+        """A target by the name of one that comes with the project (tiny, smollm2), from a directory, or from the hub."""
+        from .loading import load_hf, load_smollm2, load_tiny
+
+        if name == "tiny":
+            return load_tiny(dtype, device)
+        return load_smollm2(dtype, device) if name == "smollm2" else load_hf(str(name), dtype=dtype, device=device)
 
     @property
     def decoder(self) -> nn.Module:

@@ -33,7 +33,7 @@ from spectrain.models.device import wait
 from spectrain.models.loading import load_tokenizer, untrained_network
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
-from spectrain.runs.run import fresh_drafter
+from spectrain.runs.fresh import fresh_drafter
 from spectrain.settings.build import build, settings_of
 from spectrain.training.trainer import Trainer
 

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from spectrain.cli.defaults import complete as with_defaults
 from spectrain.data.chat import Message
 from spectrain.data.readers import Data
 from spectrain.data.shards import Lost, Row, Shard, Shards, Wanted
@@ -24,8 +23,11 @@ from spectrain.decoding.session import Session
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
-from spectrain.runs.run import drafter_directory, load_weights, trained_target
-from spectrain.settings.build import build, check_config, constructor
+from spectrain.runs.defaults import complete as with_defaults
+from spectrain.runs.drafter_files import drafter_directory, load_weights
+from spectrain.runs.folder import trained_target
+from spectrain.settings.build import build, constructor
+from spectrain.settings.check import check_config
 
 from .progress import WritingProgress
 from .writers import EngineWriter, Sampling, Writer, opening_prompts

@@ -163,7 +163,7 @@ class TreeBuilder(ABC):
         if draft.rollout is not None:
             tree = self.expand(prefix, draft.rollout)
         else:
-            tree = merged(prefix, draft.continuations or [[] for _ in prefix.root], self.depth, self.budget)
+            tree = merged(prefix, draft.continuations or [], self.depth, self.budget)
         return tree if draft.complete is None else draft.complete(tree)
 
     @abstractmethod
@@ -228,11 +228,12 @@ class RootAlone(TreeBuilder):
     is_chain = is_fixed = keeps_drafted = True
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        return merged(prefix, [[] for _ in prefix.root], self.depth, self.budget)
+        return merged(prefix, [], self.depth, self.budget)
 
 
 def merged(prefix: Prefix, continuations: list[list[list[int]]], depth: int, budget: int) -> TokenTree:
-    """Continuations as one trie a text, which takes them in their order while it has room; padded to the longest row."""
+    """Continuations as one trie a text, which takes them in their order while it has room; padded to the longest row.
+    Where there are none at all, the root alone."""
     if not any(map(any, continuations)):
         return TokenTree.chain(prefix.root[:, None])
     rows = [trie(root, known, depth, budget) for root, known in zip(prefix.root.tolist(), continuations)]

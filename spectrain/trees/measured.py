@@ -20,6 +20,7 @@ class Measured(TreeBuilder):
     """A builder that needs the time of drafting and verifying."""
 
     needs = ("latency",)
+    goes_by_clock = True
     latency: Latency | None = None
 
     def prepare(self, calibration: Calibration) -> None:

@@ -20,12 +20,12 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.shared.losses import DIVERGENCES, jensen_shannon
 from spectrain.drafters.shared.small_models import check_tokenizer, cut_model
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate, plain_model
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
+from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import load_tensors, tensors_of
 from spectrain.trees import Chain, DySpec, Eagle2, Rollout, TreeBuilder

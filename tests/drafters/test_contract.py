@@ -18,7 +18,7 @@ from spectrain.features.base import BatchRequest
 from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
-from spectrain.runs.run import load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
 from spectrain.training.trainer import Trainer, trained_groups
 from spectrain.trees import Chain, Eagle2, TreeBuilder

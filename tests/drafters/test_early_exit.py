@@ -21,13 +21,14 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate
 from spectrain.features.batch import Batch, collate
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.loading import load_hf, load_tiny
+from spectrain.models.plain import generate
 from spectrain.models.target import Target
-from spectrain.runs.run import fresh_drafter, load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
+from spectrain.runs.fresh import fresh_drafter
 from spectrain.settings.build import build
 from spectrain.settings.choices import looked_up
 from spectrain.training.trainer import Trainer

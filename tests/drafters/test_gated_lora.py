@@ -30,15 +30,15 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
 from spectrain.errors import UserError
-from spectrain.eval.baselines import plain_model
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
+from spectrain.models.plain import plain_model
 from spectrain.models.target import Target
-from spectrain.runs.run import load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.trees import Auto, Cast, Chain, Eagle2, Rollout, Sequoia, Static, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.measurements import Calibration, Latency

@@ -18,10 +18,10 @@ from spectrain.decoding.loop import decode
 from spectrain.decoding.session import tune
 from spectrain.drafters.layer_skip import LayerSkipping, laid_out, search
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
+from spectrain.models.plain import generate
 from spectrain.models.target import Target
-from spectrain.runs.run import load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
 from spectrain.settings.choices import looked_up
 from spectrain.trees import Chain

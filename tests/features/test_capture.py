@@ -19,8 +19,9 @@ from spectrain.features.capture import capture, verify
 from spectrain.features.store import FeatureStore
 from spectrain.features.stored import Stored
 from spectrain.models.target import Target
-from spectrain.runs.run import train
-from spectrain.settings.build import build, check_config
+from spectrain.runs.train import train
+from spectrain.settings.build import build
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.training.trainer import Trainer
 

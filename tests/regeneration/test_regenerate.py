@@ -26,7 +26,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.regeneration.regenerate import Regeneration, regenerate
 from spectrain.regeneration.writers import Add, EngineWriter, Sampling, Writer
-from spectrain.runs.run import save_drafter
+from spectrain.runs.drafter_files import save_drafter
 from spectrain.settings.build import build
 from spectrain.trees import Chain
 
