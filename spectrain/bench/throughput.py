@@ -21,7 +21,7 @@ from spectrain.models.plain import generate, plain_model
 from spectrain.models.prepacked import unpack_linears
 from spectrain.models.target import Target
 from spectrain.provenance import processor
-from spectrain.runs.run import fresh_drafter
+from spectrain.runs.fresh import fresh_drafter
 from spectrain.settings.build import build
 from spectrain.trees.token_tree import TokenTree
 

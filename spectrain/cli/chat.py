@@ -25,7 +25,8 @@ from spectrain.decoding.session import Choice, Session, captured_or_refused
 from spectrain.errors import UserError, nearest
 from spectrain.eval.systems import describe
 from spectrain.models.target import Target
-from spectrain.runs.run import load_drafter, load_target
+from spectrain.runs.drafter_files import load_drafter
+from spectrain.runs.score import load_target
 from spectrain.settings.build import build
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue")  # of one round after the other

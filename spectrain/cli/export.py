@@ -18,7 +18,7 @@ from spectrain.export.layouts import detect, layout_for
 from spectrain.export.linter import check, lint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import written
-from spectrain.runs.run import drafter_directory
+from spectrain.runs.drafter_files import drafter_directory
 
 
 def export(config: Any) -> Path:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from spectrain.errors import UserError, nearest
-from spectrain.settings.schema import Key, choice_files, chosen, conf_folders, header, load, schema, settings
+from spectrain.settings.schema import choice_files, chosen, conf_folders, header, load, schema, settings
+from spectrain.settings.signatures import Key
 
 HELP = ("-h", "--help", "help")
 

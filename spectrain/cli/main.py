@@ -139,13 +139,13 @@ def builds(group: str, completed: bool = False) -> Task:
 def plan(config: Any) -> None:
     library("settings.build.register_resolvers")(str(config.plan.get("device", "auto")))  # a recipe's, for the planned device
     complete = checked(config, (*TRAIN_KEYS, "plan"))
-    library("runs.run.take_shape")(complete, overridden())
+    library("runs.fresh.take_shape")(complete, overridden())
     library("settings.build.build")(complete.plan).run(complete)
 
 
 def evaluate(config: Any) -> None:
     completed, folder = library("runs.defaults.complete")(config)
-    library("runs.run.evaluate")(checked(completed, TRAIN_KEYS), folder)
+    library("runs.score.evaluate")(checked(completed, TRAIN_KEYS), folder)
 
 
 def completion(words: list[str]) -> None:
@@ -159,7 +159,7 @@ def completion(words: list[str]) -> None:
 
 
 TASKS: Mapping[str, Task] = {
-    "train": calls("runs.run.train", TRAIN_KEYS, asked=True),
+    "train": calls("runs.train.train", TRAIN_KEYS, asked=True),
     "plan": plan,
     "eval": evaluate,
     "compare": calls("eval.compare.compare", COMPARE_KEYS, asked=True),
@@ -193,7 +193,7 @@ def checked(config: Any, known: tuple[str, ...]) -> Any:
     from hydra.core.hydra_config import HydraConfig
     from omegaconf import open_dict
 
-    from spectrain.settings.build import check_config
+    from spectrain.settings.check import check_config
 
     choice = HydraConfig.get().runtime.choices.get("recipe") if HydraConfig.initialized() else None
     if choice is not None:

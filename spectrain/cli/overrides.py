@@ -12,7 +12,8 @@ from itertools import islice
 from pathlib import Path
 
 from spectrain.errors import UserError, nearest
-from spectrain.settings.schema import Schema, choice_files, conf_folders, keys, owners, schema
+from spectrain.settings.schema import Schema, choice_files, conf_folders, owners, schema
+from spectrain.settings.signatures import keys
 
 from .help import COMMANDS, SAID, Command
 

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI, Omit, OpenAI, Timeout
 
+from spectrain.data.shards import Lost, Row, Shard, Wanted
 from spectrain.errors import UserError, nearest
 
-from .shards import Lost, Row, Shard, Wanted
 from .writers import Add, Chat, Sampling, Unanswered, Writer
 
 PASSING = (408, 409, 429)  # what a server refuses for the moment, beside all of its own errors, 500 and above

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from spectrain.data.chat import Message, prompt_tokens
+from spectrain.data.shards import Kind, Lost, Row, Shard, Wanted
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Choice, Session, captured_or_refused
@@ -13,8 +14,6 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
-
-from .shards import Kind, Lost, Row, Shard, Wanted
 
 Add = Callable[[Shard, Row | Lost], None]
 

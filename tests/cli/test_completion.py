@@ -12,7 +12,8 @@ from spectrain.cli import main as cli
 from spectrain.cli.completion import SCRIPTS, complete, script
 from spectrain.cli.help import COMMANDS
 from spectrain.export.layouts import FORMATS as LAYOUTS
-from spectrain.settings.schema import choice_files, conf_folders, keys
+from spectrain.settings.schema import choice_files, conf_folders
+from spectrain.settings.signatures import keys
 
 FOLDERS = conf_folders()
 HEAVY = ("torch", "hydra", "omegaconf", "transformers", "numpy", "rich", "pydantic")

@@ -23,7 +23,7 @@ from spectrain.export.layouts import layout_for
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.defaults import saved_settings
-from spectrain.runs.run import save_drafter
+from spectrain.runs.drafter_files import save_drafter
 from tests.export.test_converter import ours, settings_for
 
 SUMMARY: dict[str, Any] = {

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from spectrain.cli import main as cli
 from spectrain.cli.overrides import allow_new_keys, as_settings, config_groups
 from spectrain.errors import UserError
-from spectrain.settings.build import check_config
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 
 GOOD = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]})

@@ -14,11 +14,11 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
-from spectrain.runs.run import load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
 from spectrain.training.trainer import Trainer, trained_groups
 from spectrain.trees import Chain, Eagle2, TreeBuilder
@@ -105,7 +105,7 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
         drafter.zero_grad()
         target.zero_grad()
         layers = drafter.stages[stage].layers
-        batch = Live().batch(Request(dataset[[0, 1]], target, layers))
+        batch = Live().batch(BatchRequest(dataset[[0, 1]], target, layers))
         assert (batch.features is None) == (layers == ())
         losses = drafter(batch, target, TrainingState())
         losses.total.backward()

@@ -21,7 +21,7 @@ from spectrain.export.layout import Files
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.runs.defaults import complete
-from spectrain.runs.run import load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
 from spectrain.trees import Chain
 

@@ -22,8 +22,9 @@ from spectrain.features.live import Live
 from spectrain.planning.dry_run import size_of
 from spectrain.planning.outline import FORMULAS
 from spectrain.planning.plan import Plan, plan
-from spectrain.runs.run import fresh_drafter
-from spectrain.settings.build import build, check_config, register_resolvers
+from spectrain.runs.fresh import fresh_drafter
+from spectrain.settings.build import build, register_resolvers
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 
 ROOT = Path(__file__).parents[2]

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from spectrain.data.readers import Jsonl
+from spectrain.data.shards import Row, Shards
 from spectrain.errors import RunError, UserError
 from spectrain.regeneration import server as server_module
 from spectrain.regeneration.regenerate import Regeneration
 from spectrain.regeneration.server import ServerWriter
-from spectrain.regeneration.shards import Row, Shards
 from spectrain.regeneration.writers import Sampling
 
 LIMIT = 12

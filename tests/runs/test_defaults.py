@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from spectrain.errors import UserError
 from spectrain.runs.defaults import complete
-from spectrain.settings.build import check_config
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 
 

@@ -22,8 +22,10 @@ from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.runs.defaults import complete
-from spectrain.runs.run import load_drafter, save_drafter, take_shape
-from spectrain.settings.build import build, check_config
+from spectrain.runs.drafter_files import load_drafter, save_drafter
+from spectrain.runs.fresh import take_shape
+from spectrain.settings.build import build
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 
 TINY = TargetFiles("tiny")
