@@ -54,7 +54,7 @@ def test_wheel_holds_everything_and_nothing_else(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"spectrain"}
     wanted = ["conf/train.yaml", "conf/recipe/eagle3.yaml", "eval/run.py", "eval/page.html", "eval/results/goals.json",
-              "kernels/tree_attention.py", "py.typed", "data/conversations.jsonl.gz",
+              "kernels/tree_attention.py", "py.typed", "cli/help.yaml", "cli/completion.bash", "data/conversations.jsonl.gz",
               "data/heldout.jsonl", "data/tiny/model.safetensors"]  # fmt: skip
     for name in wanted:
         assert f"spectrain/{name}" in names, name
