@@ -81,10 +81,16 @@ def describe(entry: dict[str, Any]) -> str:
 def row(entry: dict[str, Any]) -> str:
     length, speed, same = entry["acceptance_length"], entry["speedup"], entry.get("lossless") or {}
     identical = f"{same['identical']} of {same['checked']}" if same.get("checked") else "not checked"
-    return (
-        f"{length['pooled']:.2f} [{length['ci95'][0]:.2f}, {length['ci95'][1]:.2f}] | "
-        f"{speed['ratio']:.2f} [{speed['ci95'][0]:.2f}, {speed['ci95'][1]:.2f}] | {identical}"
+    shown = (
+        f"{value:.2f}{within(entry.get('ci95'))}" for value, entry in ((length["pooled"], length), (speed["ratio"], speed))
     )
+    return f"{' | '.join(shown)} | {identical}"
+
+
+def within(bounds: list[float | None] | None) -> str:
+    """An interval, where there were prompts enough for one."""
+    low, high = bounds or (None, None)
+    return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
 
 
 def setting_line(setting: dict[str, Any]) -> str:

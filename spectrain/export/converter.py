@@ -7,14 +7,14 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 from spectrain.files import written
 from spectrain.provenance import versions
 from spectrain.settings.choices import named
 
 from .layout import KEPT, Files, Layout, Portable, write_json
 from .layouts import detect, layout_for
-from .linter import NOT_DATA, check
+from .linter import MALFORMED, NOT_DATA, check
 from .own import Own
 from .targets import TargetFiles
 
@@ -35,8 +35,12 @@ def read_drafter(directory: Path, target: TargetFiles | None = None) -> Portable
             raise UserError(f"{directory}: {finding.what} ({finding.name}); {finding.mend}")
     try:
         return layout.read(files, target)
+    except UserError:
+        raise
     except KeyError as error:
         raise UserError(f"{directory}: {error} is missing; run spectrain lint {directory}") from error
+    except MALFORMED as error:
+        raise UserError(f"{directory}: its files are of no drafter ({first_line(error)}); copy them again") from error
 
 
 def write_drafter(drafter: Portable, layout: Layout, target: TargetFiles | None, directory: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.eagle3 import default_layers
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 from spectrain.settings.choices import choice
 from spectrain.settings.saved import checked_orders, saved_groups
 
@@ -32,6 +32,7 @@ MISSING = {
     "token_map": "missing-token-map",
 }
 NOT_DATA = "not-data"
+MALFORMED = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, ArithmeticError)  # of settings of wrong kinds
 NEVER_ZERO = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight", "_proj.weight")
 
 
@@ -71,6 +72,13 @@ def check(files: Files, layout: Layout, target: TargetFiles | None) -> Iterator[
         yield Finding(
             "missing-key", "error", f"config.json does not say {error}", "engines stop or take a default that may be wrong",
             "write it as it was when the drafter was trained",
+        )  # fmt: skip
+    except UserError:
+        raise
+    except MALFORMED as error:
+        yield Finding(
+            "malformed", "error", f"config.json holds a value of the wrong kind ({first_line(error)})",
+            "engines stop, or read something else", "write it as it was when the drafter was trained",
         )  # fmt: skip
 
 
