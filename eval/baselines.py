@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.lookahead import Lookahead
 from spectrain.drafters.ngram import Ngram
@@ -16,8 +14,7 @@ from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
 from spectrain.eval.parts import Part, Results
 from spectrain.eval.systems import System
-from spectrain.models.attention import ATTENTION
-from spectrain.models.prepacked import is_packed, pack_linears, unpack_linears
+from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Eagle2
@@ -64,37 +61,6 @@ class Baselines(Part):
         own = drafter.saved.settings(drafter).get("exit_layer")
         target, turns = results.candidate.target, results.turns["drafter"]
         return {"transformers": run_transformers(target, turns, names, self.assistant, self.exit_layer or own)}
-
-
-@contextmanager
-def plain_model(target: Target) -> Iterator[Any]:
-    """The target without anything of ours: transformers' attention and cache, torch's linears."""
-    model: Any = target.model
-    packed = any(is_packed(module) for module in model.modules())
-    unpack_linears(model)
-    model.set_attn_implementation("sdpa")
-    try:
-        yield model
-    finally:
-        model.set_attn_implementation(ATTENTION)
-        if packed:
-            pack_linears(model)
-
-
-def generate(
-    model: Any, prompt: list[int], max_new_tokens: int, stop_ids: frozenset[int], static: bool = False, **options: Any
-) -> list[int]:
-    """The greedy output of transformers' `generate`, EOS included; `options` are its own."""
-    if static:
-        options |= {"cache_implementation": "static", "disable_compile": True}
-    device = next(model.parameters()).device
-    with torch.inference_mode():
-        output = model.generate(
-            torch.tensor([prompt], device=device), attention_mask=torch.ones(1, len(prompt), device=device, dtype=torch.int64),
-            max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=1.0, temperature=None, top_p=None, top_k=None,
-            eos_token_id=sorted(stop_ids), pad_token_id=min(stop_ids, default=0), **options,
-        )  # fmt: skip
-    return output[0, len(prompt) :].tolist()
 
 
 def run_transformers(

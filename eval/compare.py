@@ -263,7 +263,7 @@ class Contest:
         if self.comparison.tokens is not None and dataset.is_sample:
             return max(1, round(self.comparison.tokens / (trainer.batch_tokens * trainer.accumulate)))
         if self.comparison.tokens is not None:
-            batches = dataset.num_batches(trainer.batch_tokens, trainer.seed, trainer.packing)
+            batches = dataset.num_batches(trainer.batching)
             return max(1, round(self.comparison.tokens * batches / dataset.num_tokens / trainer.accumulate))
         return max(1, int(self.comparison.seconds / step_seconds(trainer, config, self.target_for(config), dataset)))
 

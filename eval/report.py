@@ -3,25 +3,28 @@
 from collections.abc import Iterator
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from spectrain.eval.noise import is_possible
 
+WIDTH = 100  # columns of what scoring prints
 WIDE = 10  # an interval whose ends are so many times apart says nothing: there were too few prompts
 
 
 def print_table(summary: dict[str, Any]) -> None:
     """Acceptance length and speed of every system with 95 % intervals, then what explains them."""
     setting = summary["setting"]
-    console = Console(width=None if Console().is_terminal else 120)
+    console = Console(width=min(WIDTH, Console().width) if Console().is_terminal else WIDTH)
     table = Table(
-        title=f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens"
-    )
-    table.add_column("", no_wrap=True)
-    for title in ("tokens per forward", "95 %", "tokens/s", "speedup", "95 %", "predicted", "identical"):
-        table.add_column(title, justify="right")
+        title=f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens",
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0,
+    )  # fmt: skip
+    table.add_column("", overflow="fold")
+    for title in ("tokens per\nforward", "95 %", "tokens/s", "speedup", "95 %", "predicted", "identical"):
+        table.add_column(title, justify="right", no_wrap=True)
     base = summary["tokens_per_second"]["autoregressive"]
     table.add_row("autoregressive", "1.00", "", f"{base:.1f}", "1.00", "", "", "")
     sweep = summary.get("sweep")
@@ -117,7 +120,7 @@ def explanation(summary: dict[str, Any]) -> Iterator[str]:
     if forced and "forecast" in forced:
         ahead = forced["forecast"]
         yield (
-            f"there, drawn tokens would be kept at {_rates(forced['overlap_by_depth'])} (the sum of min(p, q)), likeliest ones "
+            f"there, drawn tokens would be kept at {_rates(forced['overlap_by_depth'])} (the sum of min(p, q)), the likeliest "
             f"at {_rates(forced['likeliest_by_depth'])}: {ahead['sampled']:.2f} and {ahead['greedy']:.2f} tokens a forward "
             "of a chain so deep"
         )

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from spectrain.data.chat import prompt_tokens
-from spectrain.decoding.calibration import Calibration, calibrate
+from spectrain.decoding.calibration import calibrate
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.session import Choice, check, ready, tune
 from spectrain.errors import UserError
@@ -46,6 +46,7 @@ from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.settings.values import FolderName
+from spectrain.trees.measurements import Calibration
 
 
 @dataclass

@@ -36,7 +36,9 @@ class Decoder:
         self, system: System | None, prompts: list[list[int]], limit: int, sequence_ids: list[int], watch: Watch = unwatched
     ) -> list[Generation]:
         """Decode prompts with a system, or autoregressively; `sequence_ids` key their random draws."""
-        return self.session(system).decode(prompts, limit, sequence_ids, watch=watch)
+        session = self.session(system)
+        session.warm_up(prompts, limit, sequence_ids)
+        return session.decode(prompts, limit, sequence_ids, watch=watch)
 
     def session(self, system: System | None) -> Session:
         """How a system is decoded."""

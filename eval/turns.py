@@ -83,8 +83,8 @@ class Interleaving:
             self.batches.append(batch)
             runs = self._decode(batch, len(self.batches) - 1)
             if self.oracle is not None and self.oracle.is_open:
-                tokens, keys = [one.tokens for one in batch], [one.sequence_id for one in batch]
-                runs[ORACLE] = self.oracle.decode(tokens, self.max_new_tokens, keys, runs[AUTOREGRESSIVE])
+                texts, keys = [one.tokens for one in batch], [one.sequence_id for one in batch]
+                runs[ORACLE] = self.oracle.decode(texts, self.max_new_tokens, keys, runs[AUTOREGRESSIVE])
             for name, turns in paired(batch, runs).items():
                 self.turns.setdefault(name, []).extend(turns)
             for part in self.parts:

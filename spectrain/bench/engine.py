@@ -42,7 +42,7 @@ Part = Literal["all", "counts", "identity", "single", "batched", "training"]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class EngineSizes:
     """What is measured, and how often."""
 
     model: Model = field(default_factory=Model)
@@ -79,7 +79,7 @@ class Sizes:
         return found
 
 
-TOY = Sizes(
+TOY = EngineSizes(
     Model(2, 64, 128, 4, 2, 16, 300, 100, 4096),
     1 << 16,
     32,
@@ -112,8 +112,8 @@ class EngineBench(Bench):
     notes: dict[str, dict[str, str]] = field(default_factory=dict, init=False)  # why one of them is not compiled or captured
 
     @property
-    def sizes(self) -> Sizes:
-        return TOY if self.toy else Sizes()
+    def sizes(self) -> EngineSizes:
+        return TOY if self.toy else EngineSizes()
 
     def lines(self) -> dict[str, float]:
         return {} if self.toy else lines(self.results.rows, self.sizes.first())

@@ -13,9 +13,11 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
+from spectrain.models.plain import generate, plain_model
 from spectrain.models.prepacked import unpack_linears
 from spectrain.models.target import Target
 from spectrain.provenance import processor
@@ -28,8 +30,6 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 def decode_table(config: DictConfig, repeats: int = 9) -> None:
     """Time of a target forward against rows, plain and packed, then our autoregressive decoding against `generate`."""
-    from spectrain.data.chat import prompt_tokens
-
     target: Target = build(config.target)
     evaluation = build(config.eval)
     if evaluation is None:
@@ -76,8 +76,6 @@ def forward_times(target: Target, prompt: list[int], rows: int, repeats: int) ->
 
 def against_generate(target: Target, prompts: list[list[int]], max_new_tokens: int) -> tuple[list[float], list[float]]:
     """Seconds a prompt, ours and those of transformers' `generate` with a static cache, in alternating order."""
-    from spectrain.eval.baselines import generate, plain_model
-
     ours: list[float] = []
     theirs: list[float] = []
 

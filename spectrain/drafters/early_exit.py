@@ -18,7 +18,7 @@ from torch import Tensor
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, Judged, most_likely, total_entropy
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.lora import TargetTraining
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
@@ -106,8 +106,8 @@ class EarlyExit(SelfDrafter):
         predicts, grad = batch.predicts, torch.is_grad_enabled()
         tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._wanted(batch, target)
         layers = tuple(number + 1 for number in asked)
-        part = Part(dropped=self.dropped(batch, target, state))
-        plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, part=part)
+        span = LayerSpan(dropped=self.dropped(batch, target, state))
+        plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, span=span)
         states = target.run(batch.tokens, plan)
         final = {
             number: target.normed(states.at(number + 1)[predicts][None], grad=grad and number in opened)[0] for number in asked

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from spectrain.errors import UserError
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 
 from .abilities import SavedFiles, Tuning
 from .shared.self_speculation import SelfDrafter
@@ -89,7 +89,7 @@ def search(target: Target, texts: list[Text], depth: int, steps: int, seed: int 
     def promise(skipped: frozenset[int]) -> float:
         """Tokens a round over forwards a round; every set is measured once."""
         if skipped not in found:
-            final = target.run(tokens, ForwardPlan(layers=("final",), part=Part(skipped=skipped))).at("final")[answers]
+            final = target.run(tokens, ForwardPlan(layers=("final",), span=LayerSpan(skipped=skipped))).at("final")[answers]
             agreement = float((target.head.logits(final).argmax(-1) == wanted).float().mean())
             emitted = sum(agreement**k for k in range(depth + 1))
             spared = sum(sizes[layer] for layer in skipped) / (head + sum(sizes))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState, stage_at
-from spectrain.features.base import Request, Source
+from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.features import Layer
@@ -215,7 +215,7 @@ class _Watched(Source):
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.live = ledger, Live()
 
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: BatchRequest) -> Batch:
         with self.ledger.counting(TARGET, "target activations"):
             batch = self.live.batch(request)
         if batch.features is not None:

@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from spectrain.data.chat import Message, render
+from spectrain.data.chat import Message, prompt_tokens
+from spectrain.data.shards import Kind, Lost, Row, Shard, Wanted
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Choice, Session, captured_or_refused
@@ -13,8 +14,6 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
-
-from .shards import Kind, Lost, Row, Shard, Wanted
 
 Add = Callable[[Shard, Row | Lost], None]
 
@@ -162,8 +161,7 @@ class EngineWriter(Writer):
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """The tokens of a conversation up to where the target goes on; Unanswered where the context has no room for that."""
-        encoded: Any = self.target.tokenizer(render(self.target.tokenizer, messages, prompt=True), add_special_tokens=False)
-        tokens = list(encoded["input_ids"])
+        tokens = prompt_tokens(self.target.tokenizer, messages)
         room = self.target.max_length - self.sampling.max_new_tokens
         if len(tokens) > room:
             raise Unanswered(

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice, zip_longest
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -18,10 +18,10 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from spectrain.data.chat import Example
-from spectrain.data.dataset import Batches, Dataset
+from spectrain.data.dataset import Batches, Batching, Dataset
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.errors import RunError, Stopped, UserError
-from spectrain.features.base import Request, Source
+from spectrain.features.base import BatchRequest, Source
 from spectrain.models.features import Layer
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
@@ -147,11 +147,16 @@ class Trainer:
             precision = launched if torch.cuda.is_available() else "no"
         return connect(precision, self.sharding)
 
+    @property
+    def batching(self) -> Batching:
+        """How the data becomes batches."""
+        return Batching(self.batch_tokens, self.seed, self.packing)
+
     def num_steps(self, dataset: Dataset, num_processes: int = 1) -> int:
         """Optimiser steps of the whole run."""
         if self.max_steps is not None:
             return self.max_steps
-        batches = dataset.num_batches(self.batch_tokens, self.seed, self.packing)
+        batches = dataset.num_batches(self.batching)
         return max(1, math.ceil(self.epochs * batches / (self.accumulate * num_processes)))
 
     def lr_at(self, step: int, num_steps: int, stage_began: int = 0) -> float:
@@ -217,7 +222,7 @@ class Trainer:
         if begun is not None:
             shared.load_optimizer(tensors, numbers)
         process = shared.data_rank, shared.data_count
-        stream = dataset.stream(self.batch_tokens, self.seed, self.packing, *process, job.position)
+        stream = dataset.stream(self.batching, *process, job.position)
         job.position = stream.state()
         if shared.is_main and begun is None:
             how = f"{shared.count} processes, {shared.name}; " if shared.count > 1 else ""
@@ -290,7 +295,7 @@ class Trainer:
         """How full batches are, padded and packed."""
         ways = {True: "packed", False: "padded"}
         used, other = (
-            f"{ways[way]} {dataset.efficiency(self.batch_tokens, self.seed, way)}" for way in (self.packing, not self.packing)
+            f"{ways[way]} {dataset.efficiency(replace(self.batching, packed=way))}" for way in (self.packing, not self.packing)
         )
         return f"batches of up to {self.batch_tokens} tokens: {used} ({other})"
 
@@ -312,7 +317,9 @@ class Trainer:
         """One optimiser step over this process's share of batches; nothing but True where a process was asked to stop."""
         shared, drafter, target = job.shared, job.drafter, job.target
         now, began = Tally(steps=1), time.perf_counter()
-        batches = [job.source.batch(Request(examples, target, layers, self.packing, job.step, drafter)) for examples in share]
+        batches = [
+            job.source.batch(BatchRequest(examples, target, layers, self.packing, job.step, drafter)) for examples in share
+        ]
         now.target_seconds = time.perf_counter() - began
         job.watch.at(job.step, WAITING)
         supervised, stops = shared.sums(sum(batch.num_supervised for batch in batches), float(stop.asked is not None))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,8 @@ from spectrain.kernels import counter
 from spectrain.kernels.counter import fold, gumbel
 from spectrain.randomness import DRAFT
 
+from .measurements import Calibration
 from .token_tree import Children, TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.decoding.calibration import Calibration
 
 NEVER = float("-inf")
 LEAST = 1e-20  # chance of a token that can be drawn; far below what a draw meets, far above where float32 ends
@@ -165,7 +163,7 @@ class TreeBuilder(ABC):
         if draft.rollout is not None:
             tree = self.expand(prefix, draft.rollout)
         else:
-            tree = merged(prefix, draft.continuations or [[] for _ in prefix.root], self.depth, self.budget)
+            tree = merged(prefix, draft.continuations or [], self.depth, self.budget)
         return tree if draft.complete is None else draft.complete(tree)
 
     @abstractmethod
@@ -230,11 +228,12 @@ class RootAlone(TreeBuilder):
     is_chain = is_fixed = keeps_drafted = True
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        return merged(prefix, [[] for _ in prefix.root], self.depth, self.budget)
+        return merged(prefix, [], self.depth, self.budget)
 
 
 def merged(prefix: Prefix, continuations: list[list[list[int]]], depth: int, budget: int) -> TokenTree:
-    """Continuations as one trie a text, which takes them in their order while it has room; padded to the longest row."""
+    """Continuations as one trie a text, which takes them in their order while it has room; padded to the longest row.
+    Where there are none at all, the root alone."""
     if not any(map(any, continuations)):
         return TokenTree.chain(prefix.root[:, None])
     rows = [trie(root, known, depth, budget) for root, known in zip(prefix.root.tolist(), continuations)]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,10 +14,8 @@ import torch
 from spectrain.errors import UserError
 
 from .base import GrowingTree, Prefix, Rollout, TreeBuilder
+from .measurements import Calibration
 from .token_tree import Children, TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.decoding.calibration import Calibration
 
 Path = tuple[int, ...]
 

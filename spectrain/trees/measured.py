@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,10 +12,8 @@ from torch import Tensor
 from spectrain.errors import UserError
 
 from .base import GrowingTree, Prefix, Rollout, Round, TreeBuilder
+from .measurements import Calibration, Latency
 from .token_tree import TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.decoding.calibration import Calibration, Latency
 
 
 class Measured(TreeBuilder):

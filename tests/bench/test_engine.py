@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from spectrain.bench import rounds
-from spectrain.bench.engine import TOY, EngineBench, Sizes
+from spectrain.bench.engine import TOY, EngineBench, EngineSizes
 from spectrain.bench.identity import FAMILIES
 from spectrain.bench.models import Model, random_drafter, random_target
 from spectrain.bench.report import GOALS, gather, markdown, values
@@ -261,7 +261,7 @@ def whole_rows() -> dict[str, Any]:
         "tau": {"tau=2": 2.0},
     }
     rest = {"tokens_per_second": {"tau=2": 400.0}, "eta": {"tau=2": 0.75}, "eta_roofline": 0.83, "host_synchronisations": 0}
-    rows: dict[str, Any] = {name: {**speedup, **rest} for name in Sizes().first()}
+    rows: dict[str, Any] = {name: {**speedup, **rest} for name in EngineSizes().first()}
     rows["engine/B=1 prefix=1024/verify"] = {
         "share_of_floor": 0.85, "tokens_per_second": {AR: 240.0}, "v": {"N=64": 1.1}, "host_synchronisations": 0,
     }  # fmt: skip
@@ -274,7 +274,7 @@ def whole_rows() -> dict[str, Any]:
 def test_lines_fill_every_goal(tmp_path: Path) -> None:
     """Each goal of the engine and of training has its line, which the report prints and judges."""
     rows = whole_rows()
-    found = lines(rows, Sizes().first())
+    found = lines(rows, EngineSizes().first())
     assert set(found) == {
         one["name"] for one in json.loads(GOALS.read_text()) if one["name"].startswith(("engine", "training"))
     }
@@ -290,13 +290,13 @@ def test_lines_fill_every_goal(tmp_path: Path) -> None:
 
 def test_lines_over_all_rows_need_them_all() -> None:
     """Where one is missing or failed, or the waits are unknown, they are not measured."""
-    name, least = Sizes().first()[-1], "engine: speedup over acceptance length, as a share of the roofline's"
+    name, least = EngineSizes().first()[-1], "engine: speedup over acceptance length, as a share of the roofline's"
     waits = "engine: host synchronisations a round"
     for change in ({}, {name: {"failed": "out of memory"}}, {name: {**whole_rows()[name], "host_synchronisations": None}}):
-        found = lines({**whole_rows(), **change}, Sizes().first())
+        found = lines({**whole_rows(), **change}, EngineSizes().first())
         assert (least in found) == ("failed" not in change.get(name, {}))
         assert (waits in found) == (not change)
-    assert lines({}, Sizes().first()) == {}
+    assert lines({}, EngineSizes().first()) == {}
 
 
 def test_the_twin_computes_the_drafters_loss() -> None:

@@ -11,7 +11,6 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import spectrain
-from spectrain.cli.defaults import complete
 from spectrain.data.readers import Data
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter
@@ -21,6 +20,7 @@ from spectrain.features.base import Source
 from spectrain.models.target import Target
 from spectrain.planning.plan import Plan
 from spectrain.regeneration.writers import Sampling, Writer
+from spectrain.runs.defaults import complete
 from spectrain.runs.tracking import Tracker
 from spectrain.settings.build import build
 from spectrain.settings.check import check_config

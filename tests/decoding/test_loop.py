@@ -12,9 +12,9 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate, plain_model
 from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
 from spectrain.features.batch import Batch
+from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, TreeBuilder
 from spectrain.trees.base import Draft, Prefix

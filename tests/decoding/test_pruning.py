@@ -30,7 +30,7 @@ from spectrain.drafters.layer_skip import LayerSkipping
 from spectrain.drafters.lookahead import Lookahead
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.token_tree import Children, TokenTree
@@ -84,7 +84,9 @@ def kept(target: Target, text: list[int], found: list[Path], layer: int, top_k: 
         if not path:
             return True
         if path[:-1] not in likely:
-            logits = target.run(torch.tensor([[*text, *path[:-1]]]), ForwardPlan(logits=True, part=Part(last=layer))).logits
+            logits = target.run(
+                torch.tensor([[*text, *path[:-1]]]), ForwardPlan(logits=True, span=LayerSpan(last=layer))
+            ).logits
             assert logits is not None
             likely[path[:-1]] = logits[0, -1].topk(top_k).indices.tolist()
         return path[-1] in likely[path[:-1]] and stays(path[:-1])

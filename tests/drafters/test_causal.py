@@ -20,12 +20,12 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.shared.losses import DIVERGENCES, jensen_shannon
 from spectrain.drafters.shared.small_models import check_tokenizer, cut_model
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate, plain_model
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
+from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import load_tensors, tensors_of
 from spectrain.trees import Chain, DySpec, Eagle2, Rollout, TreeBuilder
@@ -53,7 +53,7 @@ def dataset(count: int = 3) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Causal) -> Batch:
-    return Live().batch(Request(dataset()[[0, 1, 2]], target, drafter.stages[0].layers))
+    return Live().batch(BatchRequest(dataset()[[0, 1, 2]], target, drafter.stages[0].layers))
 
 
 # Cutting
@@ -366,8 +366,8 @@ def test_many_rows_add_up(tiny: Target) -> None:
     drafter = fresh(tiny)
     rows = torch.randint(3, 2000, (3, 500)).tolist()
     data = Dataset([Example(row, [i > 0 for i in range(500)]) for row in rows], 3, 0, 0)
-    whole = drafter.loss(Live().batch(Request(data[[0, 1, 2]], tiny, ("final",))), tiny, TrainingState())
-    parts = [drafter.loss(Live().batch(Request(data[[n]], tiny, ("final",))), tiny, TrainingState()) for n in range(3)]
+    whole = drafter.loss(Live().batch(BatchRequest(data[[0, 1, 2]], tiny, ("final",))), tiny, TrainingState())
+    parts = [drafter.loss(Live().batch(BatchRequest(data[[n]], tiny, ("final",))), tiny, TrainingState()) for n in range(3)]
     torch.testing.assert_close(whole.total, torch.stack([part.total for part in parts]).sum(), rtol=1e-4, atol=1e-3)
     assert whole.counts.tolist() == [1497] and whole.hits.item() == sum(part.hits.item() for part in parts)
 

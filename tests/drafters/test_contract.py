@@ -14,7 +14,7 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
@@ -105,7 +105,7 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
         drafter.zero_grad()
         target.zero_grad()
         layers = drafter.stages[stage].layers
-        batch = Live().batch(Request(dataset[[0, 1]], target, layers))
+        batch = Live().batch(BatchRequest(dataset[[0, 1]], target, layers))
         assert (batch.features is None) == (layers == ())
         losses = drafter(batch, target, TrainingState())
         losses.total.backward()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.decoding.calibration import Calibration, Latency, Probe, calibrate, run_forced
+from spectrain.decoding.calibration import Probe, calibrate, run_forced
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import Recorder
@@ -30,17 +30,18 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
 from spectrain.errors import UserError
-from spectrain.eval.baselines import plain_model
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
+from spectrain.models.plain import plain_model
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.trees import Auto, Cast, Chain, Eagle2, Rollout, Sequoia, Static, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import Accepted, TokenTree
 from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
@@ -469,7 +470,7 @@ def fitted(tiny: Target) -> Fitted:
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
     drafter = GatedLora(tiny, num_masks=MASKS, rank=8, mask_ratio=3.0)
     drafter.prepare(tiny, torch.zeros(tiny.head.vocab_size))
-    batch = Live().batch(Request(Dataset(rows, 3, 0, 0)[[0, 1, 2]], tiny, ()))
+    batch = Live().batch(BatchRequest(Dataset(rows, 3, 0, 0)[[0, 1, 2]], tiny, ()))
     optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
     for step in range(6):  # so that some drafts are right
         optimizer.zero_grad()

@@ -22,10 +22,10 @@ from spectrain.drafters.base import TrainingState
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.shared.losses import DIVERGENCES
 from spectrain.errors import UserError
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer, trained_groups
 from spectrain.trees import Chain, Eagle2, TreeBuilder
@@ -77,7 +77,7 @@ def dataset(vocab: int = VOCAB, count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Kangaroo) -> Batch:
-    return Live().batch(Request(dataset()[[0, 1, 2, 4]], target, drafter.stages[0].layers))
+    return Live().batch(BatchRequest(dataset()[[0, 1, 2, 4]], target, drafter.stages[0].layers))
 
 
 def early_exit(target: Target, reference: Any, tokens: Tensor, layer: int) -> Tensor:
@@ -156,7 +156,7 @@ def test_untrained_drafts_are_the_early_exits(tiny: Target, layer: int, said: li
     drafter = make(tiny, exit_layer=layer).eval()
     (generation,) = decode(tiny, [prompt], Greedy(), 6, drafter, Chain(3), ignore_eos=True)
     tokens = torch.tensor([prompt + generation.output[:1]])
-    final = tiny.run(tokens, ForwardPlan(layers=("final",), part=Part(last=layer))).at("final")
+    final = tiny.run(tokens, ForwardPlan(layers=("final",), span=LayerSpan(last=layer))).at("final")
     torch.testing.assert_close(said[0][0, 0], tiny.head.logits(final)[0, -1].log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
@@ -228,9 +228,9 @@ def test_loss_is_summed_over_the_assistants_tokens(tiny: Target) -> None:
     layers = drafter.stages[0].layers
     silent = Dataset([*rows.examples, Example([5] * 40, [False] * 40)], 7, 0, 0)
     with torch.no_grad():
-        whole = drafter.loss(Live().batch(Request(rows[list(range(6))], target, layers)), target, TrainingState())
-        parts = [drafter.loss(Live().batch(Request(rows[[n]], target, layers)), target, TrainingState()) for n in range(6)]
-        padded = drafter.loss(Live().batch(Request(silent[list(range(7))], target, layers)), target, TrainingState())
+        whole = drafter.loss(Live().batch(BatchRequest(rows[list(range(6))], target, layers)), target, TrainingState())
+        parts = [drafter.loss(Live().batch(BatchRequest(rows[[n]], target, layers)), target, TrainingState()) for n in range(6)]
+        padded = drafter.loss(Live().batch(BatchRequest(silent[list(range(7))], target, layers)), target, TrainingState())
     assert float(whole.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-4)
     assert float(whole.total) == pytest.approx(float(padded.total), rel=1e-4)
     assert whole.counts.tolist() == padded.counts.tolist() == [rows.num_supervised]

@@ -18,8 +18,8 @@ from spectrain.decoding.loop import decode
 from spectrain.decoding.session import tune
 from spectrain.drafters.layer_skip import LayerSkipping, laid_out, search
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
+from spectrain.models.plain import generate
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
@@ -256,7 +256,9 @@ def test_drafts_are_the_shorter_models(tiny: Target, skipped: list[int]) -> None
     tiny.prefill(torch.tensor([prompt]), torch.tensor([len(prompt)]), cache, ())
     tokens = [out[0]]
     for _ in range(3):
-        logits = tiny.run(torch.tensor([tokens[-1:]]), ForwardPlan(logits=True, cache=cache, part=Part(skipped=skipped))).logits
+        logits = tiny.run(
+            torch.tensor([tokens[-1:]]), ForwardPlan(logits=True, cache=cache, span=LayerSpan(skipped=skipped))
+        ).logits
         assert logits is not None
         tokens.append(int(logits[0, -1].argmax()))
     assert kept.trees[0].tokens[0].tolist() == tokens

@@ -18,12 +18,11 @@ from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.calibration import Calibration, Latency
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState, stage_at
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.features import Features
@@ -32,6 +31,7 @@ from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer, trained_groups
 from spectrain.trees import Auto, Cartesian, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Static, TreeBuilder
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import begun, proposed
 
@@ -63,7 +63,7 @@ def dataset(count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Medusa, stage: int) -> Batch:
-    return Live().batch(Request(dataset()[[0, 1, 2]], target, drafter.stages[stage].layers))
+    return Live().batch(BatchRequest(dataset()[[0, 1, 2]], target, drafter.stages[stage].layers))
 
 
 @torch.no_grad()

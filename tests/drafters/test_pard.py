@@ -22,11 +22,11 @@ from spectrain.drafters.base import TrainingState
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.shared.masks import add_blocks
 from spectrain.errors import UserError
-from spectrain.eval.baselines import plain_model
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
+from spectrain.models.plain import plain_model
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.trees import Auto, Cast, Chain, DySpec, Eagle2, Rollout, Sequoia, Static, TreeBuilder
@@ -66,7 +66,7 @@ def dataset(count: int = 5) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Pard, rows: list[int]) -> Batch:
-    return Live().batch(Request(dataset()[rows], target, drafter.stages[0].layers))
+    return Live().batch(BatchRequest(dataset()[rows], target, drafter.stages[0].layers))
 
 
 def logits_of(drafter: Pard, text: list[int], count: int) -> Tensor:

@@ -17,7 +17,7 @@ from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.layer_skip import LayerSkipping
 from spectrain.drafters.shared.self_speculation import SelfDrafter
 from spectrain.features.batch import Batch
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, TreeBuilder
 from spectrain.trees.base import Prefix
@@ -161,7 +161,7 @@ def said(target: Target, drafter: SelfDrafter, text: list[int], path: list[int])
     target.prefill(torch.tensor([text[:-1]]), torch.tensor([len(text) - 1]), cache, ())
     tokens = torch.tensor([[text[-1], *path]])
     seen = target.run(
-        tokens, ForwardPlan(logits=True, cache=cache, part=Part(last=drafter.exit_layer, skipped=drafter.skipped))
+        tokens, ForwardPlan(logits=True, cache=cache, span=LayerSpan(last=drafter.exit_layer, skipped=drafter.skipped))
     )
     assert seen.logits is not None
     return seen.logits[0, -1].softmax(-1)

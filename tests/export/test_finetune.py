@@ -8,11 +8,11 @@ import pytest
 from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
-from spectrain.cli.defaults import complete
 from spectrain.data.readers import FOLDER
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
+from spectrain.runs.defaults import complete
 from spectrain.runs.score import evaluate
 from spectrain.runs.train import train
 from spectrain.settings.check import check_config

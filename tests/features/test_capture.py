@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Embedded
 from spectrain.errors import RunError, UserError
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.capture import capture, verify
 from spectrain.features.store import FeatureStore
 from spectrain.features.stored import Stored
@@ -72,7 +72,7 @@ def test_a_stopped_capture_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ran: list[int] = []
     batch = Stored.batch
 
-    def counted(self: Stored, request: Request) -> Any:
+    def counted(self: Stored, request: BatchRequest) -> Any:
         if len(ran) == 1:
             ran.append(0)
             raise KeyboardInterrupt

@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.bench.online import TOY, online_row, peak
 from spectrain.cli.doctor import targets
-from spectrain.cli.main import allow_new_keys, config_groups, dispatch
+from spectrain.cli.main import dispatch
+from spectrain.cli.overrides import allow_new_keys, config_groups
 from spectrain.data.dataset import Dataset
 from spectrain.features.live import Live
 from spectrain.planning.dry_run import size_of

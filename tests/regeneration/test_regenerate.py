@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_module
 from spectrain.data.chat import render
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Data, Embedded, Jsonl
+from spectrain.data.shards import Row, Shard, Shards
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
@@ -24,7 +25,6 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.regeneration.regenerate import Regeneration, regenerate
-from spectrain.regeneration.shards import Row, Shard, Shards
 from spectrain.regeneration.writers import Add, EngineWriter, Sampling, Writer
 from spectrain.runs.drafter_files import save_drafter
 from spectrain.settings.build import build

@@ -9,9 +9,9 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from spectrain.cli.defaults import complete
 from spectrain.errors import UserError
 from spectrain.models.target import Target
+from spectrain.runs.defaults import complete
 from spectrain.runs.drafter_files import load_drafter
 from spectrain.settings.build import build
 from spectrain.settings.check import check_config

@@ -14,7 +14,6 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from spectrain.cli.defaults import complete
 from spectrain.cli.export import export, lint_command
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
@@ -22,6 +21,7 @@ from spectrain.eval.comparison import Scored
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
+from spectrain.runs.defaults import complete
 from spectrain.runs.drafter_files import load_drafter, save_drafter
 from spectrain.runs.fresh import take_shape
 from spectrain.settings.build import build
@@ -187,7 +187,8 @@ def go(way: str, directory: Path, out: Path, tiny: Target) -> None:
     elif way == "convert":
         convert(directory, out, "spectrain", TINY)
     else:
-        lint_command([str(directory), *(["--target", "tiny"] if "--" in way else [])])
+        target = {"target": settings("train", "drafter=ngram", "target=tiny").target} if "--" in way else {}
+        lint_command(OmegaConf.create({"run": str(directory), **target}))
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding.calibration import Calibration, Latency
 from spectrain.errors import UserError
 from spectrain.trees import Sequoia, Static
 from spectrain.trees.fixed import sequoia_paths, sequoia_table
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import Children
 from tests.trees.tables import (
     ROWS,

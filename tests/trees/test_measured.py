@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding.calibration import Calibration, Latency
 from spectrain.errors import UserError
 from spectrain.trees import Auto, Cast, Eagle2
 from spectrain.trees.base import Round
 from spectrain.trees.measured import Measured, RunningFit, walk_up
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from tests.trees.tables import (
     ROWS,
