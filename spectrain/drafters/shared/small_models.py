@@ -77,6 +77,8 @@ def fresh_model(architecture: dict[str, Any], target: Target) -> nn.Module:
     settings = {"vocab_size": target.head.vocab_size, "max_position_embeddings": target.max_length, **architecture}
     try:
         config = AutoConfig.for_model(settings.pop("model_type", "llama"), **settings)
+        if config.get_text_config().num_hidden_layers < 1:
+            raise ValueError("it has no layers")
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             size = count_of(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
         if size <= LARGEST * count_of(target.model) + ROOM:
