@@ -15,14 +15,10 @@ from torch import Tensor
 
 from spectrain.drafters.eagle3 import default_layers
 from spectrain.errors import UserError, first_line
-from spectrain.settings.choices import choice
-from spectrain.settings.saved import checked_orders, saved_groups
 
-from .eagle3 import Eagle3Layout, Settings, rope_of
-from .flat import Flat
+from .eagle3_settings import Settings, rope_of
 from .layout import PICKLED, Expected, Files, Finding, Layout
 from .layouts import detect
-from .own import Own
 from .targets import TargetFiles, tokenizer_hash
 
 MISSING = {
@@ -60,8 +56,8 @@ def check(files: Files, layout: Layout, target: TargetFiles | None) -> Iterator[
     try:
         yield from shapes(files, layout.expected(files), layout)
         yield from layout.findings(files)
-        if isinstance(layout, Eagle3Layout) or (isinstance(layout, Own) and is_eagle3(files)):
-            said, tensors = layout.settings(files), layout.view(files)
+        if (held := layout.eagle3(files)) is not None:
+            said, tensors = held
             yield from vocabulary(said, tensors)
             yield from fused(said, tensors)
             if target is not None:
@@ -84,9 +80,7 @@ def check(files: Files, layout: Layout, target: TargetFiles | None) -> Iterator[
 
 def read_as_data(files: Files, layout: Layout) -> Iterator[Finding]:
     """Whatever in the settings would run something, or names what there is not."""
-    path = files.directory / "config.json"
-    config = saved_groups if isinstance(layout, Own) else checked_orders
-    readers: list[Callable[[], Any]] = [partial(config, files.config, path), files.kept]
+    readers: list[Callable[[], Any]] = [partial(layout.check_data, files), files.kept]
     readers += [partial(files.sidecar, name) for name in ("adapter_config.json", "gated_lora.json")]
     for read in readers:
         try:
@@ -94,10 +88,6 @@ def read_as_data(files: Files, layout: Layout) -> Iterator[Finding]:
         except UserError as error:
             what, _, mend = str(error).rpartition("; ")
             yield Finding(NOT_DATA, "error", what, "a stranger's file must not say what is run on your machine", mend)
-
-
-def is_eagle3(files: Files) -> bool:
-    return choice("drafter", files.config["drafter"]) == "eagle3"
 
 
 def numbers(files: Files) -> Iterator[Finding]:
@@ -279,7 +269,7 @@ def against(said: Settings, target: TargetFiles, layout: Layout) -> Iterator[Fin
             "engines stop, or never fill the features", "write the layers that it was trained on",
         )  # fmt: skip
     default = default_layers(target.num_layers)
-    if isinstance(layout, Flat) and layers == [layer + 1 for layer in default]:
+    if layout.counts_outputs and layers == [layer + 1 for layer in default]:
         yield Finding(
             "layer-ids-numbering", "error", f"layer ids are {default}, the default in vLLM's numbers",
             "SGLang adds one to them and fuses the layers after those", "leave them out: it is the default of both",
