@@ -51,5 +51,5 @@ def layout_for(family: str, form: str) -> Layout:
         raise UserError(f"format={form}: {family} cannot be served: {NOWHERE[family]}")
     fitting = [key for key, layouts in FORMATS.items() if any(family in layout.families for layout in layouts)]
     if not fitting:
-        raise UserError(f"format={form}: no layout holds a drafter of drafter={family}; {ALONE}")
-    raise UserError(f"format={form}: it does not hold a drafter of drafter={family}; use {' or '.join(fitting)}")
+        raise UserError(f"format={form}: no layout holds drafter={family}; {ALONE}")
+    raise UserError(f"format={form}: it does not hold drafter={family}; use {' or '.join(fitting)}")
