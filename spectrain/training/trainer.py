@@ -26,6 +26,7 @@ from spectrain.models.features import Layer
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.runs.tracking import MetricsFile, Tracker
+from spectrain.settings.values import Below1, NotNegative, Positive, Share
 
 from .checkpoints import checkpoint_path, latest_checkpoint, load_checkpoint, load_tensors, save_checkpoint
 from .parallel import Parallel, Sharding, connect, parallel
@@ -109,11 +110,11 @@ class Trainer:
     batch_tokens: int = 4096  # tokens of a batch at most, on each process
     packing: bool = False  # sequences one after another in one row, without padding
     accumulate: int = 1  # batches of a step, on each process
-    warmup: float = 0.05  # the share of the steps in which the rate rises
-    min_lr: float = 0.0  # the share of lr that the rate falls to
-    clip: float = 0.5  # the largest norm of the gradient
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
-    weight_decay: float = 0.0  # AdamW's
+    warmup: Share = 0.05  # the share of the steps in which the rate rises
+    min_lr: Share = 0.0  # the share of lr that the rate falls to
+    clip: Positive = 0.5  # the largest norm of the gradient
+    betas: tuple[Below1, Below1] = (0.9, 0.95)  # AdamW's
+    weight_decay: NotNegative = 0.0  # AdamW's
     seed: int = 0  # of the first weights, the order of the data and what is drawn
     save_every: int | None = None  # steps between two checkpoints; null: only where a run is stopped or ends
     keep_checkpoints: int = 2  # how many of the newest stay
