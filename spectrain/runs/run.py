@@ -30,8 +30,9 @@ from spectrain.trees import TreeBuilder
 from spectrain.features.base import Source
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import latest_checkpoint, load_tensors, step_of, tensors_of
-from spectrain.training.trainer import Trained
-from .tracking import Tracker, last_step, tracked
+from spectrain.training.job import Trained
+from spectrain.training.metrics import Tracker, last_step
+from .tracking import tracked
 
 RESUME = "go on with trainer.resume=auto"
 
@@ -87,7 +88,7 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
     checkpoint = latest_checkpoint(run)
     with tracked(tracker, run, settings, step=0 if checkpoint is None else step_of(checkpoint)) as tracker:
         try:
-            trained = trainer.fit(drafter, target, dataset, source, run, tracker, accelerator)
+            trained = trainer.fit(drafter, target, dataset, source, run, tracker)
         finally:
             source.flush()
         if accelerator.is_main_process:

@@ -19,7 +19,7 @@ from spectrain.cli.main import allow_new_keys, config_groups, dispatch
 from spectrain.data.dataset import Dataset
 from spectrain.features.live import Live
 from spectrain.planning.dry_run import size_of
-from spectrain.planning.outline import FORMULAS
+from spectrain.planning.memory_tracker import FORMULAS
 from spectrain.planning.plan import Plan, plan
 from spectrain.runs.run import fresh_drafter
 from spectrain.settings.build import build, check_config, register_resolvers

@@ -29,7 +29,8 @@ from spectrain.features.live import Live
 from spectrain.models.target import Target
 from spectrain.runs import tracking
 from spectrain.runs.run import evaluate, train
-from spectrain.runs.tracking import MetricsFile, TensorBoard, Tracker, Wandb, flatten, headline, last_step, tracked
+from spectrain.runs.tracking import TensorBoard, Wandb, flatten, headline, tracked
+from spectrain.training.metrics import MetricsFile, Tracker, last_step
 from spectrain.runs.wandb_file import records
 from spectrain.settings.build import check_config
 from spectrain.training.checkpoints import latest_checkpoint, step_of

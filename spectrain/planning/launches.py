@@ -29,7 +29,7 @@ LAUNCHES = {
 SILENT = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
 
 
-class Work(TorchDispatchMode):
+class LaunchCounter(TorchDispatchMode):
     """Counts operations that compute or move something, and the bytes of what they make."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def count_round(engine: Engine, batch: int = 1, prompt: int = 16, new_tokens: in
         for _ in range(2):  # the first reads the prompt
             engine._round(state, Marks(engine.target.device))
         for part, run in zip(PARTS, engine._parts):
-            with Work() as work:
+            with LaunchCounter() as counter:
                 run(state)
-            found[part] = {"launches": work.launches.total(), "bytes": work.bytes}
+            found[part] = {"launches": counter.launches.total(), "bytes": counter.bytes}
     return found
