@@ -1,50 +1,66 @@
 """What a drafted run is held against: transformers' own `generate`, token by token, and its own ways of drafting."""
 
+import copy
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.lookahead import Lookahead
+from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
-from spectrain.models.attention import ATTENTION
-from spectrain.models.prepacked import is_packed, pack_linears, unpack_linears
+from spectrain.eval.parts import Part, Results
+from spectrain.eval.systems import System
+from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
+from spectrain.trees import Chain, Eagle2
 
+TRAINING_FREE: dict[str, type[Drafter]] = {"ngram": Ngram, "lookahead": Lookahead}
+OURS = ("chain", "untrained", *TRAINING_FREE)
 TRANSFORMERS = ("generate", "prompt_lookup", "assistant", "early_exit")
 
 
-@contextmanager
-def plain_model(target: Target) -> Iterator[Any]:
-    """The target without anything of ours: transformers' attention and cache, torch's linears."""
-    model: Any = target.model
-    packed = any(is_packed(module) for module in model.modules())
-    unpack_linears(model)
-    model.set_attn_implementation("sdpa")
-    try:
-        yield model
-    finally:
-        model.set_attn_implementation(ATTENTION)
-        if packed:
-            pack_linears(model)
+@dataclass
+class Baselines(Part):
+    """What the drafter is shown beside: `names` of OURS, in this engine, and of TRANSFORMERS, in its own."""
 
+    names: Sequence[str]
+    assistant: str | None = None
+    exit_layer: int | None = None
 
-def generate(
-    model: Any, prompt: list[int], max_new_tokens: int, stop_ids: frozenset[int], static: bool = False, **options: Any
-) -> list[int]:
-    """The greedy output of transformers' `generate`, EOS included; `options` are its own."""
-    if static:
-        options |= {"cache_implementation": "static", "disable_compile": True}
-    device = next(model.parameters()).device
-    with torch.inference_mode():
-        output = model.generate(
-            torch.tensor([prompt], device=device), attention_mask=torch.ones(1, len(prompt), device=device, dtype=torch.int64),
-            max_new_tokens=max_new_tokens, do_sample=False, repetition_penalty=1.0, temperature=None, top_p=None, top_k=None,
-            eos_token_id=sorted(stop_ids), pad_token_id=min(stop_ids, default=0), **options,
-        )  # fmt: skip
-    return output[0, len(prompt) :].tolist()
+    def check(self, candidate: Candidate) -> None:
+        if "early_exit" in self.names and self.exit_layer is None and candidate.drafter.abilities.exits is None:
+            raise UserError("eval.baselines: early_exit needs eval.exit_layer=N")
+
+    def systems(self, candidate: Candidate, first: System) -> list[System]:
+        target, drafter, builder, rule = candidate.target, candidate.drafter, candidate.builder, candidate.rule
+        chain = Chain(min(3, builder.depth), builder.children, builder.temperature, builder.seed)
+        plain = rule.matched()  # a drafter that copies text draws nothing, so p / q has no meaning for it
+        found = []
+        if "chain" in self.names and not builder.is_chain and not drafter.abilities.copies_text:
+            found.append(System("chain", "the same, chain", drafter, chain, rule))
+        if "untrained" in self.names and candidate.untrained is not None:
+            fresh = candidate.untrained().to(target.device, target.dtype).eval()
+            found.append(System("untrained", "untrained", fresh, copy.deepcopy(builder), rule))
+        others = {name for name in self.names if name in TRAINING_FREE and type(drafter) is not TRAINING_FREE[name]}
+        if "ngram" in others:
+            found.append(System("ngram", "n-gram lookup", Ngram(target), Chain(chain.depth), plain))
+        if "lookahead" in others:
+            found.append(System("lookahead", "lookahead", Lookahead(target), Eagle2(builder.depth, builder.budget), plain))
+        return found
+
+    def report(self, results: Results) -> dict[str, Any]:
+        names = [name for name in self.names if name in TRANSFORMERS]
+        if not names:
+            return {}
+        drafter = results.candidate.drafter
+        own = drafter.saved.settings(drafter).get("exit_layer")
+        target, turns = results.candidate.target, results.turns["drafter"]
+        return {"transformers": run_transformers(target, turns, names, self.assistant, self.exit_layer or own)}
 
 
 def run_transformers(

@@ -33,9 +33,13 @@ from spectrain.eval.report import print_comparison
 from spectrain.files import write_text
 from spectrain.models.device import wait
 from spectrain.models.target import Target
-from spectrain.runs.run import evaluate, evaluation_name, fresh_drafter, run_settings, target_name, train
+from spectrain.runs.folder import evaluation_name, run_settings, target_name
+from spectrain.runs.fresh import fresh_drafter
+from spectrain.runs.score import evaluate
 from spectrain.runs.tracking import tracked
-from spectrain.settings.build import build, check_config, constructor
+from spectrain.runs.train import train
+from spectrain.settings.build import build, constructor
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.training.trainer import Trainer
 
@@ -176,7 +180,7 @@ class Contest:
     def settings(self, group: str, name: str) -> DictConfig:
         """The whole configuration of one, its tree and data those of all."""
         tree = HydraConfig.get().runtime.choices["tree"]
-        if group == "drafter" and constructor(compose("train", overrides=[f"drafter={name}"]).drafter).copies_text:
+        if group == "drafter" and constructor(compose("train", overrides=[f"drafter={name}"]).drafter).abilities.copies_text:
             tree = "chain"  # it knows one continuation only
         alike = ["++eval.baselines=[chain]", "++eval.oracle=false"]
         config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *alike, *self.passed])
@@ -259,7 +263,7 @@ class Contest:
         if self.comparison.tokens is not None and dataset.is_sample:
             return max(1, round(self.comparison.tokens / (trainer.batch_tokens * trainer.accumulate)))
         if self.comparison.tokens is not None:
-            batches = dataset.num_batches(trainer.batch_tokens, trainer.seed, trainer.packing)
+            batches = dataset.num_batches(trainer.batching)
             return max(1, round(self.comparison.tokens * batches / dataset.num_tokens / trainer.accumulate))
         return max(1, int(self.comparison.seconds / step_seconds(trainer, config, self.target_for(config), dataset)))
 

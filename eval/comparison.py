@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Interval, interval
+from spectrain.eval.noise import is_possible
 from spectrain.settings.build import settings_of
 from spectrain.settings.choices import choice, looked_up
 
@@ -77,6 +78,11 @@ class Scored:
     @property
     def changes_target(self) -> bool:
         return str(self.setting["target"]).endswith(TRAINED)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether its speedup is not to be quoted."""
+        return not self.summary["speedup"].get("quotable", True)
 
     @property
     def is_trained(self) -> bool:
@@ -172,6 +178,11 @@ def check_same(found: Sequence[Scored]) -> list[str]:
                 f"{other.folder}: its prompts are not those of {first.folder}; score both with the same eval.prompts, "
                 "eval.limit and eval.categories"
             )
+    return differences(found)
+
+
+def differences(found: Sequence[Scored]) -> list[str]:
+    """Sentences about what differs, and about what cannot be quoted."""
     caveats = []
     for key, what in (
         ("device", "devices"),
@@ -199,6 +210,7 @@ def check_same(found: Sequence[Scored]) -> list[str]:
     trained = [one.setting["training"] for one in found if one.setting.get("training")]
     if len(trained) > 1 and not any(alike([one[key] for one in trained]) for key in ("seconds", "tokens")):
         caveats.append("Trained with unequal budgets: neither their seconds nor their tokens are alike.")
+    caveats += [f"{one.name}: no speedup to be quoted, as {one.summary['speedup']['reason']}." for one in found if one.is_noisy]
     return caveats
 
 
@@ -263,7 +275,9 @@ def row_of(scored: Scored, place: Path) -> dict[str, Any]:
         "drift": summary.get("target_drift"),
     }
     if scored.batched is not None:
-        best = max(systems_of(scored.batched).values(), key=lambda entry: entry["speedup"]["ratio"])
+        every = list(systems_of(scored.batched).values())
+        possible = [entry for entry in every if is_possible(entry["speedup"])]
+        best = max(possible or every, key=lambda entry: entry["speedup"]["ratio"])
         speed = {key: best["speedup"][key] for key in ("ratio", "predicted")}  # no interval: prompts of a batch share its time
         row["batched"] = {"batch_size": scored.batched["setting"]["batch_size"], "label": best["label"], "speedup": speed,
                           "tokens_per_second": best["tokens_per_second"]}  # fmt: skip
@@ -297,7 +311,7 @@ def advice(goal: str, said: tuple[str, str]) -> dict[str, str]:
 
 def latency(exact: Sequence[Way], ways: Sequence[Way]) -> tuple[str, str]:
     """The fastest drafter of those whose output is the target's; none where none gains."""
-    best = max(exact, key=lambda way: way.speedup)
+    best = max([way for way in exact if is_possible(way.entry["speedup"])] or exact, key=lambda way: way.speedup)
     rivals = [way.name for way in exact if way is not best and way.scored is not best.scored and not best.told_from(way)]
     others = f" Not told apart from it on these prompts: {', '.join(rivals)}." if rivals else ""
     changed = max(

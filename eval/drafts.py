@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import Recorder
+from spectrain.decoding.session import Session
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import System
 from spectrain.models.target import Target
@@ -71,8 +71,8 @@ def record_drafts(
     lines, drafted, kept, rounds = [], Counter[Place](), Counter[Place](), 0
     for row, turn in choose(turns):
         recorder = TreeRecorder(system.builder)
-        how = (system.rule, min(max_new_tokens, LENGTH), system.drafter, recorder, [row])
-        (generation,) = decode(target, [turn.drafted.prompt], *how, pruning=system.pruning)
+        session = Session(target, system.rule, system.drafter, recorder, pruning=system.pruning)
+        (generation,) = session.decode([turn.drafted.prompt], min(max_new_tokens, LENGTH), [row])
         shown, start = [], 1
         for number, draft in enumerate(recorder.drafts):
             path = draft.kept(generation.output[start : start + draft.count - 1])

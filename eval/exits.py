@@ -6,12 +6,31 @@ Exit E reads the residual stream entering layer E through the final norm and the
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from spectrain.eval.drift import Text
+from spectrain.eval.drift import Text, own_answers, target_drift
+from spectrain.eval.metrics import Turn
 from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
+
+
+def judge_target(candidate: Candidate, turns: Sequence[Turn], max_new_tokens: int, folder: Path) -> dict[str, Any]:
+    """What training did to the target, and how good early exits are; both on the untrained target's own answers."""
+    target = candidate.target
+    found: dict[str, Any] = {}
+    texts = [(turn.autoregressive.prompt, turn.autoregressive.output) for turn in turns]
+    original = None if candidate.original is None else candidate.original()
+    if original is not None:
+        texts = own_answers(original, [prompt for prompt, _ in texts], max_new_tokens)
+        found["target_drift"] = target_drift(original, target, texts, max_new_tokens)
+    if candidate.drafter.abilities.exits is not None:
+        models = {"target": target} if original is None else {"original": original, "trained": target}
+        found["exits"] = {name: exit_quality(model, texts) for name, model in models.items()}
+        plot_exits(folder / "exits.svg", found["exits"])
+    return found
 
 
 @torch.no_grad()

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from spectrain.decoding.acceptance import AcceptanceRule
-from spectrain.eval.baselines import generate, plain_model
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import Decoder, System
+from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 
 NEAR_TIE = 1e-4

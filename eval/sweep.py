@@ -1,15 +1,16 @@
 """Sweeps: one drafter with many trees, exits or prunings, decoded side by side and shown as one table."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.pruning import Pruning
-from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
+from spectrain.eval.noise import is_possible
+from spectrain.eval.parts import Part, Results
 from spectrain.eval.systems import System, describe
 from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
 from spectrain.trees import Auto, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Sequoia, Static, TreeBuilder
 
 SWEPT: dict[str, Callable[[int, int], TreeBuilder]] = {
@@ -25,15 +26,21 @@ SWEPT: dict[str, Callable[[int, int], TreeBuilder]] = {
 }
 
 
-def tree_systems(
-    drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule, budgets: Sequence[int], names: Sequence[str]
-) -> list[System]:
-    """The named kinds of tree at every budget, as deep as `builder`; a chain has one size."""
-    builders: list[TreeBuilder] = [Chain(builder.depth)] if "chain" in names else []
-    builders += [SWEPT[name](builder.depth, budget) for budget in budgets for name in names if name != "chain"]
-    for other in builders:
-        rule.check(other.children, other.is_chain)
-    return [System(f"{other.name}-{other.budget}", describe(other), drafter, other, rule) for other in builders]
+@dataclass
+class TreeSweep(Part):
+    """The named kinds of tree at every budget, as deep as the candidate's; a chain has one size."""
+
+    names: Sequence[str]
+    budgets: Sequence[int]
+
+    def systems(self, candidate: Candidate, first: System) -> list[System]:
+        depth = candidate.builder.depth
+        builders: list[TreeBuilder] = [Chain(depth)] if "chain" in self.names else []
+        builders += [SWEPT[name](depth, budget) for budget in self.budgets for name in self.names if name != "chain"]
+        for other in builders:
+            candidate.rule.check(other.children, other.is_chain)
+        how = candidate.drafter, candidate.rule
+        return [System(f"{one.name}-{one.budget}", describe(one), how[0], one, how[1]) for one in builders]
 
 
 @dataclass(frozen=True)
@@ -52,7 +59,8 @@ class Grid:
     def summary(self, found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Every cell's numbers, and the fastest cell by measured speedup on these prompts."""
         cells = {(row, column): found[self.name(row, column)] for row in self.rows for column in self.columns}
-        best = max(cells, key=lambda cell: cells[cell]["speedup"]["ratio"])
+        possible = [cell for cell in cells if is_possible(cells[cell]["speedup"])]
+        best = max(possible or cells, key=lambda cell: cells[cell]["speedup"]["ratio"])
         rows = [[cells[row, column] for column in self.columns] for row in self.rows]
         table = {
             "acceptance_length": [[entry["acceptance_length"]["pooled"] for entry in entries] for entries in rows],
@@ -67,52 +75,92 @@ class Grid:
                 "fastest_speedup": cells[best]["speedup"]}  # fmt: skip
 
 
-def exit_systems(
-    target: Target,
-    drafter: Drafter,
-    builder: TreeBuilder,
-    rule: AcceptanceRule,
-    exits: Sequence[int] | None,
-    depths: Sequence[int],
-) -> tuple[Grid, list[System]]:
-    """Chains of every length from every exit, drawn as `builder` draws."""
-    if not drafter.has_exits:
-        raise UserError(
-            "eval.sweep=exit: this drafter has no exits to choose from; use drafter=early_exit, or a run of recipe=layerskip"
-        )
-    grid = Grid("exit", "exit_layer", "depth", _exits(target, exits), tuple(sorted(set(depths))))
-    systems = []
-    for exit_layer in grid.rows:
-        other = drafter.at_exit(exit_layer, target)
-        for depth in grid.columns:
-            label = f"exit {exit_layer}, chain of {depth}"
-            chain = Chain(depth, builder.children, builder.temperature, builder.seed)
-            systems.append(System(grid.name(exit_layer, depth), label, other, chain, rule))
-    return grid, systems
+@dataclass
+class ExitSweep(Part):
+    """Chains of every length from every exit, drawn as the candidate's tree is."""
+
+    exits: Sequence[int] | None
+    depths: Sequence[int]
+
+    def check(self, candidate: Candidate) -> None:
+        if candidate.drafter.abilities.exits is None:
+            raise UserError(
+                "eval.sweep=exit: this drafter has no exits to choose from; use drafter=early_exit, or a run of "
+                "recipe=layerskip"
+            )
+
+    def systems(self, candidate: Candidate, first: System) -> list[System]:
+        exits = candidate.drafter.abilities.exits
+        assert exits is not None
+        rows = exits_of(candidate.target, self.exits)
+        self.grid = Grid("exit", "exit_layer", "depth", rows, tuple(sorted(set(self.depths))))
+        found, builder = [], candidate.builder
+        for exit_layer in self.grid.rows:
+            other = exits.at(candidate.drafter, exit_layer, candidate.target)
+            for depth in self.grid.columns:
+                label = f"exit {exit_layer}, chain of {depth}"
+                chain = Chain(depth, builder.children, builder.temperature, builder.seed)
+                found.append(System(self.grid.name(exit_layer, depth), label, other, chain, candidate.rule))
+        return found
+
+    def report(self, results: Results) -> dict[str, Any]:
+        return {"sweep": self.grid.summary(results.entries)}
 
 
-def prune_systems(
-    target: Target,
-    drafter: Drafter,
-    builder: TreeBuilder,
-    rule: AcceptanceRule,
-    exits: Sequence[int] | None,
-    tops: Sequence[int],
-) -> tuple[Grid, list[System]]:
+@dataclass
+class PruneSweep(Part):
     """The same tree, pruned after every exit by every top k; not before the layers that drafting has run anyway."""
-    first = max(1, drafter.verified_from)
-    grid = Grid("prune", "prune_layer", "prune_top", _exits(target, exits, first), tuple(sorted(set(tops))))
-    systems = []
-    for layer in grid.rows:
-        for top_k in grid.columns:
-            label = f"pruned after {layer} layers, top {top_k}"
-            pruning = Pruning(layer, top_k)
-            pruning.check(rule, target)
-            systems.append(System(grid.name(layer, top_k), label, drafter, builder, rule, pruning=pruning))
-    return grid, systems
+
+    exits: Sequence[int] | None
+    tops: Sequence[int]
+
+    def check(self, candidate: Candidate) -> None:
+        check_pruned_tree(candidate.builder)
+
+    def systems(self, candidate: Candidate, first: System) -> list[System]:
+        drafter, builder, rule = candidate.drafter, candidate.builder, candidate.rule
+        rows = exits_of(candidate.target, self.exits, max(1, drafter.cost.verified_from(drafter)))
+        self.grid = Grid("prune", "prune_layer", "prune_top", rows, tuple(sorted(set(self.tops))))
+        found = []
+        for layer in self.grid.rows:
+            for top_k in self.grid.columns:
+                label = f"pruned after {layer} layers, top {top_k}"
+                pruning = Pruning(layer, top_k)
+                pruning.check(rule, candidate.target)
+                found.append(System(self.grid.name(layer, top_k), label, drafter, builder, rule, pruning=pruning))
+        return found
+
+    def report(self, results: Results) -> dict[str, Any]:
+        return {"sweep": self.grid.summary(results.entries)}
 
 
-def _exits(target: Target, exits: Sequence[int] | None, first: int = 1) -> tuple[int, ...]:
+@dataclass
+class Pruned(Part):
+    """The drafter's own trees are pruned, beside the same ones that are not."""
+
+    layer: int
+    top_k: int
+
+    def check(self, candidate: Candidate) -> None:
+        Pruning(self.layer, self.top_k).check(candidate.rule, candidate.target)
+        check_pruned_tree(candidate.builder)
+
+    def own(self, candidate: Candidate, first: System) -> System:
+        return replace(first, pruning=Pruning(self.layer, self.top_k))
+
+    def systems(self, candidate: Candidate, first: System) -> list[System]:
+        return [System("unpruned", "the same, not pruned", candidate.drafter, candidate.builder, candidate.rule)]
+
+
+def check_pruned_tree(builder: TreeBuilder) -> None:
+    """Refuse a builder that pruning would mislead."""
+    if builder.learns_from_trees:
+        raise UserError(
+            f"tree={builder.name}: it learns from the trees that are verified, and pruned ones mislead it; use another tree"
+        )
+
+
+def exits_of(target: Target, exits: Sequence[int] | None, first: int = 1) -> tuple[int, ...]:
     """The exits that were asked for, or up to seven, evenly spaced."""
     last = target.num_layers - 1
     if exits is None:

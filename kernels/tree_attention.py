@@ -110,7 +110,7 @@ def attend_softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scal
 
 
 @dataclass(frozen=True)
-class Config:
+class AttentionTiles:
     """How a kernel is cut: rows and keys a block, warps a program, blocks of keys in flight."""
 
     block_m: int
@@ -123,12 +123,12 @@ class Config:
 # with Triton 3.6 and 3.9, windows and softcaps included; tests/kernels/test_compiled.py holds them to it. Not yet timed.
 # Head size at most -> for 16 rows, for 64 rows, for more.
 CONFIGS = {
-    64: (Config(16, 64, 4, 3), Config(64, 64, 4, 3), Config(128, 64, 8, 3)),
-    128: (Config(16, 32, 4, 4), Config(64, 32, 4, 4), Config(128, 64, 8, 3)),
-    256: (Config(16, 32, 4, 3), Config(64, 32, 8, 2), Config(64, 32, 8, 2)),
+    64: (AttentionTiles(16, 64, 4, 3), AttentionTiles(64, 64, 4, 3), AttentionTiles(128, 64, 8, 3)),
+    128: (AttentionTiles(16, 32, 4, 4), AttentionTiles(64, 32, 4, 4), AttentionTiles(128, 64, 8, 3)),
+    256: (AttentionTiles(16, 32, 4, 3), AttentionTiles(64, 32, 8, 2), AttentionTiles(64, 32, 8, 2)),
 }
 # Exact float32 products have no tensor cores, and keep whole rows of both operands in registers; larger blocks spill a lot.
-CONFIGS_FLOAT32 = (Config(16, 16, 4, 2), Config(32, 16, 8, 2))
+CONFIGS_FLOAT32 = (AttentionTiles(16, 16, 4, 2), AttentionTiles(32, 16, 8, 2))
 
 WANTED_PROGRAMS = 120  # about one for each of the 132 multiprocessors of an H200
 KEYS_A_SPLIT = 256  # at 64 nodes, 32 heads and 8 key-value heads a split's output is as many bytes, both ways, as 512 keys
@@ -136,7 +136,7 @@ MOST_SPLITS = 64
 COMBINED_ROWS = 8  # of 256 float32 at most a program of 128 threads: 16 registers for the sum, as many for a split
 
 
-def choose_config(num_rows: int, head_size: int, dtype: torch.dtype) -> Config:
+def choose_config(num_rows: int, head_size: int, dtype: torch.dtype) -> AttentionTiles:
     """The first block that holds all rows, or the largest."""
     if dtype == torch.float32:
         return CONFIGS_FLOAT32[num_rows > 16]

@@ -201,7 +201,7 @@ def _walk(nodes: Nodes, choose: Callable[[Tensor], Tensor]) -> Verdict:
 
 
 @dataclass(frozen=True)
-class Config:
+class VerifyTiles:
     """How a pass over a row is cut: tokens a block and warps a program."""
 
     block: int
@@ -209,11 +209,11 @@ class Config:
 
 
 # None of these spills for sm_90 with Triton 3.6 and 3.9; tests/kernels/test_verify_compiled.py holds them to it. Not yet timed.
-ARGMAX = Config(4096, 4)  # 2048 programs for 64 nodes and 128k tokens, 64 bytes in flight a thread
-DRAWN = Config(1024, 4)  # 8 numbers a thread
+ARGMAX = VerifyTiles(4096, 4)  # 2048 programs for 64 nodes and 128k tokens, 64 bytes in flight a thread
+DRAWN = VerifyTiles(1024, 4)  # 8 numbers a thread
 SHARED = 16  # nodes a program of DRAWN: trees lie level by level, so its noise is made two or three times, not sixteen
-WALK = Config(16, 1)  # reads no row; a tree's nodes lie in one warp, whose reductions need no barrier
-CUT = Config(4096, 16)  # a row on one multiprocessor: 8 tokens a thread, and 4 counts of each
+WALK = VerifyTiles(16, 1)  # reads no row; a tree's nodes lie in one warp, whose reductions need no barrier
+CUT = VerifyTiles(4096, 16)  # a row on one multiprocessor: 8 tokens a thread, and 4 counts of each
 
 
 @jit

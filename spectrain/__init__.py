@@ -1,1 +1,29 @@
-"""Train drafters for speculative decoding and prove what they gain."""
+"""Train drafters for speculative decoding and prove what they gain.
+
+The Python interface is loaded when it is asked for: `Target`, `Drafter`, `Answer`, `train`, `generate` and `evaluate`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cli.interface import Answer, evaluate, generate, train
+    from .cli.interface import PretrainedDrafter as Drafter
+    from .models.target import Target
+
+__all__ = ["Answer", "Drafter", "Target", "evaluate", "generate", "train"]
+
+_HOMES = {
+    "Target": ("models.target", "Target"),
+    "Drafter": ("cli.interface", "PretrainedDrafter"),
+    **{name: ("cli.interface", name) for name in ("Answer", "evaluate", "generate", "train")},
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'spectrain' has no attribute {name!r}")
+    module, there = _HOMES[name]
+    return getattr(import_module(f"spectrain.{module}"), there)

@@ -1,6 +1,7 @@
 """Shared fixtures. No test needs a network or a GPU."""
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -12,10 +13,11 @@ os.environ["HYDRA_FULL_ERROR"] = "1"
 
 import pytest
 
-from spectrain.models.loading import load_tiny
+from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.settings.build import register_resolvers
 from tests import sampling
+from tests.targets import cut_tiny
 
 register_resolvers()
 torch.set_num_threads(1)  # two test processes share two cores
@@ -25,6 +27,22 @@ torch.set_num_threads(1)  # two test processes share two cores
 def tiny() -> Target:
     """The tiny target, on packed linears."""
     target = load_tiny()
+    target.pack()
+    return target
+
+
+@pytest.fixture(scope="session")
+def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory with the tiny target's first three layers."""
+    folder = tmp_path_factory.mktemp("targets") / "shallow"
+    cut_tiny(3).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shallow(shallow_folder: Path) -> Target:
+    """The tiny target's first three layers, on packed linears, for what would be the same of the whole one."""
+    target = load_hf(str(shallow_folder))
     target.pack()
     return target
 

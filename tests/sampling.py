@@ -9,7 +9,7 @@ family still runs, only not in every combination. Which cases fill it up follows
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from zlib import crc32
 
@@ -18,9 +18,18 @@ import pytest
 Case = tuple[str, dict[str, Any]]  # the id of a test, its parameters
 
 
+def flat(parameters: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Every parameter and its value; of a named tuple its fields."""
+    for key, value in parameters.items():
+        if hasattr(value, "_asdict"):
+            yield from value._asdict().items()
+        else:
+            yield key, value
+
+
 def sample(cases: Sequence[Case], keep: int, free: Sequence[str] = (), cost: Callable[..., float] | None = None) -> set[str]:
     """The ids of at least `keep` cases, the first among them, in which every value of every parameter occurs."""
-    values = {name: {(key, repr(value)) for key, value in parameters.items() if key not in free} for name, parameters in cases}
+    values = {name: {(key, repr(value)) for key, value in flat(parameters) if key not in free} for name, parameters in cases}
     price = {name: cost(**parameters) if cost else 1.0 for name, parameters in cases}
     kept = [cases[0][0]]
     missing = set[Any]().union(*values.values()) - values[kept[0]]
@@ -37,7 +46,7 @@ def mark_what_is_left_out(items: Sequence[pytest.Item]) -> None:
     """Of tests that are sweeps, mark as slow what is in no sample."""
     sweeps = defaultdict(list)
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("sweep"):
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):
             sweeps[item.nodeid.split("[")[0]].append(item)
     for cases in sweeps.values():
         mark = cases[0].get_closest_marker("sweep")

@@ -14,14 +14,15 @@ from torch import Tensor
 from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decoding.loop import Context
 from spectrain.drafters.base import TrainingState
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Rollout, TreeBuilder
+from spectrain.trees.base import Prefix
 from spectrain.trees.token_tree import TokenTree
+from tests.decoding.rounds import proposed
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "new_family"
@@ -100,12 +101,12 @@ class Along(TreeBuilder):
     def __init__(self, path: Tensor) -> None:
         self.path = path  # [B, depth]
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         said = [rollout.start()]
         for step, tokens in enumerate(self.path.unbind(1)):
             said.append(rollout.extend(tokens[:, None], torch.full_like(tokens[:, None], step)))
         self.said = torch.cat(said, dim=1)  # [B, depth + 1, V]
-        return TokenTree.chain(context.root[:, None])
+        return TokenTree.chain(prefix.root[:, None])
 
 
 def make(tiny: Target, **options: Any) -> Any:
@@ -130,7 +131,8 @@ def test_the_loss_is_that_of_what_is_drafted(tiny: Target) -> None:
     index = torch.arange(len(windows))[:, None]
     fresh = type(features)(windows[:, :1], features.layers, features.hidden[0][index])
     along = Along(windows[:, 2:-1])
-    drafter.propose(SimpleNamespace(fresh=fresh, counts=torch.ones(len(windows)).long(), root=windows[:, 1]), along)
+    context: Any = SimpleNamespace(fresh=fresh, counts=torch.ones(len(windows)).long(), root=windows[:, 1])
+    proposed(drafter, context, along)
     drafted = along.said.gather(2, windows[:, 2:, None])[..., 0]  # [rows, STEPS]
     cut = tokens.shape[1] - STEPS - 2 + 1  # shallower steps are judged further on too, where no whole window begins
     for step in range(STEPS):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from spectrain.data.chat import prompt_tokens
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Embedded
 from spectrain.decoding.acceptance import Greedy, Match
@@ -11,7 +12,6 @@ from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.prompts import read_prompts
-from spectrain.eval.run import prompt_tokens
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
@@ -22,7 +22,8 @@ LENGTH = 48
 @pytest.fixture(scope="module")
 def prompts(tiny: Target) -> list[list[int]]:
     """The held-out prompts, on subjects that the tiny target has never seen."""
-    return [prompt_tokens(tiny, [{"role": "user", "content": prompt.turns[0]}]) for prompt in read_prompts(None, 30).prompts]
+    openings = [[{"role": "user", "content": prompt.turns[0]}] for prompt in read_prompts(None, 30).prompts]
+    return [prompt_tokens(tiny.tokenizer, opening) for opening in openings]
 
 
 def acceptance(tiny: Target, prompts: list[list[int]], drafter: Drafter, builder: Chain | Eagle2) -> float:
@@ -34,7 +35,7 @@ def test_entropy_of_held_out_text(tiny: Target, prompts: list[list[int]]) -> Non
     """Over its own sampled answers to held-out prompts, the next token has at least two nats of entropy."""
     entropies = []
     for row, prompt in enumerate(prompts):
-        answer = decode(tiny, [prompt], Match(1.0), LENGTH, rows=[row])[0].output
+        answer = decode(tiny, [prompt], Match(1.0), LENGTH, sequence_ids=[row])[0].output
         logits = tiny.run(torch.tensor([prompt + answer]), ForwardPlan(logits=True)).logits
         assert logits is not None
         log_p = logits[0, len(prompt) - 1 : -1].log_softmax(-1)

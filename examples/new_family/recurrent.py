@@ -7,30 +7,26 @@ step k (from 0) it reads token t + 1 + k and predicts token t + 2 + k: true toke
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
+from spectrain.drafters.abilities import SavedFiles
 from spectrain.drafters.base import Losses, Stage, TrainingState
+from spectrain.drafters.context import Context
 from spectrain.drafters.shared.losses import Loss
 from spectrain.drafters.shared.vocabulary import Supervision, VocabularyDrafter
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
-from spectrain.trees.base import Rollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
-    from spectrain.models.target import Target
+from spectrain.models.target import Target
+from spectrain.trees.base import Draft, Rollout
 
 
 class Recurrent(VocabularyDrafter):
     """A GRU cell over the target's embeddings; its output layer starts as the target's. The loss is sum_k step_decay^k L_k."""
 
     layers: tuple[Layer, ...] = ("final",)  # what the target hands over, in training and in decoding
-    shape = ("vocab_size",)  # the settings that saved weights fix
+    saved = SavedFiles(shape=("vocab_size",))  # the settings that weights fix
 
     def __init__(
         self, target: Target, num_steps: int = 4, vocab_size: int = 32000, loss: Loss = "forward_kl", step_decay: float = 0.8
@@ -89,10 +85,10 @@ class Recurrent(VocabularyDrafter):
             hits[step], counts[step] = right.sum(), len(right)
         return Losses(terms, hits, counts)
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         last = (context.counts - 1).clamp(min=0)[:, None]
         final = context.fresh.gather(last).at("final").to(self.lm_head.weight.dtype)
-        return budget.grow(context, _Roll(self, final, context.root))
+        return Draft(_Roll(self, final, context.root))
 
 
 class _Roll(Rollout):

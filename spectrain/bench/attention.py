@@ -21,7 +21,7 @@ from spectrain.kernels.tree_attention import Visibility, tree_attention
 from spectrain.models.device import wait
 from spectrain.trees.token_tree import TokenTree
 
-from .measure import Replay, Results, Work, check_alive, interleaved, paired_ratio, reason, relative_error, spread
+from .measure import Results, TimedWork, Work, check_alive, interleaved, paired_ratio, reason, relative_error, spread
 
 BEYOND_CACHE = 120_000_000  # bytes of keys and values in rotation, twice the L2 of an H200
 CONSTANTS = {"bytes_per_second": 4.3e12, "flops_per_second": 790e12}  # of an H200: copying, and bf16 products of random data
@@ -199,7 +199,7 @@ SYSTEMS: dict[str, System] = {
 """What is timed. Each is handed the problem and a dictionary for what else it wants noted."""
 
 
-def prepare(name: str, problem: Problem, results: Results, launches: int, notes: dict[str, Any]) -> Replay:
+def prepare(name: str, problem: Problem, results: Results, launches: int, notes: dict[str, Any]) -> TimedWork:
     """A system ready to be timed; raises where it cannot run here, or where it computes something else."""
     attempt = f"{problem.cell.name}/{name}"
     if results.begin(attempt) > 1:
@@ -209,7 +209,7 @@ def prepare(name: str, problem: Problem, results: Results, launches: int, notes:
         error = relative_error(work(0), problem.answer)
         if error > AGREES:
             raise ValueError(f"its output differs from ours by {error:.2g} of its size")
-    return Replay(work, problem.geometry.device, launches)
+    return TimedWork(work, problem.geometry.device, launches)
 
 
 @torch.no_grad()
@@ -218,7 +218,7 @@ def table_row(
 ) -> dict[str, Any]:
     """Times of every system, interleaved; our share of the floor; how many times as long the others take."""
     problem = Problem(cell, geometry)
-    replays: dict[str, Replay] = {}
+    replays: dict[str, TimedWork] = {}
     failed: dict[str, str] = {}
     notes: dict[str, dict[str, Any]] = {name: {} for name in SYSTEMS}
     for name in SYSTEMS:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spectrain.kernels.linear_divergence import HeadTarget, Projection, linear_divergence
 
-from .measure import Replay, check_alive, interleaved, paired_ratio, reason, relative_error, spread
+from .measure import TimedWork, check_alive, interleaved, paired_ratio, reason, relative_error, spread
 
 Gradients = tuple[Tensor, ...]
 
@@ -76,7 +76,7 @@ def divergence_row(loss: Loss, dtype: torch.dtype, device: torch.device, repeats
     hidden, final = (torch.randn(rows, width, dtype=dtype, device=device) for _ in range(2))
     weight, theirs = (torch.randn(vocab, width, dtype=dtype, device=device) * scale for _ in range(2))
     works = systems(hidden.requires_grad_(), weight.requires_grad_(), final, theirs)
-    replays: dict[str, Replay] = {}
+    replays: dict[str, TimedWork] = {}
     peaks: dict[str, int | None] = {}
     failed: dict[str, str] = {}
     answer = works["fused"](0)
@@ -86,7 +86,7 @@ def divergence_row(loss: Loss, dtype: torch.dtype, device: torch.device, repeats
             if max(errors) > 0.05:
                 raise ValueError(f"its gradients differ from the fused ones by {max(errors):.2g} of their size")
             peaks[name] = peak_memory(partial(work, 0), device)
-            replays[name] = Replay(work, device, launches=1, graph=False)
+            replays[name] = TimedWork(work, device, launches=1, graph=False)
         except Exception as error:
             failed[name] = reason(error)
             check_alive(device)

@@ -18,7 +18,7 @@ import torch
 from spectrain.decoding import captured as engine
 from spectrain.decoding import loop as decode
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.captured import Engine
+from spectrain.decoding.captured import Captured
 from spectrain.drafters import eagle3
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
@@ -42,7 +42,7 @@ Part = Literal["all", "counts", "identity", "single", "batched", "training"]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class EngineSizes:
     """What is measured, and how often."""
 
     model: Model = field(default_factory=Model)
@@ -79,7 +79,7 @@ class Sizes:
         return found
 
 
-TOY = Sizes(
+TOY = EngineSizes(
     Model(2, 64, 128, 4, 2, 16, 300, 100, 4096),
     1 << 16,
     32,
@@ -112,8 +112,8 @@ class EngineBench(Bench):
     notes: dict[str, dict[str, str]] = field(default_factory=dict, init=False)  # why one of them is not compiled or captured
 
     @property
-    def sizes(self) -> Sizes:
-        return TOY if self.toy else Sizes()
+    def sizes(self) -> EngineSizes:
+        return TOY if self.toy else EngineSizes()
 
     def lines(self) -> dict[str, float]:
         return {} if self.toy else lines(self.results.rows, self.sizes.first())
@@ -138,7 +138,7 @@ class EngineBench(Bench):
         """Launches of a greedy round, before anything is compiled, and bytes that its operations make."""
         target = outline(self.sizes.model, torch.bfloat16)
         drafter = random_drafter(target, self.sizes.model, torch.bfloat16)
-        found = count_round(Engine(target, Greedy(), *self.drafting(name, drafter)))
+        found = count_round(Captured(target, Greedy(), *self.drafting(name, drafter)))
         return {"parts": found, "launches": sum(part["launches"] for part in found.values()), "not_run": {}}
 
     def drafting(self, name: str, drafter: Eagle3) -> tuple[Drafter | None, TreeBuilder | None]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.captured import Engine
+from spectrain.decoding.captured import Captured
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
@@ -51,7 +51,7 @@ def identity_row(load: Callable[[], Target], family: str, new_tokens: int) -> di
         drafter.prepare(target, torch.ones(target.head.vocab_size))
         drafter = drafter.to(target.device, target.dtype).eval()
     prompts = [torch.randint(target.head.vocab_size, (length,)).tolist() for length in PROMPTS]
-    engine = Engine(target, Greedy(), drafter, builder)
+    engine = Captured(target, Greedy(), drafter, builder)
     pairs = []
     for batch in (prompts, prompts[:1]):
         expected = decode(target, batch, Greedy(), new_tokens, drafter, builder, ignore_eos=True)

@@ -21,7 +21,7 @@ Part = Literal["all", "ceilings", "correctness", "table", "divergence"]
 
 
 @dataclass(frozen=True)
-class Sizes:
+class KernelSizes:
     """What is measured, and how often."""
 
     copied_bytes: int = 2 << 30
@@ -45,7 +45,7 @@ class Sizes:
         return [Loss(rows, self.loss_width, vocab) for rows, vocab in product(self.loss_rows, self.vocabularies)]
 
 
-TOY = Sizes(1 << 16, 32, (4, 2, 16), (1, 2), (33,), (9, 1), (6,), 16, (40,), 2, 3, 3)
+TOY = KernelSizes(1 << 16, 32, (4, 2, 16), (1, 2), (33,), (9, 1), (6,), 16, (40,), 2, 3, 3)
 """Every line of it in seconds, on any machine; the numbers mean nothing."""
 
 
@@ -59,8 +59,8 @@ class KernelBench(Bench):
     seconds: float = 420  # the slowest row may take a minute more
 
     @property
-    def sizes(self) -> Sizes:
-        return TOY if self.toy else Sizes()
+    def sizes(self) -> KernelSizes:
+        return TOY if self.toy else KernelSizes()
 
     def steps(self) -> Iterator[Step]:
         """Everything that the part asks for, the ceilings first."""

@@ -100,7 +100,7 @@ class Results:
         write_text(self.path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-class Replay:
+class TimedWork:
     """Work that is ready to be timed: on a GPU as one graph of several launches, elsewhere or without a graph as it is."""
 
     def __init__(self, work: Work, device: torch.device, launches: int, graph: bool = True) -> None:
@@ -139,7 +139,7 @@ class Replay:
         return start.elapsed_time(stop) / 1e3 / self.launches
 
 
-def interleaved(replays: dict[str, Replay], repeats: int) -> dict[str, list[float]]:
+def interleaved(replays: dict[str, TimedWork], repeats: int) -> dict[str, list[float]]:
     """Seconds a launch, `repeats` samples of each, in an order drawn anew every time."""
     return shuffled({name: replay.seconds for name, replay in replays.items()}, repeats)
 

@@ -33,7 +33,7 @@ from .steps import Bench, Step, digest
 
 
 @dataclass(frozen=True)
-class Sizes:
+class OnlineSizes:
     """What is measured."""
 
     model: Model = field(default_factory=Model)
@@ -45,7 +45,7 @@ class Sizes:
     repeats: int = 20
 
 
-TOY = Sizes(TOY_ENGINE.model, ((2, 64),), 3, 3, 1 << 16, 32, 2)
+TOY = OnlineSizes(TOY_ENGINE.model, ((2, 64),), 3, 3, 1 << 16, 32, 2)
 
 
 @dataclass
@@ -58,8 +58,8 @@ class OnlineBench(Bench):
     seconds: float = 360
 
     @property
-    def sizes(self) -> Sizes:
-        return TOY if self.toy else Sizes()
+    def sizes(self) -> OnlineSizes:
+        return TOY if self.toy else OnlineSizes()
 
     def steps(self) -> Iterator[Step]:
         for conversations, length in self.sizes.batches:
@@ -68,7 +68,7 @@ class OnlineBench(Bench):
             yield Step(name, digest(memory_tracker, dry_run_module), work)
 
 
-def online_row(sizes: Sizes, conversations: int, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def online_row(sizes: OnlineSizes, conversations: int, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Planned and measured peak bytes of a training step over conversations whose every token is supervised."""
     examples = [Example([1] * length, [False] + [True] * (length - 1)) for _ in range(conversations)]
     dataset = Dataset(examples, conversations, 0, 0)
@@ -83,7 +83,7 @@ def online_row(sizes: Sizes, conversations: int, length: int, device: torch.devi
     }  # fmt: skip
 
 
-def settings(sizes: Sizes, batch_tokens: int, folder: str) -> Any:
+def settings(sizes: OnlineSizes, batch_tokens: int, folder: str) -> Any:
     """A configuration as `spectrain train` has it, of a target that is a config.json in a folder."""
     llama(sizes.model).save_pretrained(folder)
     drafter = {
@@ -102,7 +102,9 @@ def llama(model: Model) -> LlamaConfig:
     return config
 
 
-def measured_peak(config: Any, sizes: Sizes, dataset: Dataset, device: torch.device, dtype: torch.dtype, folder: Path) -> int:
+def measured_peak(
+    config: Any, sizes: OnlineSizes, dataset: Dataset, device: torch.device, dtype: torch.dtype, folder: Path
+) -> int:
     """Bytes that training really holds at its worst moment."""
     tokenizer = load_tokenizer(str(folder), False, required=False)
     target = Target(random_network(sizes.model, device, dtype), tokenizer, "random", "random")

@@ -14,7 +14,7 @@ from spectrain.errors import UserError
 from spectrain.kernels import linear_divergence, tree_attention
 
 from .correctness import CHECKS, named
-from .kernels import Sizes
+from .kernels import KernelSizes
 from .steps import digest
 
 GOALS = Path(__file__).parents[1] / "eval" / "results" / "goals.json"
@@ -91,7 +91,7 @@ def values(evidence: Evidence) -> dict[str, float | None]:
            for kernel in CHECKS},
         **attention_values(evidence),
     }  # fmt: skip
-    for loss in Sizes().losses():
+    for loss in KernelSizes().losses():
         name = f"fused loss, {loss.rows} rows, vocabulary {loss.vocab}"
         found[f"{name}: peak memory over unfused"] = evidence.number(loss.name, "memory_ratio")
         found[f"{name}: time over unfused"] = evidence.number(loss.name, "time_ratio")
@@ -109,12 +109,12 @@ def faults(evidence: Evidence, kernel: str) -> int | None:
 def attention_values(evidence: Evidence) -> dict[str, float | None]:
     """Shares of the floor, and how many times as long torch takes: of its two ways with a dense mask, the faster."""
     found: dict[str, float | None] = {}
-    for cell in Sizes().cells():
+    for cell in KernelSizes().cells():
         title = f"tree attention, {cell.name.removeprefix('table/')}"
         found[f"{title}: share of its floor"] = evidence.number(cell.name, "share_of_floor")
         times = [evidence.number(cell.name, "times_ours", name) for name in ("sdpa", "sdpa_repeated")]
         found[f"{title}: time of SDPA with a dense mask over ours"] = min(filter(None, times), default=None)
-    flex = [evidence.number(cell.name, "times_ours", "flex") for cell in Sizes().cells()]
+    flex = [evidence.number(cell.name, "times_ours", "flex") for cell in KernelSizes().cells()]
     known = [ratio for ratio in flex if ratio is not None]
     least = min(known) if len(known) == len(flex) else None
     found["tree attention, the least of all rows: time of FlexAttention over ours"] = least
@@ -169,7 +169,7 @@ def attention_table(evidence: Evidence) -> str:
     """Tree attention in every row: its time, its floor, and how many times as long the others take."""
     titles = ["tree attention, B / prefix / N", "us", "p10 to p90", "floor us", "of the floor", "of 4.3 TB/s, 790 TFLOP/s"]
     lines = []
-    for cell in Sizes().cells():
+    for cell in KernelSizes().cells():
         row, name = evidence.measured(cell.name), f"{cell.batch} / {cell.prefix} / {cell.nodes}"
         if row is None:
             lines.append([name, NOT_MEASURED, *[""] * (4 + len(BASELINES))])
@@ -185,7 +185,7 @@ def attention_table(evidence: Evidence) -> str:
 def divergence_table(evidence: Evidence) -> str:
     """The fused loss and its gradients beside torch's, eager and compiled."""
     lines = []
-    for loss in Sizes().losses():
+    for loss in KernelSizes().losses():
         row, name = evidence.measured(loss.name), f"{loss.rows} / {loss.vocab}"
         cells = [NOT_MEASURED, "", ""] if row is None else [side(row, way) for way in ("fused", "unfused", "unfused_compiled")]
         lines.append([name, *cells])

@@ -2,27 +2,30 @@
 
 Shapes: B batch, N nodes, P path length, V vocabulary.
 Weights are random and a prefix is random numbers in the caches, which cost what real ones cost. How much of a draft is kept
-follows a script (`Forced`). So a real model's time a round is measured with no model; what it accepts is for others to say.
+follows a script (`Scripted`). So a real model's time a round is measured with no model; what it accepts is for others to say.
 """
 
 import time
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy
-from spectrain.decoding.captured import Engine, Marks, State, bucket
-from spectrain.decoding.loop import PARTS, Context, Generation
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.captured import Captured, Marks, State, bucket
+from spectrain.decoding.generation import PARTS, Generation
+from spectrain.decoding.loop import Request
+from spectrain.drafters.abilities import Abilities, Capture
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
 from spectrain.models.device import wait
 from spectrain.models.target import Target
 from spectrain.trees import Static, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted, TokenTree
 
 from .measure import check_alive, reason
 
@@ -31,15 +34,14 @@ SPARE = 192  # slots behind the bound of a cache that several engines share: mor
 ENDLESS = 1 << 30  # tokens that a row may emit
 
 
-class Forced(AcceptanceRule):
+class Scripted(Greedy):
     """Keeps, of the path of first children, as many nodes as its script says for the row's length. NOT lossless.
 
     It costs what `Greedy` costs: every node's best token is found, the last kept one's is the bonus.
     """
 
-    name = "forced"
+    name = "scripted"
     lossless = False
-    on_device = True
 
     def __init__(self, slots: int, device: torch.device) -> None:
         self.wanted = torch.ones(slots, dtype=torch.int64, device=device)  # tokens that a round emits, by committed length
@@ -52,10 +54,7 @@ class Forced(AcceptanceRule):
             length += count
         self.wanted.copy_(wanted)
 
-    def choose(self, logits: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        return logits.argmax(-1)
-
-    def __call__(self, tree: TokenTree, logits: Tensor, rows: Tensor, positions: Tensor) -> Accepted:
+    def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Accepted:
         index = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
         real = tree.valid & tree.emitted
         siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & real[:, None]
@@ -63,7 +62,7 @@ class Forced(AcceptanceRule):
         kept = (first[:, None] | ~tree.ancestors).all(-1) & (tree.depths < self.wanted[positions[:, :1] - 1])
         levels = torch.arange(tree.longest_path, device=index.device)[:, None]  # [P, 1]
         path = torch.where(kept[:, None] & (tree.depths[:, None] <= levels), index, 0).amax(-1)
-        return Accepted(path, kept.sum(1), self.choose(logits, rows, positions).gather(1, path[:, -1:])[:, 0])
+        return Accepted(path, kept.sum(1), self.choose(logits, sequence_ids, positions).gather(1, path[:, -1:])[:, 0])
 
 
 def evenly(tau: float, rounds: int) -> list[int]:
@@ -80,7 +79,7 @@ def given_paths(nodes: int, depth: int) -> list[list[int]]:
 class Given(Drafter):
     """Proposes the tree of its builder, for next to nothing, so that what remains is what verifying it costs."""
 
-    is_captured = True
+    abilities = Abilities(capture=Capture())
     parents: Tensor
     choices: Tensor
 
@@ -91,21 +90,25 @@ class Given(Drafter):
         self.register_buffer("parents", torch.tensor(parents, device=device))
         self.register_buffer("choices", torch.tensor([path[-1] for path in builder.paths], device=device))
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        root = context.root[:, None]
-        tokens = torch.cat([root, self.choices.expand(len(root), -1)], dim=1)
-        tree = TokenTree.of(tokens, self.parents.expand_as(tokens))
-        return replace(tree, height=budget.depth, most_children=budget.budget)
+    def draft(self, context: Context) -> Draft:
+        builder = context.builder
+
+        def complete(root: TokenTree) -> TokenTree:
+            tokens = torch.cat([root.tokens, self.choices.expand(len(root.tokens), -1)], dim=1)
+            tree = TokenTree.of(tokens, self.parents.expand_as(tokens))
+            return replace(tree, height=builder.depth, most_children=builder.budget)
+
+        return Draft(complete=complete)
 
 
 def given_tree(nodes: int, depth: int) -> Static:
     return Static(paths=given_paths(nodes, depth))
 
 
-class Ungraphed(Engine):
+class Ungraphed(Captured):
     """The same rounds, launched one by one."""
 
-    def _capture(self, state: State) -> None: ...
+    def _capture(self) -> None: ...
 
 
 @dataclass
@@ -147,14 +150,13 @@ class Sample:
 class Course:
     """An engine that stands at a place, warm, and goes from its prefix as often as it is asked."""
 
-    def __init__(self, engine: Engine, place: Place) -> None:
+    def __init__(self, engine: Captured, place: Place) -> None:
         self.engine, self.place = engine, place
-        engine.drafter = copy(engine.drafter)  # whose weights are shared; its caches are not
-        self.state = engine._state(place.batch, place.bound)
+        self.state = engine.sized(place.batch, place.bound)
         place.lend(self.state)
-        engine._begin([[1] * SHORT] * place.batch, place.bound - SHORT - 1, None, frozenset())
+        engine.start(Request([[1] * SHORT] * place.batch, place.bound - SHORT - 1, list(range(place.batch)), frozenset()))
         self.state.context.tokens.random_(engine.target.head.vocab_size)
-        self.state.active.fill_(True)
+        self.state.context.active.fill_(True)
         self._look()  # at a drafter's first round, which reads the prompt
         caches = [held for held in self._drafter_caches if held.storage is not None]
         for cache in caches:
@@ -171,23 +173,24 @@ class Course:
     def reset(self, tau: float = 1.0) -> None:
         """Stand at the prefix again, with a script for the rounds to come."""
         context, prefix = self.state.context, self.place.prefix
-        if isinstance(self.engine.rule, Forced):
+        if isinstance(self.engine.rule, Scripted):
             self.engine.rule.script(prefix, evenly(tau, int(self.place.room / tau)))
         context.cache.lengths.fill_(prefix)
         for cache in self._drafter_caches:
             cache.lengths.copy_(context.cache.lengths - context.counts)  # what was committed last is still to be read
-        self.state.active.fill_(True)
-        self.state.left.fill_(ENDLESS)
+        context.active.fill_(True)
+        context.left.fill_(ENDLESS)
         if self.state.log is not None:
             self.state.log.slot.zero_()
         wait(self.engine.target.device)
 
     def _look(self, looks: int = 1) -> Generation:
         """Go on for some looks of the host; what the first row saw."""
-        generations = [Generation([0], batch=self.place.batch) for _ in range(self.place.batch)]
+        seen = Generation([0], batch=self.place.batch)
         for _ in range(looks):
-            self.engine._advance(self.state, generations, frozenset(), ENDLESS)
-        return generations[0]
+            for lines, seconds in self.engine.rounds(ENDLESS):
+                seen.note(lines[0], seconds)
+        return seen
 
     def sample(self, tau: float = 1.0, looks: int = 2) -> Sample:
         """Some rounds from the prefix on, timed as decoding is."""
@@ -204,25 +207,24 @@ class Course:
         self.reset()
         device = self.engine.target.device
         marks = Marks(device)
-        run = self.state.graphs[part].replay if self.state.graphs else partial(self._part, part)
-        with self.engine._compiling(self.state):
-            marks()
+        if not self.state.graphs:  # nothing holds a part alone: it is timed inside of rounds
             for _ in range(launches):
-                run()
-            marks()
+                self.engine.play_round(marks)
+            wait(device)
+            return sum(laps[PARTS[part]] for laps in marks.laps()) / launches
+        marks()
+        for _ in range(launches):
+            self.state.graphs[part].replay()
+        marks()
         wait(device)
-        return marks._between(*marks.made) / launches
-
-    def _part(self, part: int) -> None:
-        self.engine._parts[part](self.state)
-        self.state.context.cache.forget()
+        return marks.between(*marks.made) / launches
 
     def synchronisations(self) -> str | None:
         """Run one round, not a replay, in which waiting for the device is an error: the error, or None. Only a GPU can tell."""
         self.reset()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            self.engine._round(self.state, Marks(self.engine.target.device))
+            self.engine.play_round(Marks(self.engine.target.device))
         except Exception as error:
             return reason(error)
         finally:
@@ -232,8 +234,8 @@ class Course:
         return None
 
 
-Make = Callable[[type[Engine], str | None], Engine]
-WAYS: tuple[tuple[type[Engine], str | None], ...] = ((Engine, "auto"), (Engine, None), (Ungraphed, None))
+Make = Callable[[type[Captured], str | None], Captured]
+WAYS: tuple[tuple[type[Captured], str | None], ...] = ((Captured, "auto"), (Captured, None), (Ungraphed, None))
 
 
 def set_out(make: Make, place: Place, notes: dict[str, str]) -> Course:
@@ -251,8 +253,8 @@ def engine_maker(place: Place, rounds: int, drafter: Drafter | None = None, buil
     """What makes an engine at a place: autoregressive, or with a drafter whose drafts are kept by script."""
     device = place.target.device
 
-    def make(kind: type[Engine], backend: str | None) -> Engine:
-        rule = Greedy() if drafter is None else Forced(place.bound + SPARE, device)
-        return kind(place.target, rule, drafter, builder, rounds, backend)
+    def make(kind: type[Captured], backend: str | None) -> Captured:
+        rule = Greedy() if drafter is None else Scripted(place.bound + SPARE, device)
+        return kind(place.target, rule, copy(drafter), builder, rounds, backend)  # weights are shared, caches are not
 
     return make

@@ -16,7 +16,7 @@ from rich.console import Console
 from spectrain.errors import UserError
 
 from .attention import CONSTANTS
-from .measure import Replay, Results, check_alive, reason, setting
+from .measure import Results, TimedWork, check_alive, reason, setting
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Bench(ABC):
         return {"flops_per_second": 2 * width**3 / median(seconds), "width": width}
 
     def times(self, work: Callable[[int], Any]) -> list[float]:
-        replay = Replay(work, self.device, launches=4)
+        replay = TimedWork(work, self.device, launches=4)
         return [replay.seconds() for _ in range(self.sizes.repeats)]
 
 

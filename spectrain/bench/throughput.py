@@ -13,13 +13,15 @@ from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
 
+from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
+from spectrain.models.plain import generate, plain_model
 from spectrain.models.prepacked import unpack_linears
 from spectrain.models.target import Target
 from spectrain.provenance import processor
-from spectrain.runs.run import fresh_drafter
+from spectrain.runs.fresh import fresh_drafter
 from spectrain.settings.build import build
 from spectrain.trees.token_tree import TokenTree
 
@@ -28,14 +30,12 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 def decode_table(config: DictConfig, repeats: int = 9) -> None:
     """Time of a target forward against rows, plain and packed, then our autoregressive decoding against `generate`."""
-    from spectrain.eval.run import prompt_tokens
-
     target: Target = build(config.target)
     evaluation = build(config.eval)
     if evaluation is None:
         raise UserError("eval=none: bench decode needs prompts; leave it out")
     console = Console()
-    prompts = [prompt_tokens(target, prompt.opening) for prompt in evaluation.chosen[:8]]
+    prompts = [prompt_tokens(target.tokenizer, prompt.opening) for prompt in evaluation.chosen[:8]]
     where = (
         torch.cuda.get_device_name() if target.device.type == "cuda" else f"{processor()}, {torch.get_num_threads()} threads"
     )
@@ -76,8 +76,6 @@ def forward_times(target: Target, prompt: list[int], rows: int, repeats: int) ->
 
 def against_generate(target: Target, prompts: list[list[int]], max_new_tokens: int) -> tuple[list[float], list[float]]:
     """Seconds a prompt, ours and those of transformers' `generate` with a static cache, in alternating order."""
-    from spectrain.eval.baselines import generate, plain_model
-
     ours: list[float] = []
     theirs: list[float] = []
 

@@ -22,7 +22,7 @@ from spectrain.models.features import Features
 from spectrain.models.target import Target
 
 from .divergence import peak_memory
-from .measure import Replay, check_alive, interleaved, paired_ratio, reason, spread
+from .measure import TimedWork, check_alive, interleaved, paired_ratio, reason, spread
 from .models import Model, random_drafter, random_target
 
 
@@ -96,13 +96,13 @@ def training_row(
     ways = losses(drafter, target, batch)
     with FlopCounterMode(display=False) as counter:
         gradients(ways["unfused"], drafter)
-    replays: dict[str, Replay] = {}
+    replays: dict[str, TimedWork] = {}
     peaks: dict[str, int | None] = {}
     failed: dict[str, str] = {}
     for name, loss in ways.items():
         try:
             peaks[name] = peak_memory(partial(gradients, loss, drafter), device)
-            replays[name] = Replay(partial(gradients, loss, drafter), device, launches=1, graph=False)
+            replays[name] = TimedWork(partial(gradients, loss, drafter), device, launches=1, graph=False)
         except Exception as error:
             failed[name] = reason(error)
             check_alive(device)

@@ -16,22 +16,22 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from tokenizers.decoders import DecodeStream
 
+from spectrain.data.chat import prompt_tokens
 from spectrain.data.readers import Embedded
-from spectrain.decoding.calibration import calibrate
-from spectrain.decoding.loop import Generation
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.session import Choice, Session, captured_or_refused
 from spectrain.errors import UserError, nearest
-from spectrain.eval.run import prompt_tokens
-from spectrain.eval.systems import Choice, Decoder, System, describe
-from spectrain.models.prepacked import pack_linears
+from spectrain.eval.systems import describe
 from spectrain.models.target import Target
-from spectrain.runs.run import load_drafter, load_target
+from spectrain.runs.drafter_files import load_drafter
+from spectrain.runs.score import load_target
 from spectrain.settings.build import build
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue")  # of one round after the other
 REFRESH = 0.05  # seconds between two pictures of a terminal: more often is not seen, and takes time
 LEAST = 16  # tokens that an answer must have room for
-TORN = "\ufffd"  # what decoding gives for the first bytes of a character
 COMMANDS = {
     "/help": "this list",
     "/drafter": "switch drafting off, and on again (/drafter on, /drafter off)",
@@ -54,10 +54,10 @@ class Stream:
     """An answer as text while its rounds come in. A character is held back until all of its bytes are there."""
 
     def __init__(self, target: Target) -> None:
-        self.tokenizer, self.stop_ids = target.tokenizer, target.stop_ids
+        self.target, self.decoder = target, DecodeStream(skip_special_tokens=False)
         self.tokens: list[int] = []  # of the answer, without those that end it
         self.seen = 0  # tokens of the generation
-        self.start = self.shown = 0  # tokens that are decoded again, as what precedes a token can change its text; tokens shown
+        self.text = ""
 
     def read(self, generation: Generation) -> list[Piece]:
         """What is new since the last call."""
@@ -65,23 +65,17 @@ class Stream:
         places += [(turn, step < count) for turn, count in enumerate(generation.accepted, 1) for step in range(1, count + 1)]
         new = list(zip(generation.output, places))[self.seen :]
         self.seen += len(new)
-        return [Piece(self._add(token), *place) for token, place in new if token not in self.stop_ids]
+        return [Piece(self._add(token), *place) for token, place in new if token not in self.target.stop_ids]
 
     def rest(self) -> str:
         """What is still held back at the end: a character that was cut."""
-        before, self.shown = self._text(self.start, self.shown), len(self.tokens)
-        return self._text(self.start, self.shown)[len(before) :]
+        return str(self.target.tokenizer.decode(self.tokens, clean_up_tokenization_spaces=False))[len(self.text) :]
 
     def _add(self, token: int) -> str:
         self.tokens.append(token)
-        before, text = self._text(self.start, self.shown), self._text(self.start, len(self.tokens))
-        if text.endswith(TORN):
-            return ""
-        self.start, self.shown = self.shown, len(self.tokens)
-        return text[len(before) :]
-
-    def _text(self, first: int, last: int) -> str:
-        return str(self.tokenizer.decode(self.tokens[first:last], clean_up_tokenization_spaces=False))
+        new = self.decoder.step(self.target.tokenizer.backend_tokenizer, token) or ""
+        self.text += new
+        return new
 
 
 @dataclass
@@ -182,47 +176,45 @@ class Chat:
     max_new_tokens: int = 512
     system: str | None = None  # a message that comes before all others
     engine: Choice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
+    once: str | None = None  # answer this and leave
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
             raise UserError(f"chat.max_new_tokens={self.max_new_tokens}: use 2 or more")
 
-    def run(self, config: DictConfig, folder: Path, once: str | None = None) -> None:
-        """Load what `config` names, then answer line by line, or `once` and no more."""
+    def run(self, config: DictConfig, folder: Path) -> None:
+        """Load what `config` names, then answer line by line, or what `once` asks and no more."""
         target = load_target(config, folder)
         if not target.tokenizer.chat_template:
             raise UserError(
                 "target: its tokenizer has no chat template; use an instruction-tuned model or add one to the tokenizer"
             )
+        if not target.tokenizer.is_fast:
+            raise UserError("target: its tokenizer cannot be read token by token; save it as a fast tokenizer")
         if self.max_new_tokens + LEAST > target.max_length:
             raise UserError(
                 f"chat.max_new_tokens={self.max_new_tokens}: the context of {target.name} has {target.max_length}; use less"
             )
-        system = self.prepared(config, folder, target)
+        session = self.prepared(config, folder, target)
         console = Console(highlight=False)
         screen = Screen(console) if console.is_terminal and not console.is_dumb_terminal else Plain()
-        talk = Talk(self, target, system, screen)
-        if once is not None:
-            if talk.ask(once) is None:
+        talk = Talk(self, session, screen)
+        if self.once is not None:
+            if talk.ask(self.once) is None:
                 raise UserError(
                     f"--once: the text leaves no room for an answer in the {target.max_length} tokens of the context"
                 )
             return
         talk.go_on()
 
-    def prepared(self, config: DictConfig, folder: Path, target: Target) -> System:
-        """The drafter with its tree and rule, calibrated where it needs that."""
+    def prepared(self, config: DictConfig, folder: Path, target: Target) -> Session:
+        """The target with the drafter, tree and rule that `config` names, ready to decode."""
+
+        def prompts() -> list[list[int]]:
+            return [prompt_tokens(target.tokenizer, messages[:1]) for messages in Embedded(limit=8).conversations()]
+
         rule, builder = build(config.acceptance), build(config.tree)
-        target.pack()
-        drafter = load_drafter(config, folder, target).to(target.device, target.dtype).eval()
-        pack_linears(drafter)
-        if not drafter.copies_text:
-            rule.check(builder.children, builder.is_chain)
-        openings = [messages[:1] for messages in Embedded(limit=8).conversations()]
-        drafter.calibrate(target, lambda: [prompt_tokens(target, opening) for opening in openings], builder.depth)
-        if builder.needs:
-            calibrate(target, drafter, [builder], rule, [prompt_tokens(target, opening) for opening in openings])
-        return System("drafter", describe(builder), drafter, builder, rule)
+        return Session.prepare(target, load_drafter(config, folder, target), builder, rule, prompts, self.engine)
 
 
 @dataclass
@@ -230,8 +222,7 @@ class Talk:
     """One conversation: what was said, and how fast."""
 
     settings: Chat
-    target: Target
-    system: System
+    session: Session
     screen: Plain
     drafting: bool = True
     turn: int = 0  # keys the random draws of an answer
@@ -240,10 +231,9 @@ class Talk:
     def __post_init__(self) -> None:
         self.opening = [] if self.settings.system is None else [{"role": "system", "content": self.settings.system}]
         self.messages: list[dict[str, str]] = []
-        self.decoder = Decoder(self.target, self.system.rule.matched(), self.settings.engine)
-        why = self.decoder.why_eager(self.system)
-        if self.settings.engine == "captured" and why is not None:
-            raise UserError(f"chat.engine=captured: {why}; use chat.engine=eager")
+        self.target = self.session.target
+        self.alone = Session(self.target, self.session.rule.matched(), engine=self.settings.engine)
+        captured_or_refused(self.session, "chat.engine")
 
     def go_on(self) -> None:
         """Answer line by line to the end of the input, or /exit."""
@@ -273,10 +263,12 @@ class Talk:
 
     @property
     def greeting(self) -> str:
-        drafter = type(self.system.drafter).__name__
-        slow = "; the first answers take a while, as rounds are compiled" if self.decoder.why_eager(self.system) is None else ""
+        session, builder = self.session, self.session.builder
+        assert builder is not None, "it was prepared with one"
+        slow = "; the first answers take a while, as rounds are compiled" if session.why_eager is None else ""
         return (
-            f"{self.target.name} through {drafter}, {self.system.label}, acceptance {self.system.rule.name}{slow}.\n"
+            f"{self.target.name} through {type(session.drafter).__name__}, {describe(builder)}, acceptance "
+            f"{session.rule.name}{slow}.\n"
             "Tokens in one colour were drafted and accepted together; dim and underlined ones are the target's own. "
             "/help lists what else there is."
         )
@@ -299,7 +291,7 @@ class Talk:
         """The conversation's tokens. Where it has outgrown the target's context, its oldest turns are left out, with a word."""
         forgotten = 0
         while True:
-            prompt = prompt_tokens(self.target, [*self.opening, *self.messages])
+            prompt = prompt_tokens(self.target.tokenizer, [*self.opening, *self.messages])
             if len(self.messages) < 3 or len(prompt) + self.settings.max_new_tokens <= self.target.max_length:
                 break
             self.messages, forgotten = self.messages[2:], forgotten + 1
@@ -310,7 +302,7 @@ class Talk:
 
     def answer(self, prompt: list[int], limit: int) -> Generation:
         """Decode an answer, showing it as it comes; what an interrupt leaves of it counts as the answer."""
-        system = self.system if self.drafting else None
+        session = self.session if self.drafting else self.alone
         stream, latest = Stream(self.target), Generation(prompt)
         stopped = False
 
@@ -321,7 +313,7 @@ class Talk:
 
         with self.screen.answering():
             try:
-                (latest,) = self.decoder(system, [prompt], limit, [self.turn], watch)
+                (latest,) = session.decode([prompt], limit, [self.turn], watch=watch)
             except KeyboardInterrupt:
                 stopped = True
             self.screen.show([Piece(stream.rest(), 0, False)], self.status(latest))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.console import Console
@@ -15,27 +14,23 @@ from spectrain.export.card import card
 from spectrain.export.converter import convert, read_drafter, refuse_full, write_drafter
 from spectrain.export.hub import push
 from spectrain.export.layout import Files, Portable
-from spectrain.export.layouts import FORMATS, detect, layout_for
+from spectrain.export.layouts import detect, layout_for
 from spectrain.export.linter import check, lint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import written
-from spectrain.settings.choices import look_in
-from spectrain.settings.schema import conf_folders
+from spectrain.runs.drafter_files import drafter_directory
 
 
 def export(config: Any) -> Path:
     """Write the drafter of a run for an engine, with a model card; with `push`, upload it too."""
-    from spectrain.runs.run import drafter_directory
-
     for key in ("run", "format", "out"):
         if config.get(key) is None:
             raise UserError(f"{key}: it must be given, as in spectrain export run=runs/NAME format=vllm out=DIR")
-    run, out = Path(config.run), Path(config.out)
+    run, out = Path(str(config.run)), Path(str(config.out))
     directory = drafter_directory(run)
     if directory is None:
         raise UserError(f"run={run}: there is no drafter in it; give a run folder or a drafter directory")
-    settings: Any = OmegaConf.to_container(config.target) if config.get("target") else None
-    asked = TargetFiles.of(settings) if settings else None
+    asked = asked_target(config)
     drafter = read_drafter(directory, asked)
     layout = layout_for(drafter.family, config.format)
     target = asked or named_target(drafter)
@@ -71,44 +66,39 @@ def named_target(drafter: Portable) -> TargetFiles:
     return TargetFiles(drafter.target)
 
 
-class Arguments(argparse.ArgumentParser):
-    """A parser that leaves by UserError."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog.removeprefix('spectrain ')}: {message}; {self.usage}")
-
-
-def convert_command(words: list[str]) -> None:
-    """`spectrain convert IN OUT --to FORMAT [--target T]`"""
-    parser = Arguments("spectrain convert", usage="spectrain convert IN OUT --to FORMAT [--target TARGET]")
-    parser.add_argument("source", type=Path)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--to", required=True, help=", ".join(FORMATS))
-    parser.add_argument("--target", help="tiny, smollm2, a directory or a name on the hub")
-    parser.add_argument("--config-dir", type=Path, help="a folder of choices outside the project")
-    asked = parser.parse_args(words)
-    look_in(conf_folders(words))
-    target = None if asked.target is None else TargetFiles(asked.target)
-    out = convert(asked.source, asked.out, asked.to, target)
+def convert_command(config: Any) -> None:
+    """Write the drafter of a run, or of any directory, in the layout that config.format names."""
+    for key in ("run", "out", "format"):
+        if config.get(key) is None:
+            raise UserError(f"{key}: it must be given, as in spectrain convert IN OUT --to vllm, or run=IN out=OUT format=vllm")
+    out = convert(drafter_files(config.run), Path(str(config.out)), str(config.format), asked_target(config))
     print(f"{detect(Files.read(out)).title}: written to {out}")
 
 
-def lint_command(words: list[str]) -> None:
-    """`spectrain lint DIR [--target T]`; a RunError, so exit status 1, where there is an error."""
-    parser = Arguments("spectrain lint", usage="spectrain lint DIR [--target TARGET]")
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--target", help="tiny, smollm2, a directory or a name on the hub")
-    parser.add_argument("--config-dir", type=Path, help="a folder of choices outside the project")
-    asked = parser.parse_args(words)
-    look_in(conf_folders(words))
-    found = lint(asked.directory, None if asked.target is None else TargetFiles(asked.target))
+def lint_command(config: Any) -> None:
+    """Tell what is wrong with a drafter's files; a RunError, so exit status 1, where there is an error."""
+    if config.run is None:
+        raise UserError("run: say which drafter, as in spectrain lint DIR, or run=DIR")
+    directory = drafter_files(config.run)
+    found = lint(directory, asked_target(config))
     console = Console(highlight=False, soft_wrap=True)
     for finding in found:
         console.print(f"{finding.level} {finding.name}: {finding.what}", markup=False)
         console.print(f"    why: {finding.why}", markup=False)
         console.print(f"    mend: {finding.mend}", markup=False)
     errors = sum(finding.level == "error" for finding in found)
-    title = detect(Files.read(asked.directory)).title
+    title = detect(Files.read(directory)).title
     if errors:
-        raise RunError(f"{asked.directory} ({title}): {errors} errors, {len(found) - errors} warnings")
-    print(f"{asked.directory} ({title}): no error, {len(found)} warnings")
+        raise RunError(f"{directory} ({title}): {errors} errors, {len(found) - errors} warnings")
+    print(f"{directory} ({title}): no error, {len(found)} warnings")
+
+
+def drafter_files(run: Any) -> Path:
+    """The drafter directory of a run folder; any other folder is one itself, or is told what it lacks when it is read."""
+    return drafter_directory(Path(str(run))) or Path(str(run))
+
+
+def asked_target(config: Any) -> TargetFiles | None:
+    """The target that the command names, if it names one."""
+    settings: Any = OmegaConf.to_container(config.target) if config.get("target") else None
+    return TargetFiles.of(settings) if settings else None

@@ -1,31 +1,103 @@
-"""The words of a command, looked at before hydra sees them: each mistake has one sentence, with what was meant."""
+"""The words of a command: made settings, looked at before hydra sees them, and written as hydra reads them.
+
+Each mistake has one sentence, with what was meant.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from difflib import get_close_matches
+from itertools import islice
 from pathlib import Path
 
 from spectrain.errors import UserError, nearest
-from spectrain.settings.schema import Schema, choice_files, conf_folders, keys, owners, schema
+from spectrain.settings.schema import Schema, choice_files, conf_folders, owners, schema
+from spectrain.settings.signatures import keys
 
-from .help import COMMANDS, Command
+from .help import COMMANDS, SAID, Command
 
-ALONE = (
-    "-m", "--multirun", "--resolve", "--hydra-help", "-r", "--run", "-sc", "--shell-completion", "--help", "-h", "--version",
-)  # fmt: skip
-VALUED = (
-    "--cfg", "-c", "--package", "-p", "--config-dir", "-cd", "--config-name", "-cn", "--config-path", "-cp", "--info", "-i",
-    "--experimental-rerun",
-)  # fmt: skip
+ALONE, VALUED = SAID["hydra"]["alone"], SAID["hydra"]["valued"]
 SHOWN = ("job", "hydra", "all")
 SETTING = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
 
 
-def check_words(command: str, config: str, words: list[str]) -> None:
+def as_settings(name: str, words: list[str]) -> list[str]:
+    """The words of a command with what stands for a setting written as one, and with what goes without saying."""
+    command, found, rest = COMMANDS[name], list[str](), iter(words)
+    stands, places = command.stands, list(command.places)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        if flag in stands and "=" not in stands[flag]:
+            following = value if equals else next(rest, None)
+            if following is None:
+                example = next(example for example in command.examples if flag in example)
+                raise UserError(f"{flag}: say what, as in spectrain {name} {example}")
+            found += as_setting(stands[flag], following)
+        elif word in VALUED:
+            found += [word, *islice(rest, 1)]
+        elif places and not word.startswith("-") and ("=" not in word or Path(word).exists()):
+            found += as_setting(places.pop(0), word)
+        else:
+            found.append(stands.get(word, word))
+    found = comparing(found) if name == "compare" else found
+    said = {word.partition("=")[0] for word in found}
+    return [*(setting for setting, groups in command.implied.items() if not said & {*groups}), *found]
+
+
+def as_setting(key: str, value: str) -> list[str]:
+    """A key with a text, whatever is in it; a target by its choice, or else by the model's place or name."""
+    if key != "target":
+        return [f"{key}={as_text(value)}"]
+    return (
+        [f"target={value}"]
+        if value in choice_files("target", conf_folders())
+        else ["target=hf", f"target.model={as_text(value)}"]
+    )
+
+
+def comparing(words: list[str]) -> list[str]:
+    """Folders of finished runs as runs=[..], and recipes=a,b, which hydra would take for a sweep, as a list."""
+    runs = [word for word in words if "=" not in word and not word.startswith("-")]
+    rest = [re.sub(r"^(recipes|runs)=([^\[].*,.*)$", r"\1=[\2]", word) for word in words if word not in runs]
+    return [*rest, f"runs=[{','.join(json.dumps(run) for run in runs)}]"] if runs else rest
+
+
+def config_groups(words: list[str]) -> set[str]:
+    """The names of configuration groups: ours, and those below --config-dir."""
+    return {entry.name for folder in conf_folders(words) for entry in folder.iterdir() if entry.is_dir()}
+
+
+def allow_new_keys(word: str, groups: set[str]) -> str:
+    """`a.b=c` as hydra's `++a.b=c`: a default lives in its constructor, so a key need not stand in a yaml to be set.
+
+    Unknown keys are caught afterwards, by `check_config`, which knows the constructors.
+    """
+    match = re.match(r"([A-Za-z_][\w.]*)=(.*)", word, re.DOTALL)
+    return f"++{match[1]}={readable(match[2])}" if match and match[1] not in groups else word
+
+
+def readable(value: str) -> str:
+    """A value as hydra reads it: what its grammar refuses, such as a sentence, is text, which its shell quotes said."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(f"key={value}")
+    except HydraException:
+        return as_text(value)
+    return value
+
+
+def as_text(value: str) -> str:
+    """A text in hydra's quotes."""
+    return "'" + re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value) + "'"
+
+
+def check_words(command: str, words: list[str]) -> None:
     """Raise a UserError at the first word that no configuration could be composed with."""
-    asked, folders = schema(config), conf_folders(words)
-    asked.groups |= {folder.name: None for place in folders[1:] for folder in place.iterdir() if folder.is_dir()}
+    asked, folders = schema(COMMANDS[command].config or ""), conf_folders(words)
+    asked.groups |= {name: None for name in config_groups(words) - config_groups([])}
     known = [*asked.groups, *asked.nodes, *(key.name for key in asked.keys)]
     sweeps = any(word in ("-m", "--multirun") for word in words)
     rest = iter(words)
@@ -45,7 +117,7 @@ def check_words(command: str, config: str, words: list[str]) -> None:
         if name in asked.groups and not word.startswith("~"):
             check_choice(name, value, folders, sweeps)
         elif head not in known and head != "hydra":
-            raise UserError(f"{head}: there is no such key{likely(name, head, asked, known)}")
+            raise UserError(f"{head}: there is no such key{likely(setting[1], head, asked, known)}")
 
 
 def check_flag(word: str, following: str | None, known: list[str], asked: Schema, command: Command) -> None:
@@ -59,7 +131,7 @@ def check_flag(word: str, following: str | None, known: list[str], asked: Schema
     if name in (*ALONE, *VALUED):
         return
     key = name.lstrip("-").replace("-", "_")
-    full = key if re.split(r"\.", key)[0] in known else next(iter(homes(key, asked)), None)
+    full = key if key.split(".")[0] in known else next(iter(homes(key, asked)), None)
     if full is not None:
         raise UserError(f"{word}: settings have no dashes; write {full}=VALUE")
     ours = [flag.split()[0] for flag in command.flags]
@@ -98,15 +170,13 @@ def meant(command: str, word: str, known: list[str], folders: list[Path]) -> str
 
 def likely(name: str, head: str, asked: Schema, known: list[str]) -> str:
     """Which key may have been meant by one whose first part is unknown."""
-    last = name.rpartition(".")[2]
-    close = get_close_matches(head, known, n=3, cutoff=0.6)
-    found = homes(last, asked)
+    close, found = get_close_matches(head, known, n=3, cutoff=0.6), homes(name.rpartition(".")[2], asked)
     near = [one for one in found if one.partition(".")[0] in close]
     if near and "." in name:
         return f"; write {near[0]}"
-    if close and "." not in name:
+    if not found or (close and "." not in name):
         return f"; {nearest(head, known)}"
-    return f"; write {' or '.join(found[:3])}" if found else f"; {nearest(head, known)}"
+    return f"; write {' or '.join(found[:3])}"
 
 
 def homes(name: str, asked: Schema) -> list[str]:

@@ -44,6 +44,11 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: 
         raise UserError(f"data: the chat template refuses a conversation of {roles} ({error}); mend or drop it") from error
 
 
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
+    """The token ids after which the assistant goes on."""
+    return list(tokenizer(render(tokenizer, messages, prompt=True), add_special_tokens=False)["input_ids"])
+
+
 def assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[tuple[str, list[tuple[int, int]]]]:
     """Texts to train on, each with the character spans that the assistant wrote, end-of-turn token included.
 

@@ -25,6 +25,15 @@ State = dict[str, Any]  # of a stream of batches, as a checkpoint keeps it
 
 
 @dataclass(frozen=True)
+class Batching:
+    """How examples become batches."""
+
+    batch_tokens: int  # of a batch at most, with padding where there is any
+    seed: int  # of the order
+    packed: bool = False  # one after another in one row, without padding
+
+
+@dataclass(frozen=True)
 class Dataset:
     """Examples to train on, and what was left out."""
 
@@ -73,42 +82,34 @@ class Dataset:
         """The examples of these numbers."""
         return [self.examples[index] for index in indices]
 
-    def epoch(self, epoch: int, batch_tokens: int, seed: int, packed: bool = False) -> list[list[int]]:
-        """The batches of one epoch, shuffled; each takes at most `batch_tokens` tokens, with padding where there is any."""
-        random = Random(f"{seed}/{epoch}")
+    def epoch(self, epoch: int, batching: Batching) -> list[list[int]]:
+        """The batches of one epoch, shuffled, by the numbers of their examples."""
+        random = Random(f"{batching.seed}/{epoch}")
         order = list(range(len(self.examples)))
         random.shuffle(order)
         batches: list[list[int]] = []
-        size = PACKED_WINDOW if packed else WINDOW
+        size = PACKED_WINDOW if batching.packed else WINDOW
         for start in range(0, len(order), size):
             window = order[start : start + size]
             lengths = [len(self.examples[index].tokens) for index in window]
-            batches += [[window[place] for place in batch] for batch in batched(lengths, batch_tokens, packed)]
+            batches += [[window[place] for place in batch] for batch in grouped(lengths, batching)]
         random.shuffle(batches)
         return batches
 
-    def num_batches(self, batch_tokens: int, seed: int, packed: bool = False) -> int:
+    def num_batches(self, batching: Batching) -> int:
         """Batches of the first epoch."""
-        return len(self.epoch(0, batch_tokens, seed, packed))
+        return len(self.epoch(0, batching))
 
-    def efficiency(self, batch_tokens: int, seed: int, packed: bool = False) -> Efficiency:
+    def efficiency(self, batching: Batching) -> Efficiency:
         """How well batches of the first epoch are used."""
-        batches = [[len(example.tokens) for example in self[batch]] for batch in self.epoch(0, batch_tokens, seed, packed)]
-        run = [sum(lengths) if packed else len(lengths) * max(lengths) for lengths in batches]
-        room = sum(max(batch_tokens, slots) for slots in run)  # an example longer than a batch has one of its own
+        batches = [[len(example.tokens) for example in self[batch]] for batch in self.epoch(0, batching)]
+        run = [sum(lengths) if batching.packed else len(lengths) * max(lengths) for lengths in batches]
+        room = sum(max(batching.batch_tokens, slots) for slots in run)  # an example longer than a batch has one of its own
         return Efficiency(len(batches), self.num_tokens / room, self.num_tokens / sum(run))
 
-    def stream(
-        self,
-        batch_tokens: int,
-        seed: int,
-        packed: bool = False,
-        process: int = 0,
-        processes: int = 1,
-        state: State | None = None,
-    ) -> Batches:
+    def stream(self, batching: Batching, process: int = 0, processes: int = 1, state: State | None = None) -> Batches:
         """One process's batches, of one epoch after another without end, from a saved `state` on where there is one."""
-        return EpochBatches(self, batch_tokens, seed, packed, process, processes, state)
+        return EpochBatches(self, batching, process, processes, state)
 
     def summary(self) -> str:
         """What there is, and what of it was cut or left out, for the run's opening line."""
@@ -136,13 +137,13 @@ def examples_of(tokenizer: PreTrainedTokenizerBase, messages: list[Message], max
 WINDOW, PACKED_WINDOW = 256, 2048  # examples that are batched together: more of them waste less, fewer keep the order random
 
 
-def batched(lengths: list[int], batch_tokens: int, packed: bool) -> list[list[int]]:
+def grouped(lengths: list[int], batching: Batching) -> list[list[int]]:
     """Groups of a window's examples, by number. Padded, these are buckets of like length, which keeps padding low; packed, they
     fill up `batch_tokens` (best fit decreasing: the longest first, each where it leaves the least room)."""
-    if not packed:
+    if not batching.packed:
         buckets: list[list[int]] = []
         for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
-            if not buckets or (len(buckets[-1]) + 1) * lengths[index] > batch_tokens:
+            if not buckets or (len(buckets[-1]) + 1) * lengths[index] > batching.batch_tokens:
                 buckets.append([])
             buckets[-1].append(index)
         return buckets
@@ -153,7 +154,7 @@ def batched(lengths: list[int], batch_tokens: int, packed: bool) -> list[list[in
         if place < len(rooms):
             room, number = rooms.pop(place)
         else:
-            room, number = batch_tokens, len(packs)
+            room, number = batching.batch_tokens, len(packs)
             packs.append([])
         packs[number].append(index)
         insort(rooms, (room - lengths[index], number))
@@ -213,23 +214,14 @@ class Batches(ABC, Iterator[list[Example]]):
 class EpochBatches(Batches):
     """The batches of a data set that is there whole: the next epoch's follow those of the one before."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        batch_tokens: int,
-        seed: int,
-        packed: bool,
-        process: int,
-        processes: int,
-        state: State | None,
-    ) -> None:
+    def __init__(self, dataset: Dataset, batching: Batching, process: int, processes: int, state: State | None) -> None:
         super().__init__(process, processes, state)
-        self.dataset, self.setting = dataset, (batch_tokens, seed, packed)
+        self.dataset, self.batching = dataset, batching
         self.epoch, self.first = 0, 0  # the epoch that was last asked for, and the number of its first batch
-        self.batches = dataset.epoch(0, *self.setting)
+        self.batches = dataset.epoch(0, batching)
 
     def take(self, number: int) -> list[Example]:
         while number - self.first >= len(self.batches):
             self.epoch, self.first = self.epoch + 1, self.first + len(self.batches)
-            self.batches = self.dataset.epoch(self.epoch, *self.setting)
+            self.batches = self.dataset.epoch(self.epoch, self.batching)
         return self.dataset[self.batches[number - self.first]]

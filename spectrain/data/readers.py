@@ -16,10 +16,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
-from spectrain.regeneration.shards import MANIFEST, Shards
 
 from .chat import Message
 from .dataset import Dataset
+from .shards import MANIFEST, Shards
 
 FOLDER = Path(__file__).parent
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",

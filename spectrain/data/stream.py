@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.errors import RunError, UserError
 
 from .chat import Example, Message
-from .dataset import Batches, Dataset, State, batched, examples_of
+from .dataset import Batches, Batching, Dataset, State, examples_of, grouped
 from .readers import Data, conversation
 
 if TYPE_CHECKING:
@@ -159,19 +159,11 @@ class StreamedDataset(Dataset):
 
     is_sample: ClassVar[bool] = True
 
-    def num_batches(self, batch_tokens: int, seed: int, packed: bool = False) -> int:
+    def num_batches(self, batching: Batching) -> int:
         raise UserError("trainer.max_steps: a stream does not know how much it holds; say how many steps to train")
 
-    def stream(
-        self,
-        batch_tokens: int,
-        seed: int,
-        packed: bool = False,
-        process: int = 0,
-        processes: int = 1,
-        state: State | None = None,
-    ) -> StreamBatches:
-        return StreamBatches(self, batch_tokens, seed, packed, process, processes, state)
+    def stream(self, batching: Batching, process: int = 0, processes: int = 1, state: State | None = None) -> StreamBatches:
+        return StreamBatches(self, batching, process, processes, state)
 
     def summary(self) -> str:
         return f"a stream of {self.data.name}; its first rows, which the draft vocabulary is taken from: {super().summary()}"
@@ -213,7 +205,7 @@ class Windows:
 
 
 @dataclass
-class Shard:
+class StreamShard:
     """Where a shard stands."""
 
     window: int  # the one it takes batches from
@@ -226,23 +218,13 @@ class Shard:
 class StreamBatches(Batches):
     """The batches of a stream; a process reads on in its own shards only."""
 
-    def __init__(
-        self,
-        dataset: StreamedDataset,
-        batch_tokens: int,
-        seed: int,
-        packed: bool,
-        process: int,
-        processes: int,
-        state: State | None,
-    ) -> None:
+    def __init__(self, dataset: StreamedDataset, batching: Batching, process: int, processes: int, state: State | None) -> None:
         super().__init__(process, processes, state)
-        self.dataset, self.data = dataset, dataset.data
-        self.batch_tokens, self.seed, self.packed = batch_tokens, seed, packed
+        self.dataset, self.data, self.batching = dataset, dataset.data, batching
         count = self.data.shards
         self.places: list[list[int]] = state["shards"] if state else [[number, 0, 0, 0] for number in range(count)]
         mine = {(self.done + process + taken * processes) % count for taken in range(count)}
-        self.shards = {number: Shard(*self.places[number]) for number in sorted(mine)}
+        self.shards = {number: StreamShard(*self.places[number]) for number in sorted(mine)}
         start = min(shard.window for shard in self.shards.values())
         self.windows = Windows(self.data, start, self._wanted, state["windows"] if state else None)
 
@@ -268,7 +250,7 @@ class StreamBatches(Batches):
             shard.batches = self._read(shard)
         return [Example(list(tokens), list(map(bool, mask))) for tokens, mask in shard.batches[place - shard.first]]
 
-    def _read(self, shard: Shard) -> list[list[tuple[array[int], bytes]]]:
+    def _read(self, shard: StreamShard) -> list[list[tuple[array[int], bytes]]]:
         """The batches of a shard's window."""
         try:
             rows = self.windows.rows(shard.window)
@@ -277,11 +259,11 @@ class StreamBatches(Batches):
         found = [self.data.examples(self.dataset.tokenizer, self.data.usable(row)) for row in rows]
         shard.useless = sum(one is None for one in found)
         kept = [example for one in found if one is not None for example in one[0]]
-        random = Random(f"{self.seed}/{shard.window}")
+        random = Random(f"{self.batching.seed}/{shard.window}")
         random.shuffle(kept)
         small = [(array("i", example.tokens), bytes(example.mask)) for example in kept]
         lengths = [len(example.tokens) for example in kept]
-        batches = [[small[index] for index in batch] for batch in batched(lengths, self.batch_tokens, self.packed)]
+        batches = [[small[index] for index in batch] for batch in grouped(lengths, self.batching)]
         random.shuffle(batches)
         return batches
 

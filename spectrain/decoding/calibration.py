@@ -5,11 +5,7 @@ Shapes: B batch, D depth, K children of a node, V vocabulary. Both are measured 
 
 from __future__ import annotations
 
-import json
 import time
-from bisect import bisect_left
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,51 +17,14 @@ from spectrain.errors import UserError
 from spectrain.models.device import wait
 from spectrain.models.target import Target
 from spectrain.randomness import DRAFT, generator, gumbel
-from spectrain.trees.base import Rollout, Round, TreeBuilder
+from spectrain.trees.base import Prefix, Rollout, Round, TreeBuilder
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 
 from .acceptance import AcceptanceRule, Greedy, Siblings
-from .loop import Context, decode
+from .loop import decode
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Seconds by number of nodes, at contexts of a few lengths; between measured sizes linear, beyond them too."""
-
-    verify_seconds: dict[int, dict[int, float]]  # context -> nodes -> a target forward with its acceptance
-    step_seconds: dict[int, dict[int, float]]  # context -> nodes -> one more draft step over so many nodes
-    start_seconds: float  # the first draft step, which also reads what was accepted
-
-    def verify(self, nodes: float, context: int = 0) -> float:
-        return _between(self.verify_seconds[_bucket(self.verify_seconds, context)], nodes)
-
-    def step(self, nodes: float, context: int = 0) -> float:
-        return _between(self.step_seconds[_bucket(self.step_seconds, context)], nodes)
-
-    def draft(self, levels: int, width: float, context: int = 0) -> float:
-        """A draft of so many levels, every one after the first over `width` nodes."""
-        return self.start_seconds + (levels - 1) * self.step(width, context)
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """`hits[d][k]`: how often the k-th child at depth d + 1 is the one kept, where the path above it is right."""
-
-    hits: list[list[float]] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)  # places measured at each depth
-    latency: Latency | None = None
-
-    @property
-    def chances(self) -> list[float]:
-        """The same whatever the depth, over all places."""
-        weights = np.asarray(self.counts, dtype=float)[:, None]
-        return list((np.asarray(self.hits) * weights).sum(0) / weights.sum())
-
-    def save(self, path: Path) -> None:
-        latency = None if self.latency is None else vars(self.latency)
-        path.write_text(json.dumps({"hits": self.hits, "counts": self.counts, "latency": latency}, indent=1) + "\n")
 
 
 def calibrate(
@@ -109,9 +68,9 @@ def run_forced(
     """Decode prompts autoregressively, then once more with every draft right."""
     forced = Forced({}, builder, rule)
     for row, prompt in enumerate(prompts):
-        (answer,) = decode(target, [prompt], rule.matched(), max_new_tokens, rows=[row])
+        (answer,) = decode(target, [prompt], rule.matched(), max_new_tokens, sequence_ids=[row])
         forced.sequences = {row: answer.prompt + answer.output}
-        decode(target, [prompt], rule.matched(), max_new_tokens, drafter, forced, rows=[row])
+        decode(target, [prompt], rule.matched(), max_new_tokens, drafter, forced, sequence_ids=[row])
     return forced
 
 
@@ -138,15 +97,15 @@ class Forced(TreeBuilder):
     def hits(self) -> list[list[float]]:
         return [(self.sums[d] / count).tolist() for d, count in enumerate(self.counts) if count]
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self.levels, self.rollout = [], rollout
         known = [
             self.sequences[row][length + 1 : length + 1 + self.depth]
-            for row, length in zip(context.rows.tolist(), context.cache.lengths.tolist())
+            for row, length in zip(prefix.sequence_ids.tolist(), prefix.lengths.tolist())
         ]
         width = min(self.reach(rollout), max(1, max(map(len, known))))
         known = [tokens[:width] for tokens in known]
-        device = context.root.device
+        device = prefix.root.device
         tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in known], device=device)
         valid = torch.tensor([[True] + [n < len(tokens) for n in range(width)] for tokens in known], device=device)
         log_q = rollout.start()
@@ -154,7 +113,7 @@ class Forced(TreeBuilder):
             self.levels.append(log_q[:, 0])
             if level + 1 < width:
                 log_q = rollout.extend(tokens[:, level : level + 1], torch.full_like(tokens[:, :1], level))
-        return TokenTree.chain(torch.cat([context.root[:, None], tokens], dim=1), valid)
+        return TokenTree.chain(torch.cat([prefix.root[:, None], tokens], dim=1), valid)
 
     @property
     def overlap(self) -> list[float]:
@@ -215,19 +174,19 @@ class Known(TreeBuilder):
         self.forced, self.depth, self.budget, self.drafted = forced, forced.depth, forced.budget, forced.drafted
         self.texts: dict[tuple[int, int], Tensor] = {}  # by size, always in one place; beyond a text's end there are zeros
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
-        batch, length = context.tokens.shape
-        if not context.round:
-            texts = [self.forced.sequences[row][:length] for row in context.rows.tolist()]
-            text = torch.tensor([text + [0] * (length - len(text)) for text in texts], device=context.tokens.device)
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        batch, length = prefix.tokens.shape
+        if not prefix.round:
+            texts = [self.forced.sequences[row][:length] for row in prefix.sequence_ids.tolist()]
+            text = torch.tensor([text + [0] * (length - len(text)) for text in texts], device=prefix.tokens.device)
             self.texts.setdefault((batch, length), torch.empty_like(text)).copy_(text)
         depth = self.reach(rollout)
-        places = context.cache.lengths[:, None] + 1 + torch.arange(depth, device=context.tokens.device)
+        places = prefix.lengths[:, None] + 1 + torch.arange(depth, device=prefix.tokens.device)
         tokens = self.texts[batch, length].gather(1, places.clamp(max=length - 1))
         rollout.start()
         for level in range(depth - 1):
             rollout.extend(tokens[:, level : level + 1], torch.full_like(tokens[:, :1], level))
-        return TokenTree.chain(torch.cat([context.root[:, None], tokens], dim=1))
+        return TokenTree.chain(torch.cat([prefix.root[:, None], tokens], dim=1))
 
 
 def measure_latency(
@@ -265,12 +224,12 @@ class Probe(TreeBuilder):
         self.start: list[float] = []
         self.in_steps, self.size = 0.0, 1
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self.size = size = self.sizes[self.number % len(self.sizes)]
         vocab_size = rollout.start().shape[-1]
         source = torch.Generator().manual_seed(self.number)
-        ids = torch.stack([torch.randperm(vocab_size, generator=source)[:size] for _ in context.root])
-        tokens = rollout.to_target(ids.to(context.root.device))
+        ids = torch.stack([torch.randperm(vocab_size, generator=source)[:size] for _ in prefix.root])
+        tokens = rollout.to_target(ids.to(prefix.root.device))
         wait(tokens.device)
         began = time.perf_counter()
         rollout.extend(tokens, torch.zeros_like(tokens))
@@ -278,7 +237,7 @@ class Probe(TreeBuilder):
         self.in_steps = time.perf_counter() - began
         self.step[size].append(self.in_steps)
         self.asked = True
-        nodes = torch.cat([context.root[:, None], tokens[:, : size - 1]], dim=1)
+        nodes = torch.cat([prefix.root[:, None], tokens[:, : size - 1]], dim=1)
         parents = torch.zeros_like(nodes)
         parents[:, 0] = -1
         return TokenTree.of(nodes, parents)
@@ -300,18 +259,3 @@ def _check_rolled_out(builder: TreeBuilder, rolled_out: bool) -> None:
             f"tree={builder.name}: it is prepared by watching the drafter draft step by step, and this drafter copies text; "
             "use tree=chain"
         )
-
-
-def _between(table: dict[int, float], nodes: float) -> float:
-    """Linear interpolation; beyond the ends the nearest segment goes on."""
-    sizes = sorted(table)
-    if len(sizes) == 1:
-        return table[sizes[0]]
-    right = min(max(bisect_left(sizes, nodes), 1), len(sizes) - 1)
-    low, high = sizes[right - 1], sizes[right]
-    return table[low] + (table[high] - table[low]) * (nodes - low) / (high - low)
-
-
-def _bucket(table: dict[int, Any], context: int) -> int:
-    """The nearest measured context that is not shorter, else the longest."""
-    return min((length for length in table if length >= context), default=max(table))

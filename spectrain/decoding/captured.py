@@ -1,15 +1,15 @@
-"""Decoding that never asks the device: rounds of one fixed shape, replayed as CUDA graphs, looked at every few rounds.
+"""Rounds without a host-device synchronisation: of one fixed shape, replayed as CUDA graphs, looked at every few rounds.
 
 Shapes: B batch, P tokens that a round may emit, K rounds between two looks of the host.
-It runs what `decode.decode` runs, in the same order, and gives the same tokens. Three graphs hold a round (draft, verify,
-accept), with an event between them, so that a round's time splits without a synchronisation. Autoregressive decoding is the
-round whose tree is the root alone. On a CPU the same rounds run without graphs, which is how tests see them.
+It runs the round of `loop.play`, part by part. Three graphs hold it (draft, verify, accept), with an event between them, so
+that a round's time splits without a synchronisation. Autoregressive decoding is the round whose tree is the root alone. On a
+CPU the same rounds run without graphs, which is how tests see them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,21 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.drafters.base import Drafter
+from spectrain.drafters.base import Drafter, Drafts
+from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.compiled_layers import compiled_call, compiled_layers
 from spectrain.models.features import Features
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
-from spectrain.trees.base import TreeBuilder
+from spectrain.trees.base import Draft, RootAlone, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
 from .acceptance import AcceptanceRule
-from .loop import PARTS, Context, Generation, Watch, accept, check_room, emit, nodes_a_round, propose, read, timed, unwatched
+from .generation import PARTS, Generation, Line, Watch, unwatched
+from .loop import NoDraft, Outcome, Request, asked, check_room, empty_context, play, read, run, slots_a_round
 
-NEVER = -1  # what no token equals
 WARM_UP = 2  # rounds of the final shapes before a capture, in which kernels are loaded
-KEPT = 4  # sizes of batches whose caches and graphs an engine keeps
+KEPT = 4  # sizes of batches whose caches and graphs are kept
 
 
 def why_not(target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None) -> str | None:
@@ -41,11 +42,14 @@ def why_not(target: Target, rule: AcceptanceRule, drafter: Drafter | None, build
         return f"target {target.name} asks the device how long a text is, for its rotary embedding (rope_type=dynamic)"
     if not rule.on_device:
         return f"acceptance={rule.name} judges on the host"
-    if drafter is not None and not drafter.is_captured:
-        return f"drafter={type(drafter).__name__.lower()} asks the device while it drafts"
-    if drafter is not None and builder is not None and drafter.settles_drafts and not builder.keeps_drafted:
-        return f"tree={builder.name} leaves out nodes that drafter={type(drafter).__name__.lower()} has run"
-    if builder is not None and not builder.is_fixed:
+    if drafter is None or builder is None:
+        return None
+    name, capture = type(drafter).__name__.lower(), drafter.abilities.capture
+    if capture is None:
+        return f"drafter={name} asks the device while it drafts"
+    if capture.keeps_drafts and not builder.keeps_drafted:
+        return f"tree={builder.name} leaves out nodes that drafter={name} has run"
+    if not builder.is_fixed:
         return f"tree={builder.name} decides on the host how far to draft"
     return None
 
@@ -54,10 +58,11 @@ def why_not(target: Target, rule: AcceptanceRule, drafter: Drafter | None, build
 class HeldContext(Context):
     """A context whose tensors stay in their place from round to round, and from prompt to prompt."""
 
+    is_read: bool = True  # by a drafter
     held: tuple[Features, Tensor] | None = None  # where what was committed goes, [B, P], and how much of it is real
 
-    def keep(self, seen: Features, path: Tensor, counts: Tensor, drafted: bool) -> None:
-        if not drafted:  # nobody will read the features
+    def keep(self, seen: Features, path: Tensor, counts: Tensor) -> None:
+        if not self.is_read:  # nobody will read the features
             self.cache.commit(path, counts)
             return
         if self.held is None:
@@ -72,28 +77,17 @@ class HeldContext(Context):
         self.round = 1  # all that is asked of it is whether it is 0, and compiled code would be made anew for every number
 
 
-@dataclass(frozen=True)
-class Line:
-    """What one round gave one row."""
-
-    tokens: list[int]
-    depth: int  # of the proposal
-    nodes: int  # that the target ran, padding left out
-    idle: int  # of these only draft
-
-
 class Log:
     """The lines of up to K rounds, kept on the device until the host looks: tokens, how many of them count, other numbers."""
 
-    def __init__(self, rounds: int, batch: int, width: int, device: torch.device) -> None:
-        self.width = width
-        self.slot = torch.zeros(1, dtype=torch.int64, device=device)
-        self.lines = torch.zeros(rounds, batch, width + 4, dtype=torch.int64, device=device)
+    def __init__(self, rounds: int, emitted: Tensor) -> None:
+        batch, self.width = emitted.shape
+        self.slot = torch.zeros(1, dtype=torch.int64, device=emitted.device)
+        self.lines = torch.zeros(rounds, batch, self.width + 4, dtype=torch.int64, device=emitted.device)
 
-    def write(self, tree: TokenTree, emitted: Tensor, counts: Tensor) -> None:
-        depths = (tree.depths * (tree.valid & tree.emitted)).amax(1)
-        numbers = torch.stack([counts, depths, tree.valid.sum(1), (tree.valid & ~tree.emitted).sum(1)], dim=1)
-        self.lines.index_copy_(0, self.slot, torch.cat([emitted, numbers], dim=1)[None])
+    def write(self, outcome: Outcome) -> None:
+        numbers = [outcome.counts[:, None], outcome.tree.numbers[:, :3]]
+        self.lines.index_copy_(0, self.slot, torch.cat([outcome.emitted, *numbers], dim=1)[None])
         self.slot.copy_((self.slot + 1) % len(self.lines))
 
     def look(self, rounds: int) -> list[list[Line]]:
@@ -121,9 +115,9 @@ class Marks:
     def laps(self) -> list[dict[str, float]]:
         """Seconds of every round by part, once the device has done them."""
         rounds = [self.made[first : first + len(PARTS)] for first in range(0, len(self.made), len(PARTS))]
-        return [dict(zip(PARTS, (self._between(a, b) for a, b in zip(marks, marks[1:])))) for marks in rounds]
+        return [dict(zip(PARTS, (self.between(a, b) for a, b in zip(marks, marks[1:])))) for marks in rounds]
 
-    def _between(self, first: Any, last: Any) -> float:
+    def between(self, first: Any, last: Any) -> float:
         return first.elapsed_time(last) / 1e3 if self.on_gpu else last - first
 
 
@@ -132,22 +126,34 @@ class State:
     """The tensors of a batch of one size, and the graphs that were captured over them."""
 
     context: HeldContext
-    active: Tensor  # [B] not done yet
-    left: Tensor  # [B] tokens still to emit
-    stops: Tensor  # [S] stop tokens
     log: Log | None = None  # made when the first round tells how many tokens a round may emit
     carried: dict[str, Any] = field(default_factory=dict)  # what the drafter keeps between rounds, such as its cache
     tensors: dict[str, Tensor] = field(default_factory=dict)  # the place of each tensor among them
-    tree: TokenTree | None = None  # of the round that runs
-    seen: Features | None = None
     warm: int = 0  # rounds run in the shapes that will be captured
     graphs: list[Any] = field(default_factory=list)  # a torch.cuda.CUDAGraph a part
 
 
-class Engine:
-    """Decodes batch after batch with one drafter, tree and rule; what is captured for a batch serves the next of its size.
+class ProposedAtOnce:
+    """Drafter and builder as one compiled function: it drafts and grows, and what it has grown is handed on."""
 
-    The host looks every `rounds` rounds, or as soon as all rows may have reached their limit. On a GPU, layers and a drafter
+    def __init__(self, drafter: Drafter, builder: TreeBuilder, backend: str) -> None:
+        self.drafter, self.builder = drafter, builder
+        self.propose = compiled_call(_propose, backend)
+        self.verify, self.commit = drafter.verify, drafter.commit
+
+    def draft(self, context: Context) -> Draft:
+        tree = self.propose(context, self.drafter, self.builder)
+        return Draft(complete=lambda root: tree)
+
+
+def _propose(context: Context, drafter: Drafter, builder: TreeBuilder) -> TokenTree:
+    return builder.grow(context, drafter.draft(context))
+
+
+class Captured:
+    """Runs batch after batch with one drafter, tree and rule; what is captured for a batch serves the next of its size.
+
+    The host looks every `every` rounds, or as soon as all texts may have reached their limit. On a GPU, layers and a drafter
     that runs no model are compiled, by a `backend` of torch.compile; None is for none. Graphs hold the addresses of weights:
     these may be written to, but not replaced by others, as a change of dtype or merged adapters do.
     """
@@ -158,221 +164,180 @@ class Engine:
         rule: AcceptanceRule,
         drafter: Drafter | None = None,
         builder: TreeBuilder | None = None,
-        rounds: int = 4,
+        every: int = 4,
         backend: str | None = "auto",
     ) -> None:
         reason = why_not(target, rule, drafter, builder)
         if reason is not None:
             raise UserError(f"eval.engine=captured: {reason}; use eval.engine=eager")
-        if rounds < 1:
-            raise ValueError(f"rounds={rounds}: use 1 or more")
-        self.target, self.rule, self.drafter, self.builder, self.rounds = target, rule, drafter, builder, rounds
-        self.layers = () if drafter is None else drafter.layers
+        if every < 1:
+            raise ValueError(f"every={every}: use 1 or more")
+        self.target, self.rule, self.drafter, self.every = target, rule, drafter, every
+        self.builder = RootAlone() if drafter is None or builder is None else builder
+        self.plays: Drafts = NoDraft() if drafter is None else drafter
         if backend == "auto":
             backend = "inductor" if target.device.type == "cuda" else None
-        self.backend = None if drafter is not None and drafter.adapts_layers else backend
+        self.backend = None if drafter is not None and drafter.abilities.adapts_layers else backend
         self._models = [] if drafter is None else [model for model in drafter.modules() if isinstance(model, Target)]
-        runs_model = drafter is None or self._models or drafter.settles_drafts  # whose layers are compiled, and nothing around
-        self._propose = propose if runs_model or self.backend is None else compiled_call(propose, self.backend)
+        capture = None if drafter is None else drafter.abilities.capture
+        runs_model = capture is None or self._models or capture.keeps_drafts  # whose layers are compiled, and nothing around
+        self._compiled: Drafts = self.plays
+        if drafter is not None and self.backend is not None and not runs_model:
+            self._compiled = ProposedAtOnce(drafter, self.builder, self.backend)
+        self._carried = () if capture is None else capture.carried
         self.states: dict[tuple[int, int], State] = {}
 
-    @torch.inference_mode()
     def decode(
         self,
         prompts: list[list[int]],
         max_new_tokens: int,
-        rows: list[int] | None = None,
+        sequence_ids: list[int] | None = None,
         ignore_eos: bool = False,
         watch: Watch = unwatched,
     ) -> list[Generation]:
-        """Continue every prompt, as `decode.decode` does; `watch` sees what each look of the host brought."""
+        """Continue every prompt, as `loop.decode` does; `watch` sees what each look of the host brought."""
+        return self.run(asked(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos), watch)
+
+    @torch.inference_mode()
+    def run(self, request: Request, watch: Watch = unwatched) -> list[Generation]:
+        """Continue what is asked for."""
         device = self.target.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where events and graphs are made
-            stop_ids: frozenset[int] = frozenset() if ignore_eos else self.target.stop_ids
-            return self._decode(prompts, max_new_tokens, rows, stop_ids, watch)
+            self._take(request)  # what is refused changes nothing
+            try:
+                return run(self, request, watch)
+            finally:
+                self.state.carried = {name: getattr(self.drafter, name) for name in self._carried}
 
     def is_ready(self, prompts: list[list[int]], max_new_tokens: int) -> bool:
         """Whether such a batch would begin with what it is decoded with: no compilation, capture or allocation is to come."""
         state = self.states.get(self._size(prompts, max_new_tokens))
         return self.target.device.type != "cuda" or (state is not None and bool(state.graphs))
 
-    def _decode(
-        self,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        rows: list[int] | None,
-        stop_ids: frozenset[int],
-        watch: Watch,
-    ) -> list[Generation]:
-        generations = [Generation(prompt, batch=len(prompts)) for prompt in prompts]
-        began = time.perf_counter()
-        state = self._begin(prompts, max_new_tokens, rows, stop_ids)
-        for generation, token in zip(generations, state.context.root.tolist()):
-            emit(generation, [token], stop_ids, max_new_tokens)
-        state.active.copy_(torch.tensor([not generation.done for generation in generations]))
-        prefilled = time.perf_counter() - began
-        try:
-            watch(generations)
-            while not all(generation.done for generation in generations):
-                self._advance(state, generations, stop_ids, max_new_tokens)
-                watch(generations)
-        finally:
-            if self.drafter is not None:
-                state.carried = {name: getattr(self.drafter, name) for name in self.drafter.carried}
-        return timed(generations, prefilled)
+    # What `loop.run` asks of a runner
 
-    def _size(self, prompts: list[list[int]], max_new_tokens: int) -> tuple[int, int]:
-        return len(prompts), bucket(max(map(len, prompts)) + max_new_tokens + 1)
+    def begin(self, request: Request) -> list[int]:
+        self.start(request)
+        return self.state.context.root.tolist()
 
-    def _begin(self, prompts: list[list[int]], max_new_tokens: int, rows: list[int] | None, stop_ids: frozenset[int]) -> State:
-        """The state of this size, with the prompts read into it."""
-        check_room(self.target, max(map(len, prompts)), max_new_tokens)
-        state = self._state(*self._size(prompts, max_new_tokens))
-        context, cache = state.context, state.context.cache
-        for name, value in state.carried.items():  # others may have decoded with the drafter in between
-            setattr(self.drafter, name, value)
+    def start(self, request: Request) -> None:
+        """Read the prompts into the tensors of a batch of this size."""
+        state = self._take(request)
         if state.log is not None:
             state.log.slot.zero_()  # a decode that was interrupted has left it anywhere
-        context.rows.copy_(torch.tensor(list(range(len(prompts))) if rows is None else rows))
-        cache.empty()
-        context.fresh, context.counts = read(self.target, prompts, self.rule, self.layers, context.rows, cache, context.tokens)
-        context.round, context.shallow = 0, None
-        state.left.fill_(max_new_tokens - 1)
-        state.stops.copy_(torch.tensor(sorted(stop_ids) + [NEVER] * (len(state.stops) - len(stop_ids))))
-        return state
+        state.context.cache.empty()
+        read(state.context, self.rule, request)
 
-    def _state(self, batch: int, bound: int) -> State:
-        """Made once for a batch of so many rows of at most `bound` tokens; of several sizes the latest are kept."""
-        if (batch, bound) in self.states:
-            self.states[batch, bound] = self.states.pop((batch, bound))
-        else:
-            device, extra = self.target.device, nodes_a_round(self.builder) + 3
-            if self.drafter is not None and self.builder is not None:
-                extra += self.drafter.extra_nodes(self.builder)
-            cache = TreeCache(self.target.num_layers, batch, bound + extra, device, bound)
-            rows, counts, left = (torch.zeros(batch, dtype=torch.int64, device=device) for _ in range(3))
-            tokens = rows.new_zeros(batch, bound + extra)
-            nothing = Features(tokens[:, :0], self.layers, torch.zeros(0, device=device))
-            stops = rows.new_full((len(self.target.stop_ids),), NEVER)
-            context = HeldContext(self.target, cache, tokens, rows, nothing, counts)
-            self.states[batch, bound] = State(context, rows.bool(), left, stops)
-            for size in list(self.states)[:-KEPT]:
-                del self.states[size]
-        return self.states[batch, bound]
+    def _take(self, request: Request) -> State:
+        """The tensors of a batch of this size, and what the drafter keeps beside them."""
+        check_room(self.target, request)
+        self.state = self.sized(*self._size(request.prompts, request.max_new_tokens))
+        for name, value in self.state.carried.items():  # others may have decoded with the drafter in between
+            setattr(self.drafter, name, value)
+        return self.state
 
-    def _advance(self, state: State, generations: list[Generation], stop_ids: frozenset[int], max_new_tokens: int) -> None:
-        """Run rounds up to the host's next look, and note what they gave."""
+    def rounds(self, left: int) -> list[tuple[list[Line], dict[str, float]]]:
+        """Rounds up to the host's next look; those that served somebody share the time that no part took."""
         began = time.perf_counter()
         marks = Marks(self.target.device)
-        count = self._run(state, marks, max(max_new_tokens - len(one.output) for one in generations if not one.done))
-        assert state.log is not None
-        rounds = state.log.look(count)
-        self._note(generations, rounds, marks.laps(), time.perf_counter() - began, stop_ids, max_new_tokens)
+        count = self._advance(marks, left)
+        assert self.state.log is not None
+        lines = self.state.log.look(count)
+        found = [(line, laps) for line, laps in zip(lines, marks.laps()) if any(one.tokens for one in line)]
+        outside = time.perf_counter() - began - sum(sum(laps.values()) for _, laps in found)
+        for _, laps in found:
+            laps[PARTS[-1]] = outside / len(found)
+        return found
 
-    def _run(self, state: State, marks: Marks, left: int) -> int:
-        """Run rounds until the host must look: `left` tokens are the most that a row may still emit. How many rounds."""
+    def _advance(self, marks: Marks, left: int) -> int:
+        """Run rounds until the host must look: `left` tokens are the most that a text may still emit. How many rounds."""
+        state = self.state
         first = state.log is None or (self.drafter is not None and state.context.round == 0)
         if first:  # of other shapes: it drafts from the whole prompt
-            self._round(state, marks)
+            self.play_round(marks)
             return 1
         if self.target.device.type == "cuda" and not state.graphs and state.warm >= WARM_UP:
-            self._capture(state)
+            self._capture()
         assert state.log is not None
-        count = max(1, min(self.rounds, -(-left // state.log.width)))
+        count = max(1, min(self.every, -(-left // state.log.width)))
         for _ in range(count):
-            self._replay(state, marks) if state.graphs else self._round(state, marks)
+            self._replay(marks) if state.graphs else self.play_round(marks)
         return count
 
-    def _round(self, state: State, marks: Marks) -> None:
-        reads_prompt = self.drafter is not None and state.context.round == 0  # so it has other shapes
+    def play_round(self, marks: Marks) -> None:
+        """Run one round, not a replay."""
+        reads_prompt = self.drafter is not None and self.state.context.round == 0  # so it has other shapes
         marks()
-        with self._compiling(state):
-            for part in self._parts:
-                part(state)
+        with self.compiling():
+            for _ in self.parts():
                 marks()
-        state.warm += not reads_prompt
+        self.state.warm += not reads_prompt
 
-    def _replay(self, state: State, marks: Marks) -> None:
+    def _replay(self, marks: Marks) -> None:
         marks()
-        for graph in state.graphs:
+        for graph in self.state.graphs:
             graph.replay()
             marks()
 
-    def _capture(self, state: State) -> None:
+    def _capture(self) -> None:
         """Record a round without running it, a graph a part; all of them share one pool of memory."""
         pool, graphs = torch.cuda.graph_pool_handle(), []
-        with self._compiling(state):
-            for part in self._parts:
+        with self.compiling():
+            parts = self.parts()
+            for _ in PARTS[:-1]:
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
-                    part(state)
+                    next(parts)
                 graphs.append(graph)
-        state.graphs = graphs
+        self.state.graphs = graphs
 
-    def _backend(self, state: State) -> str | None:
-        """What compiles: nothing where a drafter reads a prompt, whose length is its own."""
-        return self.backend if self.drafter is None or state.context.round > 0 else None
+    def parts(self) -> Iterator[None]:
+        """One round, part by part; the last also notes what it gave, and keeps what the drafter carries in its place."""
+        state = self.state
+        plays = self.plays if self._backend() is None else self._compiled
+        for outcome in play(state.context, plays, self.builder, self.rule):
+            if outcome is not None:
+                self._keep(outcome)
+            yield
 
-    def _compiling(self, state: State) -> AbstractContextManager[None]:
-        """Compiled layers, of the drafter's own model too."""
-        backend = self._backend(state)
-        layers = [layer for model in (self.target, *self._models) for layer in model.layers]
-        return nullcontext() if backend is None else compiled_layers(layers, backend)
-
-    @property
-    def _parts(self) -> tuple[Callable[[State], None], ...]:
-        return self._draft, self._verify, self._accept
-
-    def _draft(self, state: State) -> None:
-        draft = propose if self._backend(state) is None else self._propose
-        state.tree = draft(state.context, self.drafter, self.builder)
-
-    def _verify(self, state: State) -> None:
-        assert state.tree is not None
-        if self.drafter is None:
-            state.seen = self.target.verify(state.tree, state.context.cache)
-        else:
-            state.seen = self.drafter.verify(state.context, state.tree)
-
-    def _accept(self, state: State) -> None:
-        """Accept and commit; a row that has emitted a stop token or its last one goes on no further."""
-        tree, seen = state.tree, state.seen
-        assert tree is not None and seen is not None
-        emitted, counts = accept(state.context, self.rule, self.drafter, tree, seen, state.active)
-        for name in () if self.drafter is None else self.drafter.carried:
+    def _keep(self, outcome: Outcome) -> None:
+        state = self.state
+        for name in self._carried:
             value = getattr(self.drafter, name)
             if isinstance(value, Tensor):
                 if name not in state.tensors:
                     state.tensors[name] = torch.empty_like(value)
                 setattr(self.drafter, name, state.tensors[name].copy_(value))
         if state.log is None:
-            state.log = Log(self.rounds, len(emitted), emitted.shape[1], emitted.device)
-        state.log.write(tree, emitted, counts)
-        real = torch.arange(emitted.shape[1], device=emitted.device) < counts[:, None]
-        stopped = ((emitted[..., None] == state.stops).any(-1) & real).any(-1)
-        state.left -= counts
-        state.active &= ~stopped & (state.left > 0)
+            state.log = Log(self.every, outcome.emitted)
+        state.log.write(outcome)
 
-    def _note(
-        self,
-        generations: list[Generation],
-        rounds: list[list[Line]],
-        laps: list[dict[str, float]],
-        seconds: float,
-        stop_ids: frozenset[int],
-        max_new_tokens: int,
-    ) -> None:
-        """Add what rounds emitted to those who were not done; the rounds that served one share the time that no part took."""
-        used = []
-        for lines, parts in zip(rounds, laps):
-            going = [(one, line) for one, line in zip(generations, lines) if not one.done]
-            for one, line in going:
-                one.note(len(line.tokens), line.depth, line.nodes, line.idle, parts)
-                one.cut = emit(one, line.tokens, stop_ids, max_new_tokens)
-            used += [parts] if going else []
-        outside = (seconds - sum(sum(parts.values()) for parts in used)) / len(used)
-        for parts in used:
-            parts[PARTS[-1]] = outside
+    def _backend(self) -> str | None:
+        """What compiles: nothing where a drafter reads a prompt, whose length is its own."""
+        return self.backend if self.drafter is None or self.state.context.round > 0 else None
+
+    def compiling(self) -> AbstractContextManager[None]:
+        """Compiled layers, of the drafter's own model too."""
+        backend = self._backend()
+        layers = [layer for model in (self.target, *self._models) for layer in model.layers]
+        return nullcontext() if backend is None else compiled_layers(layers, backend)
+
+    def _size(self, prompts: list[list[int]], max_new_tokens: int) -> tuple[int, int]:
+        return len(prompts), bucket(max(map(len, prompts)) + max_new_tokens + 1)
+
+    def sized(self, batch: int, bound: int) -> State:
+        """Made once for a batch of so many texts of at most `bound` tokens; of several sizes the latest are kept."""
+        if (batch, bound) in self.states:
+            self.states[batch, bound] = self.states.pop((batch, bound))
+            return self.states[batch, bound]
+        slots = bound + slots_a_round(self.drafter, self.builder) + 3
+        cache = TreeCache(self.target.num_layers, batch, slots, self.target.device, bound)
+        layers = () if self.drafter is None else self.drafter.layers
+        plain = empty_context(self.target, self.builder, cache, layers, len(self.target.stop_ids))
+        self.states[batch, bound] = State(HeldContext(**vars(plain), is_read=self.drafter is not None))
+        for size in list(self.states)[:-KEPT]:
+            del self.states[size]
+        return self.states[batch, bound]
 
 
 def bucket(length: int) -> int:

@@ -6,7 +6,14 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
+from torch import Tensor
+
+from spectrain.drafters.base import Drafts
+from spectrain.drafters.context import Context
 from spectrain.errors import UserError
+from spectrain.models.features import Features
+from spectrain.trees.base import Draft, Round, TreeBuilder, WrappedBuilder
+from spectrain.trees.token_tree import Accepted, TokenTree
 
 MEASURED = 2  # plain rounds before the first draft
 BETWEEN = 32  # drafted rounds between two plain ones that time a step again: a drafter that pays loses about 1 % to them
@@ -76,3 +83,46 @@ class Guard:
     def summary(self) -> dict[str, int | bool]:
         """What it did, for a report."""
         return {"drafted_rounds": self.num_drafted, "plain_rounds": self.num_plain, "fallen_back": self.fallen}
+
+
+class GuardedDrafter:
+    """A drafter that is asked only while its guard says so; what rounds without it commit waits until it is asked again."""
+
+    def __init__(self, drafter: Drafts, guard: Guard) -> None:
+        self.drafter, self.guard = drafter, guard
+        self.is_asked = False
+        self.before: tuple[Features, Tensor] | None = None
+
+    def draft(self, context: Context) -> Draft:
+        self.is_asked = self.guard.drafts()
+        if not self.is_asked:
+            self.before = (context.fresh, context.counts)
+            return Draft()
+        context.catch_up()
+        return self.drafter.draft(context)
+
+    def verify(self, context: Context, tree: TokenTree) -> Features:
+        return self.drafter.verify(context, tree) if self.is_asked else context.verify(tree)
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        if self.is_asked:
+            self.drafter.commit(context, accepted)
+        elif self.before is not None:
+            context.postpone(self.before)
+
+
+class GuardedBuilder(WrappedBuilder):
+    """Tells a guard what every round cost and gave."""
+
+    def __init__(self, builder: TreeBuilder, drafter: GuardedDrafter) -> None:
+        super().__init__(builder)
+        self.drafter = drafter
+
+    def observe(self, round: Round) -> None:
+        guard, is_asked = self.drafter.guard, self.drafter.is_asked
+        if is_asked:
+            self.builder.observe(round)
+        depth, nodes = round.tree.numbers[:, :2].unbind(1)
+        active = round.counts > 0
+        cost = sum(round.seconds.values()) if guard.cost is None else guard.cost(int(nodes.max()))
+        guard.record(is_asked, float(round.counts.sum() / active.sum()), cost, bool((depth * active).any()))

@@ -5,21 +5,21 @@ Shapes: B batch, N nodes, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from spectrain.drafters.base import Drafts
+from spectrain.drafters.context import Context
 from spectrain.errors import UserError
-from spectrain.models.features import Layer
+from spectrain.models.features import Features
 from spectrain.models.partial_forward import PartialForward
-from spectrain.trees.token_tree import TokenTree
+from spectrain.models.target import Target
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted, Pruned, TokenTree
 
 from .acceptance import AcceptanceRule
-
-if TYPE_CHECKING:
-    from spectrain.models.target import Target
-
-    from .loop import Context
 
 
 class Pruning:
@@ -35,7 +35,6 @@ class Pruning:
             if value < 1:
                 raise UserError(f"eval.{key}={value}: use 1 or more")
         self.layer, self.top_k = layer, top_k
-        self.judged = torch.zeros(0)  # [B] nodes whose children the early exit judged in the last round
 
     def check(self, rule: AcceptanceRule, target: Target) -> None:
         """Raise where a pruned tree would change the output's distribution, or there is no such layer."""
@@ -44,34 +43,63 @@ class Pruning:
         if not rule.fixes_choice:
             raise UserError(f"acceptance={rule.name}: it is not valid for pruned trees; use acceptance=greedy or match")
 
-    def __call__(self, context: Context, tree: TokenTree, layers: tuple[Layer, ...]) -> TokenTree:
-        """The tree that is left; `context.shallow` then holds its nodes, run through the first layers."""
+    def __call__(self, context: Context, tree: TokenTree) -> TokenTree:
+        """The tree that is left; `context.partial` then holds its nodes, run through the first layers."""
         if not tree.emitted.all():
             raise UserError("eval.prune_layer: trees of this drafter hold nodes that only draft, which pruning would break")
-        shallow = context.shallow or PartialForward(context.target, context.cache, self.layer, layers=layers)
-        if self.layer < shallow.exit:
+        partial = context.partial or PartialForward(context.target, context.cache, self.layer, layers=context.layers)
+        if self.layer < partial.exit:
             raise UserError(
-                f"eval.prune_layer={self.layer}: this drafter has run the first {shallow.exit} layers to draft; use "
-                f"{shallow.exit} or more"
+                f"eval.prune_layer={self.layer}: this drafter has run the first {partial.exit} layers to draft; use "
+                f"{partial.exit} or more"
             )
-        shallow.deepen(tree, self.layer)
-        context.shallow = shallow
-        assert shallow.hidden is not None
+        partial.deepen(tree, self.layer)
+        context.partial = partial
+        assert partial.hidden is not None
+        likely, judged = self._likely(context.target, tree, partial.hidden[:, :, -1])
         above = tree.parents.clamp(min=0)
-        hosts = torch.zeros_like(tree.tokens).scatter_add(1, above, (tree.valid & (tree.parents >= 0)).long()) > 0
-        self.judged = hosts.sum(1)  # the head is asked there only: it can cost as much as several layers
-        order = hosts.long().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(self.judged.max()))]
-        states = shallow.hidden[:, :, -1].gather(1, order[..., None].expand(-1, -1, context.target.width))
-        logits = context.target.head.logits(context.target.normed(states))
-        likely = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).indices
-        places = torch.zeros_like(above).scatter(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
-        after_parent = likely.gather(1, places.gather(1, above)[..., None].expand(-1, -1, likely.shape[-1]))
+        after_parent = likely.gather(1, above[..., None].expand(-1, -1, likely.shape[-1]))
         stays = (after_parent == tree.tokens[..., None]).any(-1)
         stays[:, 0] = True
-        pruned = tree.select((stays[:, None] | ~tree.ancestors).all(-1) & tree.valid)
-        shallow.settle(pruned)
-        return pruned
+        left = tree.select((stays[:, None] | ~tree.ancestors).all(-1) & tree.valid)
+        partial.settle(left)
+        depth = (tree.depths * (tree.valid & tree.emitted)).amax(1)
+        return replace(left, pruned=Pruned(depth, tree.valid.sum(1) - left.valid.sum(1), judged))
+
+    def _likely(self, target: Target, tree: TokenTree, states: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, N, K] the tokens that an early exit names after nodes that have children, from their states [B, N, D], and [B]
+        how many nodes these are: the head is asked there only, for it can cost as much as several layers."""
+        above = tree.parents.clamp(min=0)
+        hosts = torch.zeros_like(tree.tokens).scatter_add(1, above, (tree.valid & (tree.parents >= 0)).long()) > 0
+        judged = hosts.sum(1)
+        order = hosts.long().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(judged.max()))]
+        asked = states.gather(1, order[..., None].expand(-1, -1, target.width))
+        logits = target.head.logits(target.normed(asked))
+        likely = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).indices
+        places = torch.zeros_like(above).scatter(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+        return likely.gather(1, places[..., None].expand(-1, -1, likely.shape[-1])), judged
 
     def settings(self) -> dict[str, int]:
         """What a report says about it."""
         return {"layer": self.layer, "top_k": self.top_k}
+
+
+class PrunedDrafter:
+    """A drafter whose trees are pruned before the rest of the target runs."""
+
+    def __init__(self, drafter: Drafts, pruning: Pruning) -> None:
+        self.drafter, self.pruning = drafter, pruning
+
+    def draft(self, context: Context) -> Draft:
+        draft = self.drafter.draft(context)
+
+        def complete(tree: TokenTree) -> TokenTree:
+            return self.pruning(context, tree if draft.complete is None else draft.complete(tree))
+
+        return replace(draft, complete=complete)
+
+    def verify(self, context: Context, tree: TokenTree) -> Features:
+        return self.drafter.verify(context, tree)
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        self.drafter.commit(context, accepted)

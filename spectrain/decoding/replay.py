@@ -15,11 +15,10 @@ import torch
 
 from spectrain.data.chat import Example
 from spectrain.features.batch import Batch, collate, laid_out
-from spectrain.trees.base import Rollout, Round, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Round, TreeBuilder, WrappedBuilder
 
 if TYPE_CHECKING:
-    from .loop import Context, Generation
+    from .generation import Generation
 
 KEPT = -1  # the distance of a token that was kept, or never drafted
 
@@ -32,19 +31,12 @@ class Replay:
     distance: list[int]  # of each token behind the first wrong one of the draft; KEPT for all others
 
 
-class Recorder(TreeBuilder):
+class Recorder(WrappedBuilder):
     """Another builder, whose chains are remembered with how much of them was kept."""
 
     def __init__(self, builder: TreeBuilder) -> None:
-        self.builder = builder
-        self.name, self.depth, self.budget, self.drafted = builder.name, builder.depth, builder.budget, builder.drafted
-        self.children, self.temperature, self.seed = builder.children, builder.temperature, builder.seed
-        self.is_chain, self.needs = builder.is_chain, builder.needs
-        self.by_level, self.keeps_drafted = builder.by_level, builder.keeps_drafted
+        super().__init__(builder)
         self.rounds: list[list[tuple[list[int], int]]] = []  # of every row: drafted tokens, and tokens emitted
-
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
-        return self.builder.grow(context, rollout)
 
     def observe(self, round: Round) -> None:
         self.builder.observe(round)
@@ -53,9 +45,6 @@ class Recorder(TreeBuilder):
             if count:
                 drafted = round.tree.tokens[b, 1:][(round.tree.valid & round.tree.emitted)[b, 1:]].tolist()
                 self.rounds[b].append((drafted, count))
-
-    def settings(self) -> dict[str, object]:
-        return self.builder.settings()
 
 
 def replays(generation: Generation, rounds: list[tuple[list[int], int]], limit: int, random: Random) -> list[Replay]:

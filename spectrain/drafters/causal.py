@@ -16,15 +16,16 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Branches, Rollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Branches, Draft, Rollout
+from spectrain.trees.token_tree import Accepted
 
-from .base import Drafter, Losses, OnPolicy, Stage, TrainingState
+from .abilities import Abilities, Capture, OnPolicy, SavedFiles
+from .base import Drafter, Losses, Stage, TrainingState
+from .context import Context
 from .shared.losses import Loss, head_loss
 from .shared.small_models import small_model
 
 if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
     from spectrain.models.target import Target
 
 
@@ -38,9 +39,8 @@ class Causal(Drafter):
     Which sequences these are is the source's to say: source=live takes the data's, source=generated others.
     """
 
-    shape = ("architecture", "num_layers", "model")
-    is_captured = True
-    carried = ("cache",)
+    saved = SavedFiles(shape=("architecture", "num_layers", "model"), settings=lambda drafter: drafter.description())
+    abilities = Abilities(capture=Capture(carried=("cache",)))
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Causal(Drafter):
         self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
 
-    def settings(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """The architecture itself, so that the saved drafter needs neither the target's layers nor another directory."""
         return {"architecture": self.model.config.to_diff_dict(), "num_layers": None, "model": None}
 
@@ -94,10 +94,10 @@ class Causal(Drafter):
 
     # Decoding
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         """Run the tokens that are new to it, the root last, then draft from there on."""
         if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, self.model.num_layers, 1 + budget.drafted)
+            self.cache = context.new_cache(self.cache, self.model.num_layers, 1 + context.builder.drafted)
         behind = context.cache.lengths - self.cache.lengths  # the root comes after so many
         steps = torch.arange(context.fresh.tokens.shape[1] + 1, device=behind.device)
         places = self.cache.lengths[:, None] + steps
@@ -105,9 +105,11 @@ class Causal(Drafter):
         seen = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at("final")
         self.cache.commit(None, behind + 1)
         root = seen.gather(1, behind[:, None, None].expand(-1, 1, seen.shape[-1]))
-        tree = budget.grow(context, _Nodes(self, self.cache, self.log_q(root)))
+        return Draft(_Nodes(self, self.cache, self.log_q(root)))
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        assert self.cache is not None
         self.cache.forget(committed=1)  # the root: in a row that is done it is the next one as well
-        return tree
 
     def log_q(self, final: Tensor) -> Tensor:
         """[B, F, D] -> [B, F, V]"""

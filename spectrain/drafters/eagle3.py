@@ -6,7 +6,8 @@ Index t pairs the target's features at t with the embedding of token t + 1, and 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +17,16 @@ from spectrain.features.batch import Batch
 from spectrain.models.attention import unrolled_attention
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Branches, Rollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.models.target import Target
+from spectrain.trees.base import Branches, Draft, Rollout
+from spectrain.trees.token_tree import Accepted
 
+from .abilities import Capture, SavedFiles
 from .base import Losses, Stage, TrainingState
+from .context import Context
 from .shared.layers import Attention, Mlp, llama_config, norm_scale, rotary
 from .shared.losses import Loss
 from .shared.vocabulary import Supervision, VocabularyDrafter
-
-if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
-    from spectrain.models.target import Target
-
 
 LAYER = (
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
@@ -53,9 +52,8 @@ class Eagle3(VocabularyDrafter):
     the next step reads (EAGLE-3.1); own_embedding: the drafter keeps its input embedding, which is not trained.
     """
 
-    shape = ("vocab_size", "layers", "architecture")
-    is_captured = True
-    carried = ("cache",)
+    saved = SavedFiles(shape=("vocab_size", "layers", "architecture"))
+    abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)))
 
     def __init__(
         self,
@@ -192,20 +190,22 @@ class Eagle3(VocabularyDrafter):
 
     # Decoding
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         """Read the features of what was just accepted, then roll on from the last of them."""
         if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, 1, budget.drafted)
+            self.cache = context.new_cache(self.cache, 1, context.builder.drafted)
         num_new = context.fresh.tokens.shape[1]
         hidden = self.fuse(context.fresh)
-        output = self.decode(context.following, hidden, self.cache.slots(num_new), self.cache, None)
+        output = self.run(context.following, hidden, self.cache.slots(num_new), self.cache, None)
         self.cache.commit(None, context.counts)
         last = output.gather(1, (context.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[-1]))
-        tree = budget.grow(context, _Eagle3Rollout(self, self.cache, last))
-        self.cache.forget()
-        return tree
+        return Draft(_Eagle3Rollout(self, self.cache, last))
 
-    def decode(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        assert self.cache is not None
+        self.cache.forget()
+
+    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
         """The output state [B, F, D] of new nodes, appended to the cache behind what it holds."""
         x, residual = self.inputs(tokens, hidden)
         q, k, v = self.self_attn.project(x, self.rotary(x, positions))
@@ -245,6 +245,6 @@ class _Eagle3Rollout(Rollout):
         hidden = self.hidden.gather(1, parents[..., None].expand(-1, -1, self.hidden.shape[-1]))
         depth, visible = self.branches.add(parents)
         positions = self.cache.lengths[:, None] - 1 + depth
-        output = self.drafter.decode(tokens, hidden, positions, self.cache, visible)
+        output = self.drafter.run(tokens, hidden, positions, self.cache, visible)
         self.hidden = torch.cat([self.hidden, output], dim=1)
         return self.drafter.log_q(output)

@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -18,10 +18,11 @@ from torch import Tensor
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import HeadTarget, Judged, most_likely, total_entropy
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.lora import TargetTraining
 from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
+from .abilities import Exits, SavedFiles
 from .base import Losses, Stage, TrainingState
 from .shared.losses import Teacher, head_loss
 from .shared.self_speculation import SelfDrafter, exit_of
@@ -46,7 +47,8 @@ class EarlyExit(SelfDrafter):
     with them off, otherwise a frozen copy. The output is that of the trained target.
     """
 
-    has_exits = True
+    saved = SavedFiles(settings=lambda drafter: {"exit_layer": drafter.exit_layer})
+    abilities = replace(SelfDrafter.abilities, exits=Exits(lambda drafter, *where: drafter.at_exit(*where)))
 
     def __init__(
         self,
@@ -84,12 +86,10 @@ class EarlyExit(SelfDrafter):
         self.target_training.begin(target)
 
     def at_exit(self, exit_layer: int, target: Target) -> EarlyExit:
+        """The same drafter, sharing its weights, with another exit."""
         other = copy.copy(self)
         other.exit_layer = exit_of(target, exit_layer)
         return other
-
-    def settings(self) -> dict[str, Any]:
-        return {"exit_layer": self.exit_layer}
 
     # Training
 
@@ -106,8 +106,8 @@ class EarlyExit(SelfDrafter):
         predicts, grad = batch.predicts, torch.is_grad_enabled()
         tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._wanted(batch, target)
         layers = tuple(number + 1 for number in asked)
-        part = Part(dropped=self.dropped(batch, target, state))
-        plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, part=part)
+        span = LayerSpan(dropped=self.dropped(batch, target, state))
+        plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, span=span)
         states = target.run(batch.tokens, plan)
         final = {
             number: target.normed(states.at(number + 1)[predicts][None], grad=grad and number in opened)[0] for number in asked

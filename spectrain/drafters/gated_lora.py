@@ -23,16 +23,16 @@ from spectrain.kernels.linear_divergence import HeadTarget, most_likely
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.randomness import MASKED_PREFIXES, sequence_generator
-from spectrain.trees.base import DepthRollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import DepthRollout, Draft
+from spectrain.trees.token_tree import Accepted, TokenTree
 
+from .abilities import Abilities, Capture, DraftingCost, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
+from .context import Context
 from .shared.losses import Loss, Teacher, head_loss
 from .shared.masks import add_blocks, mask_embeddings, start_masks
 
 if TYPE_CHECKING:
-    from spectrain.decoding.acceptance import Accepted
-    from spectrain.decoding.loop import Context
     from spectrain.models.target import Target
 
 
@@ -85,9 +85,15 @@ class GatedLora(Drafter):
     whatever is accepted; linear puts them behind one deepest node only, and nothing is drafted after another end.
     """
 
-    shape = ("num_masks", "rank", "alpha", "sampler")
-    adapts_layers = True
-    carried = ("states", "ready_at")
+    saved = SavedFiles(
+        shape=("num_masks", "rank", "alpha", "sampler"),
+        layout=lambda drafter: drafter.adapter_layout(),
+        sidecars=lambda drafter: {"adapter_config.json": drafter.adapter_config()},
+    )
+    cost = DraftingCost(
+        extra_nodes=lambda drafter, builder: drafter.num_masks * (builder.budget if drafter.strategy == "quadratic" else 1),
+        weights=lambda drafter, target: drafter.drafting_layers(),
+    )
 
     def __init__(
         self,
@@ -112,6 +118,9 @@ class GatedLora(Drafter):
             raise UserError(f"drafter.consistency={consistency}: use 0 or more")
         self.num_masks, self.rank, self.alpha, self.strategy = num_masks, rank, alpha, strategy
         self.divergence, self.consistency, self.mask_ratio, self.seed = loss, consistency, mask_ratio, seed
+        # Masks behind every node are ready whatever is accepted; behind one node, the host must know whether they are.
+        capture = Capture(carried=("states", "ready_at")) if strategy == "quadratic" else None
+        self.abilities = Abilities(capture=capture, adapts_layers=True)
         self.head, self.path = target.head, target.path
         inside = {id(module) for module in target.layers.modules() if isinstance(module, nn.Linear)}
         linears: dict[str, Any] = {name: m for name, m in target.model.named_modules() if id(m) in inside}
@@ -131,7 +140,7 @@ class GatedLora(Drafter):
 
     # Saved so that peft can read it
 
-    def layout(self) -> dict[str, tuple[str, str]]:
+    def adapter_layout(self) -> dict[str, tuple[str, str]]:
         """The LoRA factors go to peft's file, under its names."""
         return {
             f"factors.{number}.{factor}.weight": (
@@ -142,7 +151,7 @@ class GatedLora(Drafter):
             for factor in ("lora_A", "lora_B")
         }
 
-    def sidecars(self) -> dict[str, str]:
+    def adapter_config(self) -> str:
         """peft's own description of the adapter. It says nothing of the gate: applied everywhere, it is another model."""
         modules = sorted({name.rpartition(".")[2] for name in self.names})
         config = LoraConfig(
@@ -150,7 +159,7 @@ class GatedLora(Drafter):
             base_model_name_or_path=self.path,
         )  # fmt: skip
         plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-        return {"adapter_config.json": json.dumps(plain, indent=2, sort_keys=True) + "\n"}
+        return json.dumps(plain, indent=2, sort_keys=True) + "\n"
 
     # The gate
 
@@ -237,43 +246,42 @@ class GatedLora(Drafter):
 
     # Decoding
 
-    def extra_nodes(self, budget: TreeBuilder) -> int:
-        return self.num_masks * (budget.budget if self.strategy == "quadratic" else 1)
-
-    def drafting_weights(self, target: Target) -> nn.Module:
+    def drafting_layers(self) -> nn.Module:
         """A draft step reads the head, and the sampler; the masks have run with the verification before."""
         return nn.ModuleList([self.head.output, *([] if self.sampler is None else [self.sampler])])
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         """Draft from the masks behind the last accepted node, where there were any; then put masks behind the new nodes."""
         if context.cache.bound is not None:
-            return self._propose_captured(context, budget)
+            return self._draft_captured(context)
         ready = torch.zeros_like(context.root, dtype=torch.bool)
         if context.round and self.ready_at is not None and len(self.ready_at) == len(ready):
             ready = self.ready_at == context.cache.lengths
         if self.states is None or not ready.any():
-            q = None if budget.children == "deterministic" else torch.zeros(len(ready), 1, self.head.vocab_size)
-            root = TokenTree.chain(context.root[:, None])
-            return self._with_masks(replace(root, children=budget.children, q=q))
-        tree = budget.grow(context, _Masks(self, self.states, context.root))
-        first = torch.arange(tree.tokens.shape[1], device=ready.device) == 0
-        return self._with_masks(tree.select(tree.valid & (ready[:, None] | first)))
+            children = context.builder.children
+            q = None if children == "deterministic" else torch.zeros(len(ready), 1, self.head.vocab_size)
+            return Draft(complete=lambda root: self._with_masks(replace(root, children=children, q=q)))
 
-    @property
-    def is_captured(self) -> bool:  # type: ignore[override]
-        """Masks behind every node are ready whatever is accepted; behind one node, the host must know whether they are."""
-        return self.strategy == "quadratic"
+        def complete(tree: TokenTree) -> TokenTree:
+            first = torch.arange(tree.tokens.shape[1], device=ready.device) == 0
+            return self._with_masks(tree.select(tree.valid & (ready[:, None] | first)))
 
-    def _propose_captured(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        """The same without a question: with masks behind every node every row is ready, but in the first round none is, whose
-        tree has the same size and nothing valid but its root."""
+        return Draft(_Masks(self, self.states, context.root), complete=complete)
+
+    def _draft_captured(self, context: Context) -> Draft:
+        """The same without a host-device synchronisation: with masks behind every node every row is ready, but in the first
+        round none is, whose tree has the same size and nothing valid but its root."""
         if not context.round:
             self.states = context.fresh.hidden.new_zeros(len(context.root), self.num_masks, self.masks.shape[1])
         assert self.states is not None
-        tree = budget.grow(context, _Masks(self, self.states, context.root))
-        if not context.round:
-            tree = replace(tree, valid=tree.valid & (torch.arange(tree.tokens.shape[1], device=tree.tokens.device) == 0))
-        return self._with_masks(tree)
+        is_first = not context.round
+
+        def complete(tree: TokenTree) -> TokenTree:
+            if is_first:
+                tree = replace(tree, valid=tree.valid & (torch.arange(tree.tokens.shape[1], device=tree.tokens.device) == 0))
+            return self._with_masks(tree)
+
+        return Draft(_Masks(self, self.states, context.root), complete=complete)
 
     def _with_masks(self, tree: TokenTree) -> TokenTree:
         """The tree's nodes, then each host's masks as a chain below it, never emitted."""

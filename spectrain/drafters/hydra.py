@@ -7,6 +7,7 @@ token t + 2 + k. In training these tokens are the true ones, in decoding those o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,16 +17,16 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.trees.base import Rollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft, Rollout
 
+from .abilities import Capture, SavedFiles
 from .base import Losses, Stage, TrainingState
+from .context import Context
 from .shared.layers import Attention, Mlp, ResBlock, llama_config, rotary
 from .shared.losses import Loss
 from .shared.vocabulary import HeadsDrafter, Supervision
 
 if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
     from spectrain.models.target import Target
 
 
@@ -90,9 +91,8 @@ class Hydra(HeadsDrafter):
     """Sequentially dependent heads (section 3); with `prefix_attention`, Hydra++. The loss is sum_k head_decay^k L_k."""
 
     layers: tuple[Layer, ...] = ("final",)
-    shape = ("num_heads", "num_layers", "vocab_size", "prefix_attention")
-    is_captured = True
-    carried = ("cache",)
+    saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size", "prefix_attention"))
+    abilities = replace(HeadsDrafter.abilities, capture=Capture(carried=("cache",)))
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Hydra(HeadsDrafter):
         with torch.no_grad():
             return self.head.embed(tokens).to(next(self.parameters()).dtype)
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         states = context.fresh.at("final").to(next(self.parameters()).dtype)
         last = (context.counts - 1).clamp(min=0)[:, None, None]
         if self.prefix is not None:
@@ -147,7 +147,7 @@ class Hydra(HeadsDrafter):
             states = self.prefix(states, self.cache.slots(states.shape[1]), self.cache)
             self.cache.commit(None, context.counts)
         state = states.gather(1, last.expand(-1, 1, states.shape[-1]))
-        return budget.grow(context, _Path(self, state, context.root, budget.by_level))
+        return Draft(_Path(self, state, context.root, context.builder.by_level))
 
 
 class _Path(Rollout):

@@ -16,16 +16,17 @@ from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.partial_forward import Level
-from spectrain.trees.base import TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted
 
-from .base import Abilities, Losses, OnPolicy, Stage, TrainingState
+from .abilities import Abilities, Capture, OnPolicy, SavedFiles
+from .base import Losses, Stage, TrainingState
+from .context import Context
 from .shared.layers import Attention, llama_config, norm_scale, rotary
 from .shared.losses import Loss, head_loss
 from .shared.self_speculation import SelfDrafter, exit_of
 
 if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
     from spectrain.models.target import Target
 
 
@@ -36,9 +37,8 @@ class Kangaroo(SelfDrafter):
     likely token is unlikely, the second exit, which is the tree builder's to do: tree=chain with stop and stop_on=token.
     """
 
-    shape = ("exit_layer",)
-    carried = ("cache",)
-    abilities = Abilities(on_policy=OnPolicy(learns_replays=True))
+    saved = SavedFiles(shape=("exit_layer",), settings=lambda drafter: {"exit_layer": drafter.exit_layer})
+    abilities = Abilities(capture=Capture(carried=("cache",), keeps_drafts=True), on_policy=OnPolicy(learns_replays=True))
 
     def __init__(self, target: Target, exit_layer: int | None = None, loss: Loss = "forward_kl") -> None:
         super().__init__()
@@ -59,9 +59,6 @@ class Kangaroo(SelfDrafter):
             with torch.no_grad():
                 self.norm.weight.copy_(scale)
         nn.init.zeros_(self.self_attn.o_proj.weight)
-
-    def settings(self) -> dict[str, int]:
-        return {"exit_layer": self.exit_layer}
 
     # Training
 
@@ -88,16 +85,18 @@ class Kangaroo(SelfDrafter):
 
     # Decoding
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         """Read the exit states of what was just accepted, the last draft's too, then draft from the root on."""
         if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, 1, 1 + budget.drafted)
+            self.cache = context.new_cache(self.cache, 1, 1 + context.builder.drafted)
         num_new = context.fresh.tokens.shape[1]
         self._adapt(context.fresh.at(self.exit_layer), self.cache.slots(num_new), None)
         self.cache.commit(None, context.counts)
-        tree = super().propose(context, budget)
+        return super().draft(context)
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        assert self.cache is not None
         self.cache.forget()
-        return tree
 
     def log_q(self, level: Level) -> Tensor:
         adapted = self._adapt(level.seen.at(self.exit_layer), level.positions, level.visible)

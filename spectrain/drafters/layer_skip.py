@@ -5,23 +5,25 @@ Shapes: B batch, T tokens, L layers of the target, D its width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 
+from .abilities import SavedFiles, Tuning
 from .shared.self_speculation import SelfDrafter
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
+
+
+Text = tuple[list[int], list[int]]  # a prompt and the target's answer
 
 
 class LayerSkipping(SelfDrafter):
@@ -34,6 +36,16 @@ class LayerSkipping(SelfDrafter):
     forward wins. It starts from the layers that change their input least in direction, more and more of them, and then adds,
     removes or swaps layers at random, `search_steps` sets in all.
     """
+
+    saved = SavedFiles(settings=lambda drafter: {"skipped": sorted(drafter.skipped)} if drafter.searched else {})
+    abilities = replace(
+        SelfDrafter.abilities,
+        tuning=Tuning(
+            is_open=lambda drafter: not drafter.searched,
+            answer_tokens=lambda drafter: drafter.answer_tokens,
+            search=lambda drafter, target, texts, depth: drafter.search(target, texts, depth),
+        ),
+    )
 
     def __init__(
         self,
@@ -59,21 +71,15 @@ class LayerSkipping(SelfDrafter):
         self.skipped = frozenset(skipped or (target.num_layers // 2,))
         self.searched = skipped is not None
 
-    def settings(self) -> dict[str, Any]:
-        return {"skipped": sorted(self.skipped)} if self.searched else {}
-
-    def calibrate(self, target: Target, prompts: Callable[[], list[list[int]]], depth: int) -> None:
-        """Search for the set to skip, unless it was given."""
-        if not self.searched:
-            self.skipped = search(target, prompts(), depth, self.search_steps, self.answer_tokens, self.seed)
-            self.searched = True
+    def search(self, target: Target, texts: list[Text], depth: int) -> None:
+        """Search for the set to skip."""
+        self.skipped = search(target, texts, depth, self.search_steps, self.seed)
+        self.searched = True
 
 
-def search(
-    target: Target, prompts: list[list[int]], depth: int, steps: int, answer_tokens: int, seed: int = 0
-) -> frozenset[int]:
+def search(target: Target, texts: list[Text], depth: int, steps: int, seed: int = 0) -> frozenset[int]:
     """The set of layers to skip that promises the most tokens a forward with chains of `depth` drafts."""
-    tokens, answers = own_answers(target, prompts, answer_tokens)
+    tokens, answers = laid_out(texts, target.device)
     states = target.features(tokens, (*range(target.num_layers + 1), "final"))
     wanted = target.head.logits(states.at("final")[answers]).argmax(-1)
     found: dict[frozenset[int], float] = {}
@@ -83,7 +89,7 @@ def search(
     def promise(skipped: frozenset[int]) -> float:
         """Tokens a round over forwards a round; every set is measured once."""
         if skipped not in found:
-            final = target.run(tokens, ForwardPlan(layers=("final",), part=Part(skipped=skipped))).at("final")[answers]
+            final = target.run(tokens, ForwardPlan(layers=("final",), span=LayerSpan(skipped=skipped))).at("final")[answers]
             agreement = float((target.head.logits(final).argmax(-1) == wanted).float().mean())
             emitted = sum(agreement**k for k in range(depth + 1))
             spared = sum(sizes[layer] for layer in skipped) / (head + sum(sizes))
@@ -108,12 +114,11 @@ def search(
     return best
 
 
-def own_answers(target: Target, prompts: list[list[int]], answer_tokens: int) -> tuple[Tensor, Tensor]:
-    """Prompts with the target's greedy answers [B, T], and [B, T] bool where the next token belongs to the answer."""
-    texts, masks = [], []
-    for prompt in prompts:
-        (answer,) = decode(target, [prompt], Greedy(), min(answer_tokens, target.max_length - len(prompt)))
-        texts.append(torch.tensor(prompt + answer.output, device=target.device))
-        place = torch.arange(len(texts[-1]), device=target.device)
-        masks.append((place >= len(prompt) - 1) & (place < len(texts[-1]) - 1))
-    return pad_sequence(texts, batch_first=True), pad_sequence(masks, batch_first=True)
+def laid_out(texts: list[Text], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Prompts with their answers [B, T], and [B, T] bool where the next token belongs to the answer."""
+    rows, masks = [], []
+    for prompt, answer in texts:
+        rows.append(torch.tensor(prompt + answer, device=device))
+        place = torch.arange(len(rows[-1]), device=device)
+        masks.append((place >= len(prompt) - 1) & (place < len(rows[-1]) - 1))
+    return pad_sequence(rows, batch_first=True), pad_sequence(masks, batch_first=True)

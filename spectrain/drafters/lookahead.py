@@ -12,14 +12,14 @@ import torch
 from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.randomness import DRAFT, generator
-from spectrain.trees.base import TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted, TokenTree
 
+from .abilities import Abilities, DraftingCost
 from .base import Drafter
+from .context import Context
 
 if TYPE_CHECKING:
-    from spectrain.decoding.acceptance import Accepted
-    from spectrain.decoding.loop import Context
     from spectrain.models.target import Target
 
 
@@ -39,7 +39,8 @@ class Lookahead(Drafter):
     the root as column 0, whose n-gram begins in text that is already there; here all W columns lie ahead of it.
     """
 
-    copies_text = True
+    abilities = Abilities(copies_text=True)
+    cost = DraftingCost(extra_nodes=lambda drafter, builder: drafter.window_nodes)
 
     def __init__(
         self, target: Target, window: int = 5, ngram: int = 4, guesses: int = 5, pool_from_prompt: bool = True
@@ -53,20 +54,15 @@ class Lookahead(Drafter):
         self.sequences: list[Sequence] = []
         self.answers: list[list[int]] = []  # [B, W] the target's most likely token after every column
 
-    def extra_nodes(self, budget: TreeBuilder) -> int:
-        return self.window_nodes
-
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         if context.round == 0:
             lengths = (context.cache.lengths + 1).tolist()
             texts = [tokens[:length] for tokens, length in zip(context.tokens.tolist(), lengths)]
-            self.sequences = [Sequence(self, row, text) for row, text in zip(context.rows.tolist(), texts)]
+            self.sequences = [Sequence(self, row, text) for row, text in zip(context.sequence_ids.tolist(), texts)]
         else:
             for sequence, tokens, count in zip(self.sequences, context.following.tolist(), context.counts.tolist()):
                 sequence.follow(tokens[:count])
-        depth = min(budget.depth, self.ngram - 1)
-        tries = [sequence.trie(depth, budget.budget - 1) for sequence in self.sequences]
-        return self._tree(tries, context.tokens.device)
+        return Draft(continuations=[sequence.guesses() for sequence in self.sequences], complete=self._with_window)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         seen = super().verify(context, tree)
@@ -79,21 +75,17 @@ class Lookahead(Drafter):
             if count:  # 0 in rows that are done
                 sequence.iterate(answers)
 
-    def _tree(self, tries: list[tuple[list[int], list[int]]], device: torch.device) -> TokenTree:
-        """Each row's trie, padded to M nodes, and behind it the window, level by level: [B, M + W (N - 1)]."""
-        num_verified = max(len(tokens) for tokens, _ in tries)
-        window = torch.arange(self.window_nodes, device=device) + num_verified
-        above = torch.cat([window.new_zeros(1), window[: self.window - 1], window[: -self.window]])
-        tokens, parents, valid = [], [], []
-        for (nodes, links), sequence in zip(tries, self.sequences):
-            padding = [0] * (num_verified - len(nodes))
-            tokens.append(nodes + padding + [column[level] for level in range(self.ngram - 1) for column in sequence.columns])
-            parents.append(links + padding)
-            valid.append([True] * len(nodes) + [False] * len(padding) + [True] * self.window_nodes)
-        every = torch.tensor(tokens, device=device)
-        emitted = (torch.arange(every.shape[1], device=device) < num_verified).expand_as(every)
-        links_above = torch.cat([torch.tensor(parents, device=device), above.expand(len(tries), -1)], dim=1)
-        return TokenTree(every, links_above, torch.tensor(valid, device=device), emitted)
+    def _with_window(self, tree: TokenTree) -> TokenTree:
+        """The guesses [B, M], and behind them the window, level by level: [B, M + W (N - 1)]."""
+        batch, num_verified = tree.tokens.shape
+        device = tree.tokens.device
+        places = torch.arange(self.window_nodes, device=device) + num_verified
+        above = torch.cat([places.new_zeros(1), places[: self.window - 1], places[: -self.window]]).expand(batch, -1)
+        window = [[column[level] for level in range(self.ngram - 1) for column in one.columns] for one in self.sequences]
+        tokens = torch.cat([tree.tokens, torch.tensor(window, device=device)], dim=1)
+        every = torch.ones_like(above, dtype=torch.bool)
+        valid, emitted = torch.cat([tree.valid, every], dim=1), torch.cat([tree.emitted, ~every], dim=1)
+        return TokenTree(tokens, torch.cat([tree.parents, above], dim=1), valid, emitted)
 
 
 class Sequence:
@@ -126,21 +118,9 @@ class Sequence:
                 self._add(ngram)
             self.columns[index] = list(ngram[1:])
 
-    def trie(self, depth: int, budget: int) -> tuple[list[int], list[int]]:
-        """The root and at most `budget` nodes of guesses below it, the newest guess first: tokens and parents."""
-        tokens, parents = [self.tail[-1]], [-1]
-        children: dict[tuple[int, int], int] = {}
-        for guess in reversed(self.pool.get(tokens[0], [])):
-            node = 0
-            for token in guess[1 : depth + 1]:
-                if (node, token) not in children:
-                    if len(tokens) > budget:
-                        return tokens, parents
-                    children[node, token] = len(tokens)
-                    tokens.append(token)
-                    parents.append(node)
-                node = children[node, token]
-        return tokens, parents
+    def guesses(self) -> list[list[int]]:
+        """What may follow the root, by the n-grams of the pool that begin with its token, the newest first."""
+        return [list(ngram[1:]) for ngram in reversed(self.pool.get(self.tail[-1], []))]
 
     def _add(self, ngram: tuple[int, ...]) -> None:
         """Remember an n-gram as the newest of those with its first token, of which the newest `guesses` are kept."""

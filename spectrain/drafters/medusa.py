@@ -19,16 +19,16 @@ from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
-from spectrain.trees.base import DepthRollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import DepthRollout, Draft
 
+from .abilities import Capture, SavedFiles
 from .base import Losses, Stage, TrainingState
+from .context import Context
 from .shared.layers import ResBlock
 from .shared.losses import Loss, head_loss
 from .shared.vocabulary import HeadsDrafter, Supervision
 
 if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
     from spectrain.models.target import Target
 
 
@@ -60,8 +60,8 @@ class Medusa(HeadsDrafter):
     """
 
     layers: tuple[Layer, ...] = ("final",)
-    shape = ("num_heads", "num_layers", "vocab_size")
-    is_captured = True
+    saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size"))
+    abilities = replace(HeadsDrafter.abilities, capture=Capture())
 
     def __init__(
         self,
@@ -156,10 +156,10 @@ class Medusa(HeadsDrafter):
 
     # Decoding
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         last = (context.counts - 1).clamp(min=0)[:, None]
         final = context.fresh.gather(last).at("final").to(next(self.parameters()).dtype)
-        return budget.grow(context, _Heads(self, context.root, final))
+        return Draft(_Heads(self, context.root, final))
 
 
 class _Heads(DepthRollout):

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
+from spectrain.trees.base import Draft
 
-from spectrain.trees.base import TreeBuilder
-from spectrain.trees.token_tree import TokenTree
-
+from .abilities import Abilities
 from .base import Drafter
+from .context import Context
 
 if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
     from spectrain.models.target import Target
 
 
@@ -28,7 +26,7 @@ class Index:
 class Ngram(Drafter):
     """A chain copied from the latest earlier occurrence of the longest matching n-gram, `longest` to `shortest` tokens."""
 
-    copies_text = True
+    abilities = Abilities(copies_text=True)
 
     def __init__(self, target: Target, longest: int = 3, shortest: int = 1) -> None:
         super().__init__()
@@ -36,15 +34,10 @@ class Ngram(Drafter):
         self.texts: list[list[int]] = []  # the tokens of every row, root included
         self.indices: list[Index] = []
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         self._read(context)
-        depth = min(budget.depth, budget.budget - 1)
-        rows = [[text[-1], *self._lookup(text, depth, index)] for text, index in zip(self.texts, self.indices)]
-        width = max(len(row) for row in rows)
-        device = context.tokens.device
-        padded = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=device)
-        valid = torch.tensor([[n < len(row) for n in range(width)] for row in rows], device=device)
-        return TokenTree.chain(padded, valid)
+        depth = context.builder.depth
+        return Draft(continuations=[[self._lookup(text, depth, index)] for text, index in zip(self.texts, self.indices)])
 
     def _read(self, context: Context) -> None:
         """Add the tokens since the last proposal to the texts; all tokens, where a decoding begins."""

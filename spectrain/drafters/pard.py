@@ -16,16 +16,16 @@ from spectrain.kernels.linear_divergence import HeadTarget, most_likely
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.randomness import MASKED_PREFIXES, sequence_generator
-from spectrain.trees.base import DepthRollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import DepthRollout, Draft
 
+from .abilities import Abilities, Capture, DraftingCost, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
+from .context import Context
 from .shared.losses import Loss, head_loss
 from .shared.masks import add_blocks, mask_embeddings, start_masks
 from .shared.small_models import small_model
 
 if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
     from spectrain.models.target import Target
 
 
@@ -38,9 +38,9 @@ class Pard(Drafter):
     divergence from what the target says there.
     """
 
-    shape = ("architecture", "num_layers", "model")
-    is_captured = True
-    carried = ("cache",)
+    saved = SavedFiles(shape=("architecture", "num_layers", "model"), settings=lambda drafter: drafter.description())
+    abilities = Abilities(capture=Capture(carried=("cache",)))
+    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Pard(Drafter):
         with torch.no_grad():
             self.mask.copy_(start_masks(self.model.head.embedding, 1))
 
-    def settings(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """The architecture itself, so that the saved drafter needs neither the target's layers nor another directory."""
         return {"architecture": self.model.config.to_diff_dict(), "num_layers": None, "model": None}
 
@@ -129,10 +129,7 @@ class Pard(Drafter):
 
     # Decoding
 
-    def draft_passes(self, depth: float) -> float:
-        return min(1.0, depth)
-
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         """One forward over the committed tokens that are new to it, the root and the masks."""
         lengths, device = context.cache.lengths, context.tokens.device
         if context.round == 0 or self.cache is None:
@@ -150,7 +147,7 @@ class Pard(Drafter):
         asked = behind[:, None] + torch.arange(self.num_drafts, device=device)
         final = seen.at("final").gather(1, asked[..., None].expand(-1, -1, self.model.width))
         log_q = self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
-        return budget.grow(context, _Places(context.root, log_q))
+        return Draft(_Places(context.root, log_q))
 
 
 class _Places(DepthRollout):

@@ -19,7 +19,8 @@ from torch import Tensor
 from spectrain.data.chat import render
 from spectrain.data.readers import Embedded
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.shared.vocabulary import VocabularyDrafter
 from spectrain.features.batch import Batch

@@ -39,7 +39,7 @@ class TargetFiles:
         if not isinstance(where, str) or not where:
             raise UserError(f"target.model={where}: this names no target; give a model directory or a name on the hub")
         found = TargetFiles(where)
-        found.settings = dict(settings)
+        found.settings = {**settings, **({"model": found.settings["model"]} if "model" in settings else {})}  # a whole path
         return found
 
     @cached_property

@@ -14,7 +14,7 @@ from .store import FeatureStore
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """What a batch is wanted of."""
 
     examples: list[Example]
@@ -34,7 +34,7 @@ class Source(ABC):
     keep_bytes = 0  # of features that it keeps in memory
 
     @abstractmethod
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: BatchRequest) -> Batch:
         """The examples with their features, padded or packed."""
 
     def prepare(

@@ -10,7 +10,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.settings.build import build
 
-from .base import Request, Source
+from .base import BatchRequest, Source
 from .store import FeatureStore, names
 
 
@@ -43,31 +43,39 @@ def capture(config: DictConfig) -> None:
         raise UserError(
             f"source.path={config.source.path}: this cache is another project's, and nothing is added; choose another folder"
         )
-    batches = [dataset[batch] for batch in dataset.epoch(0, trainer.batch_tokens, trainer.seed, trainer.packing)]
+    batches = [dataset[batch] for batch in dataset.epoch(0, trainer.batching)]
     todo = [batch for batch in batches if not all(example in store for example in batch)]
     if accelerator.is_main_process:
         print(told, flush=True)
     accelerator.wait_for_everyone()  # every process has seen the same to do before any adds to the store
     target.pack()
     mine = todo[accelerator.process_index :: accelerator.num_processes]
-    began = printed = time.monotonic()
-    tokens = 0
-    try:
-        for number, examples in enumerate(mine, 1):
-            source.batch(Request(examples, target, layers, trainer.packing))
-            tokens += sum(len(example.tokens) for example in examples)
-            now = time.monotonic()
-            if accelerator.is_main_process and now - printed > 10:
-                left = (now - began) / number * (len(mine) - number)
-                printed = now
-                print(f"batch {number} of {len(mine)}  {tokens / (now - began):.0f} tokens/s  {left:.0f} s left", flush=True)
-    finally:
-        source.flush()
+    requests = [BatchRequest(examples, target, layers, trainer.packing) for examples in mine]
+    fill(source, requests, tells=accelerator.is_main_process)
     accelerator.wait_for_everyone()
     if missing := sum(example not in store for example in dataset.examples):
         raise RunError(f"source.path={store.path}: {missing} sequences are still missing; give the same command again")
     if accelerator.is_main_process:
         print(f"{store.path}: complete; train with source=store source.path={store.path}")
+
+
+def fill(source: Source, requests: list[BatchRequest], tells: bool) -> None:
+    """Let the source store what these batches lack, and tell now and then how far it is."""
+    began = printed = time.monotonic()
+    tokens = 0
+    try:
+        for number, request in enumerate(requests, 1):
+            source.batch(request)
+            tokens += sum(len(example.tokens) for example in request.examples)
+            now = time.monotonic()
+            if tells and now - printed > 10:
+                left = (now - began) / number * (len(requests) - number)
+                printed = now
+                print(
+                    f"batch {number} of {len(requests)}  {tokens / (now - began):.0f} tokens/s  {left:.0f} s left", flush=True
+                )
+    finally:
+        source.flush()
 
 
 def verify(config: DictConfig) -> None:

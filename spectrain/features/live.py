@@ -8,7 +8,7 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.models.features import Features
 
-from .base import Request, Source
+from .base import BatchRequest, Source
 from .batch import Batch, collate, laid_out
 
 
@@ -20,7 +20,7 @@ class Live(Source):
         self.kept: dict[str, Tensor] = {}  # an example's key -> [T, L, D]
         self.bytes = 0
 
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: BatchRequest) -> Batch:
         target, layers = request.target, request.layers
         batch = collate(request.examples, request.packed).to(target.device)
         if not layers:
@@ -30,7 +30,7 @@ class Live(Source):
             return replace(batch, features=Features(batch.tokens, layers, hidden.to(target.device)))
         return replace(batch, features=target.features(batch.tokens, layers, batch.lengths))
 
-    def _features(self, example: Example, request: Request) -> Tensor:
+    def _features(self, example: Example, request: BatchRequest) -> Tensor:
         """[T, L, D] of one example, kept where there is room. It is run alone: its last bits would depend on its company, so a
         resumed run, which has kept nothing yet, would not have the same features as an undisturbed one."""
         if example.key in self.kept:

@@ -177,7 +177,7 @@ def names(layers: tuple[Layer, ...]) -> str:
 
 
 @dataclass
-class Shard:
+class StoreShard:
     """What an index says of its shard."""
 
     name: str
@@ -204,7 +204,7 @@ class FeatureStore:
             self.contents = wanted
         else:
             raise UserError(f"{path}: there is no feature store in it (no manifest.json); give the folder of one")
-        self.shards: dict[str, Shard] = {}
+        self.shards: dict[str, StoreShard] = {}
         self.home: dict[str, str] = {}  # of a sequence, its shard
         self.lost: list[str] = []  # files that were missing or damaged
         self.checked: set[str] = set()  # sequences whose checksum was compared
@@ -311,7 +311,7 @@ class FeatureStore:
         with written(file) as scratch:
             save_file(tensors, scratch, metadata={"format": "pt"})
             scratch.chmod(manifest.stat().st_mode)  # safetensors lets nobody else read what it writes
-            shard = Shard(name, scratch.stat().st_size, sha256(scratch), {k: checksum(v) for k, v in self.waiting.items()})
+            shard = StoreShard(name, scratch.stat().st_size, sha256(scratch), {k: checksum(v) for k, v in self.waiting.items()})
         write_text(file.with_suffix(".json"), json.dumps(asdict(shard)) + "\n")
         self._add(shard)
         self.checked |= set(self.waiting)
@@ -379,7 +379,7 @@ class FeatureStore:
                 continue
             self.seen.add(index.name)
             try:
-                shard = Shard(**json.loads(index.read_text()))
+                shard = StoreShard(**json.loads(index.read_text()))
             except FileNotFoundError:  # another process has just left it behind
                 continue
             except (OSError, ValueError, TypeError) as error:
@@ -391,7 +391,7 @@ class FeatureStore:
             if found != shard.bytes:
                 self._lose(file.name, "it is missing" if found is None else f"it has {found} bytes instead of {shard.bytes}")
 
-    def _add(self, shard: Shard) -> None:
+    def _add(self, shard: StoreShard) -> None:
         self.seen.add(f"{shard.name}.json")
         self.shards[shard.name] = shard
         self.home |= dict.fromkeys(shard.sequences, shard.name)

@@ -14,7 +14,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.models.features import Features, Layer
 from spectrain.models.target import Target
 
-from .base import Request, Source
+from .base import BatchRequest, Source
 from .batch import Batch, collate, laid_out
 from .speculators import SpeculatorsCache, hidden_states_folder
 from .store import Contents, FeatureStore, fingerprint, names, read_manifest
@@ -131,7 +131,7 @@ class Stored(Source):
         facts = target.name, target.path, fingerprint(target.model), template
         return Contents(*facts, layers, target.width, dtype, final_reach if thrifty else None)
 
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: BatchRequest) -> Batch:
         target, layers, examples = request.target, request.layers, request.examples
         batch = collate(examples, request.packed).to(target.device)
         if not layers:

@@ -10,7 +10,7 @@ from .kv_cache import TreeCache
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerSpan:
     """The layers that run, `first` to `last` (excluded) without those `skipped`, and for whom.
 
     A layer that does not run passes its input on, and so does layer l for sequence b where `dropped` [layers, B] is True (in
@@ -28,7 +28,7 @@ class Part:
         return [layer for layer in range(num_layers)[self.first : self.last] if layer not in self.skipped]
 
 
-WHOLE = Part()
+WHOLE = LayerSpan()
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ForwardPlan:
 
     Without a cache, `mask` [B, N, N] says what each token sees; with one it marks, for every new node, the nodes behind the
     committed tokens that it sees [B, N, pending + N]. None is causal. With `lengths`, the one row [1, N] holds packed
-    documents, which do not see each other: positions start anew in each, `part.dropped` is [layers, documents], and `mask` has
+    documents, which do not see each other: positions start anew in each, `span.dropped` is [layers, documents], and `mask` has
     one [1, n, n] for each.
     """
 
@@ -49,10 +49,10 @@ class ForwardPlan:
     mask: Tensor | tuple[Tensor, ...] | None = None
     cache: TreeCache | None = None
     lengths: tuple[int, ...] | None = None
-    part: Part = WHOLE
+    span: LayerSpan = WHOLE
 
     def __post_init__(self) -> None:
-        dropped = self.part.dropped is not None
+        dropped = self.span.dropped is not None
         assert not dropped or (self.cache is None and self.mask is None), "layers are dropped in training only"
         assert self.lengths is None or self.cache is None, "documents are packed in training only"
         assert self.cache is None or not isinstance(self.mask, tuple), "a mask for each document is for packed ones"

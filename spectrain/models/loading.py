@@ -5,7 +5,8 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +70,20 @@ def load_hf(
     if local and network is load_network and not any(path.glob("*.safetensors")):
         raise UserError(f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first")
     place = default_device(device)
-    try:
+    with explained(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(model, trust_remote_code, required=network is load_network)
-        made = network(
-            model,
-            config,
-            place,
-            sharding,
-            dtype=default_dtype(place, dtype),
-            attn_implementation=ATTENTION,
-            trust_remote_code=trust_remote_code,
-        )
+        options = {"attn_implementation": ATTENTION, "trust_remote_code": trust_remote_code}
+        made = network(model, config, place, sharding, dtype=default_dtype(place, dtype), **options)
+    where = str(path.resolve()) if local else model
+    return Target(made, tokenizer, name or (path.name if local else model), where, sharding)
+
+
+@contextmanager
+def explained(model: str) -> Iterator[None]:
+    """Say in a sentence why a model could not be loaded."""
+    try:
+        yield
     except KeyError as error:
         if error.args != (ATTENTION,):
             raise
@@ -93,8 +96,6 @@ def load_hf(
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"target.model={model}: it could not be loaded ({reason}); check the name or the directory") from error
-    where = str(path.resolve()) if local else model
-    return Target(made, tokenizer, name or (path.name if local else model), where, sharding)
 
 
 def load_tokenizer(model: str, trust_remote_code: bool, required: bool) -> Any:

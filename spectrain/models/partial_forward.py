@@ -15,7 +15,7 @@ from torch import Tensor
 from spectrain.trees.token_tree import TokenTree
 
 from .features import Features, Layer
-from .forward_plan import ForwardPlan, Part
+from .forward_plan import ForwardPlan, LayerSpan
 from .kv_cache import TreeCache
 from .target import Target
 
@@ -76,7 +76,7 @@ class PartialForward:
                 positions=positions,
                 mask=tree.ancestors,
                 cache=self.cache,
-                part=Part(first=self.exit, hidden=self.hidden[:, :, -1]),
+                span=LayerSpan(first=self.exit, hidden=self.hidden[:, :, -1]),
             ),
         )
         states = [self.hidden[:, :, self.kept.index(k)] if k in self.kept else seen.at(k) for k in self.layers]
@@ -122,7 +122,7 @@ class PartialForward:
                 positions=positions,
                 mask=tree.ancestors,
                 cache=self.cache,
-                part=Part(first=self.exit, last=layer, hidden=self.hidden[:, :, -1]),
+                span=LayerSpan(first=self.exit, last=layer, hidden=self.hidden[:, :, -1]),
             ),
         )
         self.cache.forget()
@@ -146,7 +146,7 @@ class PartialForward:
         seen = self.target.run(
             tokens,
             ForwardPlan(
-                layers=layers, positions=positions, mask=visible, cache=self.cache, part=Part(last=last, skipped=skipped)
+                layers=layers, positions=positions, mask=visible, cache=self.cache, span=LayerSpan(last=last, skipped=skipped)
             ),
         )
         kept = seen.hidden[:, :, :-1]

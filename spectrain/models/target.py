@@ -5,6 +5,8 @@ Nothing here copies or patches model code: attention goes through `AttentionInte
 `Cache`, features through hooks.
 """
 
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +24,7 @@ from spectrain.trees.token_tree import TokenTree
 from .attention import ATTENTION, trees_alone
 from .compiled_layers import running
 from .features import Features, Layer, document_positions
-from .forward_plan import TEXT, ForwardPlan, Part
+from .forward_plan import TEXT, ForwardPlan, LayerSpan
 from .head import Head
 from .kv_cache import TreeCache
 from .prepacked import pack_linears
@@ -45,6 +47,15 @@ class Target(nn.Module):
         if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
         self._check_attention()
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, dtype: str = "auto", device: str = "auto") -> Target:
+        """A target by the name of one that comes with the project (tiny, smollm2), from a directory, or from the hub."""
+        from .loading import load_hf, load_smollm2, load_tiny
+
+        if name == "tiny":
+            return load_tiny(dtype, device)
+        return load_smollm2(dtype, device) if name == "smollm2" else load_hf(str(name), dtype=dtype, device=device)
 
     @property
     def decoder(self) -> nn.Module:
@@ -125,10 +136,10 @@ class Target(nn.Module):
         assert self.config._attn_implementation == ATTENTION, "another attention would neither see the tree nor fill the cache"
         assert plan.lengths is None or len(tokens) == 1, "documents are packed into one row"
         positions, visibility = self._seen(tokens, plan)
-        working = plan.part.working(self.num_layers)
+        working = plan.span.working(self.num_layers)
         with ExitStack() as stack, torch.set_grad_enabled(plan.grad):
             captured = stack.enter_context(self._captured(plan.layers))
-            stack.enter_context(self._fed(plan.part))
+            stack.enter_context(self._fed(plan.span))
             stack.enter_context(replaced(self._passed_by(plan, working)))
             if plan.recompute and plan.grad and plan.cache is None:
                 layers = [self.layers[index] for index in working]
@@ -154,8 +165,8 @@ class Target(nn.Module):
     def normed(self, hidden: Tensor, grad: bool = False) -> Tensor:
         """The final norm of states [B, T, D] of any layer: what the head reads at an early exit."""
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
-        part = Part(first=self.num_layers, hidden=hidden)
-        return self.run(tokens, ForwardPlan(layers=("final",), grad=grad, part=part)).at("final")
+        span = LayerSpan(first=self.num_layers, hidden=hidden)
+        return self.run(tokens, ForwardPlan(layers=("final",), grad=grad, span=span)).at("final")
 
     def save(self, path: str | Path) -> None:
         """Write model and tokenizer in transformers format."""
@@ -215,18 +226,18 @@ class Target(nn.Module):
                 handle.remove()
 
     @contextmanager
-    def _fed(self, part: Part) -> Iterator[None]:
-        """Let `part.hidden`, where there is one, enter layer `part.first`."""
-        if part.hidden is None:
+    def _fed(self, span: LayerSpan) -> Iterator[None]:
+        """Let `span.hidden`, where there is one, enter layer `span.first`."""
+        if span.hidden is None:
             yield
             return
 
         def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args:
-                return (part.hidden, *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": part.hidden}
+                return (span.hidden, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": span.hidden}
 
-        layer = self.layers[min(part.first, self.num_layers - 1)]  # the last one, skipped, passes it on to the final norm
+        layer = self.layers[min(span.first, self.num_layers - 1)]  # the last one, skipped, passes it on to the final norm
         handle = layer.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
         try:
             yield
@@ -235,7 +246,7 @@ class Target(nn.Module):
 
     def _passed_by(self, plan: ForwardPlan, working: list[int]) -> Iterator[tuple[nn.Module, Forward]]:
         """The layers that are not `working`, or not for all sequences, and what runs in their place."""
-        dropped = plan.part.dropped
+        dropped = plan.span.dropped
         for index, layer in enumerate(self.layers):
             kept = None if dropped is None else ~dropped[index].cpu()
             if index not in working or (kept is not None and not kept.any() and not self.in_step):

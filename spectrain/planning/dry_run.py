@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState, stage_at
-from spectrain.features.base import Request, Source
+from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.features import Layer
@@ -211,7 +211,7 @@ class _Tracked(Source):
     def __init__(self, tracker: MemoryTracker) -> None:
         self.tracker, self.live = tracker, Live()
 
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: BatchRequest) -> Batch:
         with self.tracker.counting(TARGET, "target activations"):
             batch = self.live.batch(request)
         if batch.features is not None:

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spectrain.decoding.captured import Engine, Marks
-from spectrain.decoding.loop import PARTS
+from spectrain.decoding.captured import Captured, Marks
+from spectrain.decoding.generation import PARTS
+from spectrain.decoding.loop import Request
 
 # Of our own operations, one where nothing is said. Attention splits keys and combines; a verdict chooses and walks; rejection
 # walks, draws and, beside kernels, looks the draft vocabulary up and picks the best part; a commit advances the lengths.
@@ -54,16 +55,17 @@ class LaunchCounter(TorchDispatchMode):
         return out
 
 
-def count_round(engine: Engine, batch: int = 1, prompt: int = 16, new_tokens: int = 32) -> dict[str, dict[str, int]]:
+def count_round(engine: Captured, batch: int = 1, prompt: int = 16, new_tokens: int = 32) -> dict[str, dict[str, int]]:
     """Launches and bytes made in every part of a round, of an engine whose target and drafter are on the device "meta"."""
     assert engine.target.device.type == "meta", "move the target and the drafter to meta first"
     found = {}
     with torch.no_grad():
-        state = engine._begin([[0] * prompt] * batch, new_tokens, None, frozenset())
+        engine.start(Request([[0] * prompt] * batch, new_tokens, list(range(batch)), frozenset()))
         for _ in range(2):  # the first reads the prompt
-            engine._round(state, Marks(engine.target.device))
-        for part, run in zip(PARTS, engine._parts):
+            engine.play_round(Marks(engine.target.device))
+        parts = engine.parts()
+        for part in PARTS[:-1]:
             with LaunchCounter() as counter:
-                run(state)
+                next(parts)
             found[part] = {"launches": counter.launches.total(), "bytes": counter.bytes}
     return found

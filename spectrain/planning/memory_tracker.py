@@ -1,10 +1,10 @@
 """Fake tensors, which have a shape and no data, and a tracker of the memory and work that a computation on them would take.
 
 Inside `MemoryTracker` every tensor that is made is a `FakeTensor`. Any model and any drafter runs on them unchanged, on a
-device that need not be here; memory is counted as storages come and go, FLOPs by torch's own formulas. What follows from small tensors
-of known values alone, such as tokens and loss masks, is really computed, so masks select as many rows as they would. Where a
-size would hang on values that nobody knows, the most is assumed, every row, and `MemoryTracker.assumed` counts how often; a
-question about such values is answered with yes, and a number among them is 1.
+device that need not be here; memory is counted as storages come and go, FLOPs by torch's own formulas. What follows from small
+tensors of known values alone, such as tokens and loss masks, is really computed, so masks select as many rows as they would.
+Where a size would hang on values that nobody knows, the most is assumed, every row, and `MemoryTracker.assumed` counts how
+often; a question about such values is answered with yes, and a number among them is 1.
 
 torch's own `FakeTensorMode` with `MemTracker` gives the same peak where no size hangs on a value (three linears, AdamW, two
 steps: 57,738,272 bytes both). It follows no values, though, and every loss here selects supervised rows: with torch 2.13 the

@@ -26,14 +26,14 @@ from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Hub, Jsonl
 from spectrain.data.stream import Stream
 from spectrain.errors import UserError
-from spectrain.features.base import Request, Source
+from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
 from spectrain.features.store import STORED, bytes_of
 from spectrain.models.device import wait
 from spectrain.models.loading import load_tokenizer, untrained_network
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
-from spectrain.runs.run import fresh_drafter
+from spectrain.runs.fresh import fresh_drafter
 from spectrain.settings.build import build, settings_of
 from spectrain.training.trainer import Trainer
 
@@ -186,7 +186,7 @@ def survey(config: DictConfig, asked: Plan) -> Work:
         count = max(1, trainer.batch_tokens // length)
         example = Example([1] * length, [False] + [True] * (length - 1))
         dataset = Dataset([example] * count, count, 0, 0)
-    batches = [dataset[indices] for indices in dataset.epoch(0, trainer.batch_tokens, trainer.seed, trainer.packing)]
+    batches = [dataset[indices] for indices in dataset.epoch(0, trainer.batching)]
     sizes = [slots(batch, trainer.packing) for batch in batches]
     once, largest = float(sum(sizes)), max(sizes)
     tokens = float(dataset.num_tokens if asked.tokens is None else asked.tokens)
@@ -322,7 +322,7 @@ class _Timed(Source):
         self.source, self.device = source, target.device
         self.seconds = self.tokens = 0.0
 
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: BatchRequest) -> Batch:
         began = time.perf_counter()
         batch = self.source.batch(request)
         wait(self.device)

@@ -16,19 +16,20 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 
-from spectrain.cli.defaults import complete as with_defaults
 from spectrain.data.chat import Message
 from spectrain.data.readers import Data
-from spectrain.decoding.calibration import calibrate
+from spectrain.data.shards import Lost, Row, Shard, Shards, Wanted
+from spectrain.decoding.session import Session
 from spectrain.errors import RunError, UserError
-from spectrain.features.progress import Progress
-from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
-from spectrain.runs.run import drafter_directory, load_weights, trained_target
-from spectrain.settings.build import build, check_config, constructor
+from spectrain.runs.defaults import complete as with_defaults
+from spectrain.runs.drafter_files import drafter_directory, load_weights
+from spectrain.runs.folder import trained_target
+from spectrain.settings.build import build, constructor
+from spectrain.settings.check import check_config
 
-from .shards import Lost, Row, Shard, Shards, Wanted
+from .progress import WritingProgress
 from .writers import EngineWriter, Sampling, Writer, opening_prompts
 
 
@@ -37,7 +38,7 @@ class Ledger:
     """Where every conversation goes once it is written or lost."""
 
     shards: Shards
-    progress: Progress
+    progress: WritingProgress
     stop_after: int
     failed: int = 0  # one after another, up to now
     complete: list[Shard] = field(default_factory=list)
@@ -103,7 +104,7 @@ class Regeneration:
         rank = int(os.environ.get("RANK", 0))
         if rank == 0:
             announce(shards, faults)
-        with stopped_softly(shards), Progress(shards, faults, enabled=rank == 0) as progress:
+        with stopped_softly(shards), WritingProgress(shards, faults, enabled=rank == 0) as progress:
             ledger = Ledger(shards, progress, self.stop_after)
             if due := self.due(shards, faults):
                 writer.write(self.claimed(shards, due, wanted, progress), ledger.add)
@@ -119,7 +120,7 @@ class Regeneration:
         due, mine = {*faults} | retried, {*names[rank::processes]}
         return sorted(due & mine) + sorted(due - mine, reverse=True)
 
-    def claimed(self, shards: Shards, due: list[str], wanted: list[Wanted], progress: Progress) -> Iterator[Shard]:
+    def claimed(self, shards: Shards, due: list[str], wanted: list[Wanted], progress: WritingProgress) -> Iterator[Shard]:
         """Of these shards, those that no other process is at or has made by now, with what is known of them."""
         size, before = self.shard_size, shards.manifest["shards"]
         first_of = {name: number * size for number, name in enumerate(shards.names)}
@@ -164,7 +165,7 @@ class Regeneration:
             **{f"regenerate.{key}": getattr(self, key) for key in ("turns", "system", "shard_size")},
         }
 
-    def conclude(self, shards: Shards, progress: Progress) -> None:
+    def conclude(self, shards: Shards, progress: WritingProgress) -> None:
         """The last line, and a failed run where too much is missing."""
         manifest = shards.manifest
         left = [name for name in progress.faults if shards.fault(name) is not None]
@@ -242,14 +243,9 @@ def engine_writer(config: DictConfig, sampling: Sampling, settings: Regeneration
         )
     assert directory is not None, "it was read from there"
     load_weights(drafter, directory)
-    drafter = drafter.to(target.device, target.dtype).eval()
-    pack_linears(drafter)
-    if not drafter.copies_text:
-        sampling.rule.check(builder.children, builder.is_chain)
     first = [settings.wanted(number, messages) for number, messages in enumerate(data.conversations()[:64])]
     prompts = opening_prompts(plain, first)
-    drafter.calibrate(target, lambda: prompts, builder.depth)
-    calibrate(target, drafter, [builder], sampling.rule, prompts)
+    Session.prepare(target, drafter, builder, sampling.rule, lambda: prompts)
     return build(config.writer, sampling=sampling, target=target, drafter=drafter, builder=builder)
 
 

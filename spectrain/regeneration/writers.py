@@ -3,18 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
-from spectrain.data.chat import Message, render
+from spectrain.data.chat import Message, prompt_tokens
+from spectrain.data.shards import Kind, Lost, Row, Shard, Wanted
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
-from spectrain.decoding.captured import Engine, why_not
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.session import Choice, Session, captured_or_refused
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
-
-from .shards import Kind, Lost, Row, Shard, Wanted
 
 Add = Callable[[Shard, Row | Lost], None]
 
@@ -129,7 +128,7 @@ class EngineWriter(Writer):
         drafter: Drafter | None = None,
         builder: TreeBuilder | None = None,
         batch_tokens: int = 16384,
-        engine: Literal["auto", "captured", "eager"] = "auto",
+        engine: Choice = "auto",
     ) -> None:
         if batch_tokens < 1:
             raise UserError(f"writer.batch_tokens={batch_tokens}: use 1 or more")
@@ -138,12 +137,8 @@ class EngineWriter(Writer):
                 "target: its tokenizer has no chat template; use an instruction-tuned model or add one to the tokenizer"
             )
         self.sampling, self.target, self.batch_tokens = sampling, target, batch_tokens
-        self.drafter, self.builder, self.rule = drafter, builder, sampling.rule
-        reason = why_not(target, self.rule, drafter, builder)
-        if engine == "captured" and reason is not None:
-            raise UserError(f"writer.engine=captured: {reason}; use writer.engine=eager")
-        captured = engine == "captured" or (engine == "auto" and reason is None and target.device.type == "cuda")
-        self.engine = Engine(target, self.rule, drafter, builder) if captured else None
+        self.session = Session(target, sampling.rule, drafter, builder, engine=engine)
+        captured_or_refused(self.session, "writer.engine")
 
     def settings(self) -> dict[str, Any]:
         dtype = str(self.target.dtype).removeprefix("torch.")
@@ -166,8 +161,7 @@ class EngineWriter(Writer):
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """The tokens of a conversation up to where the target goes on; Unanswered where the context has no room for that."""
-        encoded: Any = self.target.tokenizer(render(self.target.tokenizer, messages, prompt=True), add_special_tokens=False)
-        tokens = list(encoded["input_ids"])
+        tokens = prompt_tokens(self.target.tokenizer, messages)
         room = self.target.max_length - self.sampling.max_new_tokens
         if len(tokens) > room:
             raise Unanswered(
@@ -192,7 +186,7 @@ class EngineWriter(Writer):
             count = 1
             while count < len(waiting) and (count + 1) * waiting[count][0] <= self.batch_tokens:
                 count += 1
-            if self.engine is not None:
+            if self.session.why_eager is None:
                 count = 1 << (count.bit_length() - 1)
             yield [wanted for _, wanted in waiting[:count]]
             waiting = waiting[count:]
@@ -234,10 +228,7 @@ class EngineWriter(Writer):
 
     def _decode(self, asked: list[tuple[Chat, list[int]]]) -> list[Generation]:
         prompts, keys = [tokens for _, tokens in asked], [chat.wanted.key for chat, _ in asked]
-        limit = self.sampling.max_new_tokens
-        if self.engine is not None:
-            return self.engine.decode(prompts, limit, keys)
-        return decode(self.target, prompts, self.rule, limit, self.drafter, self.builder, keys)
+        return self.session.decode(prompts, self.sampling.max_new_tokens, keys)
 
     def _read(self, generation: Generation) -> tuple[str, str, int]:
         """The answer as text, why it ended, and its tokens, the one that ended it included."""

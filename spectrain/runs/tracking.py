@@ -15,10 +15,11 @@ import httpx
 from omegaconf import OmegaConf
 
 from spectrain.errors import UserError
-from spectrain.settings.choices import choice
 from spectrain.files import write_text
+from spectrain.settings.choices import choice
 from spectrain.training.metrics import Kind, Tracker, logged_metrics
 
+from .folder import recipe_name, target_name
 from .wandb_account import logged_in
 from .wandb_file import last_logged_step
 
@@ -245,8 +246,6 @@ def require(package: str) -> None:
 
 def names(config: dict[str, Any]) -> dict[str, str]:
     """What runs are grouped and found by: the target, the drafter's family and the recipe, where a configuration has them."""
-    from .run import recipe_name, target_name
-
     settings, found = OmegaConf.create(config), {}
     if (config.get("target") or {}).get("_target_"):
         found["target"] = target_name(settings)

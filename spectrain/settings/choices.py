@@ -12,7 +12,8 @@ from typing import Any
 
 from spectrain.errors import UserError, nearest
 
-from .schema import ROOT, choice_files, load
+from .schema import choice_files, load
+from .signatures import ROOT
 
 FORMER = {
     "acceptance": {"Block": "block", "Greedy": "greedy", "Match": "match", "Recursive": "recursive",

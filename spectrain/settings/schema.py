@@ -1,33 +1,16 @@
-"""What commands can be told: read from conf/ and from constructors' sources, which is fast, as nothing of them is imported."""
+"""What commands can be told: groups and their choices, as conf/ has them, and the keys of what they construct."""
 
 from __future__ import annotations
 
-import ast
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
-PLAIN = {"int", "float", "str", "bool", "list", "tuple", "dict", "Any", "Literal", "Optional", "Union"}
-UNSAID = re.compile(r"noqa|type: ignore|fmt:")  # comments for tools
-
-
-@dataclass(frozen=True)
-class Key:
-    """One setting."""
-
-    name: str
-    type: str
-    default: str | None  # None: it must be given
-    choices: tuple[str, ...] = ()
-    meaning: str = ""
-    beside: str = ""  # a sentence that speaks of it and of others
+from .signatures import ROOT, Key, keys, written
 
 
 @dataclass
@@ -141,168 +124,3 @@ def owners(group: str, name: str, words: Iterable[str] = ()) -> list[str]:
 
 def required(value: Any) -> str | None:
     return None if value == "???" else written(value)
-
-
-def written(value: Any) -> str:
-    """A value as one writes it on the command line; of two, which depend on the machine, that of a CPU and that of a GPU."""
-    if isinstance(value, str) and (both := re.fullmatch(r"\$\{cpu_gpu:(.*),(.*)\}", value)):
-        return f"{both[1]} (GPU: {both[2]})" if both[1] != both[2] else both[1]
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return str(value)
-
-
-@cache
-def keys(target: str) -> list[Key]:
-    """The settings of the constructor that `target` names, in its order; none where it cannot be found."""
-    module, _, name = target.rpartition(".")
-    found = _definition(module, name)
-    if found is None:
-        return []
-    return _keys_of(*found, _docs(*found))
-
-
-@dataclass(frozen=True)
-class Source:
-    """A module's text."""
-
-    name: str
-    path: Path
-    lines: list[str]
-    tree: ast.Module
-
-
-@cache
-def _source(module: str) -> Source | None:
-    parts = module.split(".")
-    for base in [ROOT.parent, Path.cwd(), *map(Path, sys.path)]:
-        for path in (base.joinpath(*parts).with_suffix(".py"), base.joinpath(*parts, "__init__.py")):
-            if path.is_file():
-                text = path.read_text()
-                return Source(module, path, text.splitlines(), ast.parse(text))
-    return None
-
-
-def _definition(module: str, name: str) -> tuple[Source, ast.stmt] | None:
-    """Where a name of a module is defined, followed through imports."""
-    source = _source(module)
-    if source is None:
-        return None
-    for node in source.tree.body:
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name == name:
-            return source, node
-        if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
-            return source, node
-        if isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                if (alias.asname or alias.name) == name:
-                    return _definition(_absolute(source, node), alias.name)
-    return None
-
-
-def _absolute(source: Source, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    up = node.level - (source.path.name == "__init__.py")
-    parts = source.name.split(".")
-    return ".".join([*parts[: len(parts) - up], *([node.module] if node.module else [])])
-
-
-def _bases(source: Source, node: ast.stmt) -> list[tuple[Source, ast.stmt]]:
-    named = [base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name)]
-    return [found for name in named if (found := _definition(source.name, name)) is not None]
-
-
-def _docs(source: Source, node: ast.stmt) -> str:
-    """What a class and those it is made from say of themselves."""
-    own = ast.get_docstring(node) if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else None
-    return "\n\n".join(filter(None, [own, *(_docs(*base) for base in _bases(source, node))]))
-
-
-def _keys_of(source: Source, node: ast.stmt, docs: str) -> list[Key]:
-    if isinstance(node, ast.FunctionDef):
-        return _parameters(source, node, docs)
-    assert isinstance(node, ast.ClassDef)
-    for item in node.body:
-        if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            return _parameters(source, item, docs)
-    inherited = [key for base in _bases(source, node) for key in _keys_of(*base, docs)]
-    fields = [item for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
-    fields = [item for item in fields if "init=False" not in ast.unparse(item)]
-    if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
-        return inherited
-    own = [
-        _key(source, item.target.id, item.annotation, item.value, item, docs)
-        for item in fields
-        if isinstance(item.target, ast.Name)
-    ]
-    return [*inherited, *filter(None, own)]
-
-
-def _parameters(source: Source, function: ast.FunctionDef, docs: str) -> list[Key]:
-    arguments = [*function.args.args, *function.args.kwonlyargs]
-    defaults = [None] * (len(function.args.args) - len(function.args.defaults)) + [
-        *function.args.defaults,
-        *function.args.kw_defaults,
-    ]
-    made = [
-        _key(source, one.arg, one.annotation, value, one, docs) for one, value in zip(arguments, defaults) if one.annotation
-    ]
-    return [key for key in made if key is not None]
-
-
-def _key(
-    source: Source, name: str, annotation: ast.expr | None, default: ast.expr | None, node: ast.AST, docs: str
-) -> Key | None:
-    """A setting; None where the annotation stands for a runtime object."""
-    choices = _choices(source, annotation)
-    if choices is None or name == "self":
-        return None
-    value = None if default is None else _written(default)
-    last = source.lines[(getattr(default, "end_lineno", None) or node.end_lineno) - 1]  # type: ignore[attr-defined]
-    comment = last.partition("  # ")[2]
-    meaning = comment if comment and not UNSAID.search(comment) else _sentence(name, docs, alone=True)
-    return Key(name, ast.unparse(annotation) if annotation else "", value, choices, meaning, _sentence(name, docs, alone=False))
-
-
-def _written(default: ast.expr) -> str:
-    try:
-        value = ast.literal_eval(default)
-    except ValueError:
-        return ast.unparse(default)
-    if isinstance(value, (tuple, list)):
-        return f"[{','.join(map(written, value))}]"
-    return written(value)
-
-
-def _sentence(name: str, docs: str, alone: bool) -> str:
-    """The first sentence of a docstring that speaks of a name, alone or among others."""
-    for paragraph in docs.split("\n\n"):
-        for sentence in re.split(r"(?<=[.;])\s+", " ".join(paragraph.split())):
-            named = set(re.findall(r"`(\w+)`|\b(\w+)=", sentence))
-            names = {one or other for one, other in named}
-            if name in names and (names == {name}) == alone:
-                return sentence.replace("`", "").rstrip(".;")
-    return ""
-
-
-def _choices(source: Source, annotation: ast.expr | None) -> tuple[str, ...] | None:
-    """The values that an annotation allows, where it lists them; None where no setting has such a type."""
-    if annotation is None or isinstance(annotation, ast.Constant):
-        return ()
-    if isinstance(annotation, ast.BinOp):
-        parts = [_choices(source, annotation.left), _choices(source, annotation.right)]
-        return None if None in parts else tuple(choice for part in parts for choice in part or ())
-    if isinstance(annotation, ast.Subscript):
-        name = ast.unparse(annotation.value)
-        if name == "Annotated" and isinstance(annotation.slice, ast.Tuple):
-            return _choices(source, annotation.slice.elts[0])
-        if name == "Literal":
-            inner = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-            return tuple(written(ast.literal_eval(one)) for one in inner)
-        return () if name in PLAIN else None
-    name = ast.unparse(annotation)
-    if name in PLAIN:
-        return ("true", "false") if name == "bool" else ()
-    found = _definition(source.name, name)
-    return _choices(found[0], found[1].value) if found and isinstance(found[1], ast.Assign) else None

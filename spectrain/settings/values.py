@@ -1,16 +1,19 @@
-"""What settings may be, beyond their type: declared at the constructor, told in one place."""
+"""What numbers and names may be, beyond their type: declared at the constructor that takes them, told in one place."""
 
-from pathlib import PurePosixPath
 from typing import Annotated
 
-from pydantic import AfterValidator
+from annotated_types import Ge, Gt, Interval, Predicate
 
 
-def _folder_name(value: str) -> str:
-    if not value or value in (".", "..") or any(sign in value for sign in "/\\\0") or PurePosixPath(value).is_absolute():
-        raise ValueError("use the name of one folder, without slashes")
-    return value
+def is_folder_name(value: str) -> bool:
+    """the name of one folder, without slashes"""
+    return bool(value) and value not in (".", "..") and not any(sign in value for sign in "/\\\0")
 
 
-FolderName = Annotated[str, AfterValidator(_folder_name)]
-"""The name of a folder that is written below another."""
+Count = Annotated[int, Ge(1)]
+Number = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+NotNegative = Annotated[float, Ge(0)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+Below1 = Annotated[float, Interval(ge=0, lt=1)]
+FolderName = Annotated[str, Predicate(is_folder_name)]

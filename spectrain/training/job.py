@@ -13,7 +13,7 @@ from spectrain.data.chat import Example
 from spectrain.data.dataset import Batches, Dataset
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.errors import RunError, Stopped, UserError
-from spectrain.features.base import Request, Source
+from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
@@ -72,8 +72,7 @@ class Job:
         self.begin()
         if checkpoint is not None:
             self.shared.load_optimizer(tensors, numbers)
-        trainer, process = self.trainer, (self.shared.data_rank, self.shared.data_count)
-        self.stream = dataset.stream(trainer.batch_tokens, trainer.seed, trainer.packing, *process, self.position)
+        self.stream = dataset.stream(self.trainer.batching, self.shared.data_rank, self.shared.data_count, self.position)
         self.position = self.stream.state()
         return checkpoint
 
@@ -150,7 +149,7 @@ class Job:
 
     def _batch(self, examples: list[Example]) -> Batch:
         layers = self.drafter.stages[self.stage].layers
-        return self.source.batch(Request(examples, self.target, layers, self.trainer.packing, self.step, self.drafter))
+        return self.source.batch(BatchRequest(examples, self.target, layers, self.trainer.packing, self.step, self.drafter))
 
     def _learn(self, batch: Batch, examples: list[Example], scale: float, last: bool) -> Tally:
         """Add a batch to the gradients, as the `last` of a step or not; what it adds to the tally."""

@@ -12,7 +12,7 @@ from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import KEPT, Recorder, Replay, collate_replays, replays
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.features.base import Request, Source
+from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
 from spectrain.models.target import Target
 from spectrain.trees import Chain
@@ -51,7 +51,7 @@ class Generated(Source):
         self.asks_drafter = by != "target"
         self.max_new_tokens, self.top_k, self.block, self.seed = max_new_tokens, top_k, block, seed
 
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: BatchRequest) -> Batch:
         target, layers, examples = request.target, request.layers, request.examples
         if target.sharding == "fsdp2":
             raise UserError(
@@ -118,7 +118,7 @@ class Generated(Source):
                 chain = Chain(self.block, "sampled", self.temperature, seed)
                 found = decode(target, prompts, rule, limit, drafter, chain, rows)
             else:
-                found = decode(writer, prompts, Match(self.temperature, seed=seed), limit, rows=rows)
+                found = decode(writer, prompts, Match(self.temperature, seed=seed), limit, sequence_ids=rows)
         answers = [one.output[:length] for one, length in zip(found, most)]
         return [
             Example(prompt + answer, [False] * len(prompt) + [True] * len(answer)) for prompt, answer in zip(prompts, answers)

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from spectrain.data.dataset import Dataset
+from spectrain.data.dataset import Batching, Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.features.base import Source
@@ -79,11 +79,16 @@ class Trainer:
             precision = launched if torch.cuda.is_available() else "no"
         return connect(precision, self.sharding)
 
+    @property
+    def batching(self) -> Batching:
+        """How the data becomes batches."""
+        return Batching(self.batch_tokens, self.seed, self.packing)
+
     def num_steps(self, dataset: Dataset, num_processes: int = 1) -> int:
         """Optimiser steps of the whole run."""
         if self.max_steps is not None:
             return self.max_steps
-        batches = dataset.num_batches(self.batch_tokens, self.seed, self.packing)
+        batches = dataset.num_batches(self.batching)
         return max(1, math.ceil(self.epochs * batches / (self.accumulate * num_processes)))
 
     def lr_at(self, step: int, num_steps: int, stage_began: int = 0) -> float:
@@ -137,7 +142,7 @@ class Trainer:
                 f"trainer.sharding={job.shared.name}: the drafter writes text here, and no process has all of it; use ddp, "
                 "zero2 or source.by=target"
             )
-        if self.gradient_checkpointing and job.drafter.adapts_layers:
+        if self.gradient_checkpointing and job.drafter.abilities.adapts_layers:
             raise UserError(
                 "trainer.gradient_checkpointing=true: this family adds to the target's layers while they run, so they cannot "
                 "be run again; leave it out and lower trainer.batch_tokens"
@@ -163,7 +168,7 @@ class Trainer:
         """How full batches are, padded and packed."""
         ways = {True: "packed", False: "padded"}
         used, other = (
-            f"{ways[way]} {dataset.efficiency(self.batch_tokens, self.seed, way)}" for way in (self.packing, not self.packing)
+            f"{ways[way]} {dataset.efficiency(replace(self.batching, packed=way))}" for way in (self.packing, not self.packing)
         )
         return f"batches of up to {self.batch_tokens} tokens: {used} ({other})"
 

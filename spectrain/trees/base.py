@@ -1,13 +1,15 @@
 """What a tree builder is given and gives. Shapes: B batch, F frontier nodes, K children of a node, V draft vocabulary.
 
-A builder asks a `Rollout` for the drafter's distribution after nodes and returns a TokenTree. It knows no family.
+A drafter hands over a `Draft`: how to go on drafting, as a `Rollout`, or ready continuations. A builder makes a TokenTree of
+it and knows no family.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +20,39 @@ from spectrain.kernels import counter
 from spectrain.kernels.counter import fold, gumbel
 from spectrain.randomness import DRAFT
 
+from .measurements import Calibration
 from .token_tree import Children, TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.decoding.calibration import Calibration
-    from spectrain.decoding.loop import Context
 
 NEVER = float("-inf")
 LEAST = 1e-20  # chance of a token that can be drawn; far below what a draw meets, far above where float32 ends
+
+
+class Prefix(Protocol):
+    """The committed texts that trees hang below, as a builder sees them."""
+
+    @property
+    def root(self) -> Tensor:
+        """The newest token of each text [B], chosen and not yet run."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """Committed tokens of each text [B], the root left out."""
+
+    @property
+    def longest(self) -> int:
+        """The largest of them, or its bound, known without a host-device synchronisation."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """[B, capacity] the committed tokens and, behind them, the root."""
+
+    @property
+    def sequence_ids(self) -> Tensor:
+        """[B] the key of each text's random draws."""
+
+    @property
+    def round(self) -> int:
+        """Drafts made so far."""
 
 
 class Rollout(ABC):
@@ -46,6 +73,15 @@ class Rollout(ABC):
     def to_target(self, ids: Tensor) -> Tensor:
         """Target ids of draft ids."""
         return ids if self.draft_ids is None else self.draft_ids[ids]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a drafter hands over in a round: how to draft from here, or continuations that are ready, the best first."""
+
+    rollout: Rollout | None = None
+    continuations: list[list[list[int]]] | None = None  # of every text: tokens that may follow its root
+    complete: Callable[[TokenTree], TokenTree] | None = None  # adds to the tree what only drafts, such as mask tokens
 
 
 class Branches:
@@ -101,28 +137,38 @@ class Round:
     tree: TokenTree
     logits: Tensor  # [B, N, target vocabulary]
     counts: Tensor  # [B] tokens emitted, 0 in rows that were done before
-    seconds: dict[str, float]  # draft, verify, accept
+    seconds: dict[str, float]  # draft, verify, accept, other
 
 
 class TreeBuilder(ABC):
-    """What `propose` is given: how much to draft, and where."""
+    """How much to draft, and where."""
 
     name: str
     depth: int  # longest path below the root: the most tokens a round can accept before its bonus
     budget: int  # nodes that the target verifies at most, the root included
-    drafted: int  # nodes at most that `grow` gives to a rollout, which its cache must hold
+    drafted: int  # nodes at most that are given to a rollout, which its cache must hold
     children: Children = "deterministic"  # how a node's children are chosen; acceptance rules depend on it
     temperature = 1.0  # of the distribution that drawn children are drawn from
     seed = 0
     is_chain = False
     by_level = True  # nodes that are given to a rollout together are equally deep
     keeps_drafted = False  # every node that it gives to a rollout is in its tree
-    is_fixed = False  # its trees have one size and depth, found without asking the device for anything
+    is_fixed = False  # its trees have one size and depth, found without a host-device synchronisation
+    goes_by_clock = False  # what it drafts depends on measured times
+    learns_from_trees = False  # it learns from the trees that were verified, so pruned ones mislead it
     needs: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency"
 
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        """A round's tree: grown along a rollout, or made of ready continuations."""
+        if draft.rollout is not None:
+            tree = self.expand(prefix, draft.rollout)
+        else:
+            tree = merged(prefix, draft.continuations or [], self.depth, self.budget)
+        return tree if draft.complete is None else draft.complete(tree)
+
     @abstractmethod
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
-        """Draft a tree below `context.root`."""
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        """Draft a tree below `prefix.root`, step by step."""
 
     def prepare(self, calibration: Calibration) -> None:
         """Called once before decoding, with what was measured of this target and drafter."""
@@ -147,6 +193,76 @@ class TreeBuilder(ABC):
             raise UserError(f"tree.temperature={self.temperature}: use more than 0, or tree.children=deterministic")
 
 
+class WrappedBuilder(TreeBuilder):
+    """Another builder, and something around it: what it grows is the same unless a subclass says otherwise."""
+
+    def __init__(self, builder: TreeBuilder) -> None:
+        self.builder = builder
+        self.name, self.depth, self.budget, self.drafted = builder.name, builder.depth, builder.budget, builder.drafted
+        self.children, self.temperature, self.seed = builder.children, builder.temperature, builder.seed
+        self.is_chain, self.needs, self.goes_by_clock = builder.is_chain, builder.needs, builder.goes_by_clock
+        self.by_level, self.keeps_drafted = builder.by_level, builder.keeps_drafted
+        self.learns_from_trees = builder.learns_from_trees
+
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        return self.builder.grow(prefix, draft)
+
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        return self.builder.expand(prefix, rollout)
+
+    def prepare(self, calibration: Calibration) -> None:
+        self.builder.prepare(calibration)
+
+    def observe(self, round: Round) -> None:
+        self.builder.observe(round)
+
+    def settings(self) -> dict[str, object]:
+        return self.builder.settings()
+
+
+class RootAlone(TreeBuilder):
+    """No draft: a round is a step of autoregressive decoding."""
+
+    name = "root"
+    depth, budget, drafted = 0, 1, 0
+    is_chain = is_fixed = keeps_drafted = True
+
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        return merged(prefix, [], self.depth, self.budget)
+
+
+def merged(prefix: Prefix, continuations: list[list[list[int]]], depth: int, budget: int) -> TokenTree:
+    """Continuations as one trie a text, which takes them in their order while it has room; padded to the longest row.
+    Where there are none at all, the root alone."""
+    if not any(map(any, continuations)):
+        return TokenTree.chain(prefix.root[:, None])
+    rows = [trie(root, known, depth, budget) for root, known in zip(prefix.root.tolist(), continuations)]
+    width, device = max(len(tokens) for tokens, _ in rows), prefix.root.device
+    tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in rows], device=device)
+    parents = torch.tensor([parents + [0] * (width - len(parents)) for _, parents in rows], device=device)
+    valid = torch.tensor([[node < len(tokens) for node in range(width)] for tokens, _ in rows], device=device)
+    if all(len(known) < 2 for known in continuations):
+        return TokenTree.chain(tokens, valid)
+    return TokenTree.of(tokens, parents, valid)
+
+
+def trie(root: int, continuations: list[list[int]], depth: int, budget: int) -> tuple[list[int], list[int]]:
+    """Tokens and parents of a trie below `root` of at most `budget` nodes, the root included."""
+    tokens, parents = [root], [-1]
+    children: dict[tuple[int, int], int] = {}
+    for continuation in continuations:
+        node = 0
+        for token in continuation[:depth]:
+            if (node, token) not in children:
+                if len(tokens) >= budget:
+                    return tokens, parents
+                children[node, token] = len(tokens)
+                tokens.append(token)
+                parents.append(node)
+            node = children[node, token]
+    return tokens, parents
+
+
 def drawable(log_q: Tensor, temperature: float) -> Tensor:
     """What children are drawn from: q at a temperature, without what is all but impossible. A rule divides by what is left
     of q once likelier children are rejected, in float32, and a child that q never offers would always be kept."""
@@ -154,15 +270,15 @@ def drawable(log_q: Tensor, temperature: float) -> Tensor:
     return q.masked_fill(q < LEAST, 0)
 
 
-class Draft:
+class GrowingTree:
     """A tree while it grows, level by level; the nodes whose distribution is known and unused are the frontier.
 
     A node's score is the sum of log q along its path: the drafter's own estimate that the path is kept.
     """
 
-    def __init__(self, builder: TreeBuilder, context: Context, rollout: Rollout) -> None:
+    def __init__(self, builder: TreeBuilder, prefix: Prefix, rollout: Rollout) -> None:
         self.builder, self.rollout = builder, rollout
-        root = context.root
+        root = prefix.root
         self.tokens = root[:, None]  # [B, nodes]
         self.parents = torch.full_like(self.tokens, -1)
         self.scores = torch.zeros(self.tokens.shape, device=root.device)
@@ -173,7 +289,7 @@ class Draft:
         self.log_q = rollout.start()
         self.levels = self.widest = 0
         self.drawn_from: list[tuple[Tensor, Tensor]] = []  # frontier nodes and the q that their children were drawn from
-        self.key = counter.key(DRAFT, builder.seed, context.rows, context.cache.lengths)  # [B] of this round's draws
+        self.key = counter.key(DRAFT, builder.seed, prefix.sequence_ids, prefix.lengths)  # [B] of this round's draws
 
     def branch(self, width: int, allowed: Tensor | None = None) -> Tensor:
         """Add `width` children to every frontier node; where `allowed` [B, F, K] is False they stay padding.

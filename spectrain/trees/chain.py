@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from spectrain.errors import UserError
 
-from .base import Draft, Rollout, TreeBuilder
+from .base import GrowingTree, Prefix, Rollout, TreeBuilder
 from .token_tree import Children, TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
 
 
 class Chain(TreeBuilder):
@@ -44,10 +41,10 @@ class Chain(TreeBuilder):
         self.budget, self.drafted = depth + 1, depth - 1
         self.is_fixed = not stop
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
-        draft = Draft(self, context, rollout)
-        confidence = torch.ones(len(context.root), device=context.root.device)
-        going = torch.ones_like(context.root, dtype=torch.bool)
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        draft = GrowingTree(self, prefix, rollout)
+        confidence = torch.ones(len(prefix.root), device=prefix.root.device)
+        going = torch.ones_like(prefix.root, dtype=torch.bool)
         depth = self.reach(rollout)
         for level in range(depth):
             likeliest = (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1)
@@ -57,5 +54,5 @@ class Chain(TreeBuilder):
                 break
             draft.branch(1, going[:, None, None] if self.stop else None)
             if level + 1 < depth:
-                draft.extend(torch.zeros_like(context.root)[:, None])
-        return draft.subset(torch.arange(draft.tokens.shape[1], device=context.root.device).expand_as(draft.tokens))
+                draft.extend(torch.zeros_like(prefix.root)[:, None])
+        return draft.subset(torch.arange(draft.tokens.shape[1], device=prefix.root.device).expand_as(draft.tokens))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from spectrain.randomness import DRAFT, generator, gumbel
 
-from .base import NEVER, Draft, Rollout, TreeBuilder, drawable
+from .base import NEVER, GrowingTree, Prefix, Rollout, TreeBuilder, drawable
 from .token_tree import TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
 
 
 class Eagle2(TreeBuilder):
@@ -32,8 +29,8 @@ class Eagle2(TreeBuilder):
         self._check(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1))
         self.drafted = (depth - 1) * top_k
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
-        draft = Draft(self, context, rollout)
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        draft = GrowingTree(self, prefix, rollout)
         depth = self.reach(rollout)
         for level in range(depth):
             scores = self._branch(draft)
@@ -41,7 +38,7 @@ class Eagle2(TreeBuilder):
                 draft.extend(_best(scores, self.top_k))
         return draft.best(self.budget)
 
-    def _branch(self, draft: Draft) -> Tensor:
+    def _branch(self, draft: GrowingTree) -> Tensor:
         return draft.branch(self.top_k)
 
 
@@ -53,7 +50,7 @@ class Entropy(Eagle2):
 
     name = "entropy"
 
-    def _branch(self, draft: Draft) -> Tensor:
+    def _branch(self, draft: GrowingTree) -> Tensor:
         entropy = -(draft.log_q.exp() * draft.log_q.clamp(min=-1e4)).sum(-1, keepdim=True)
         rank = torch.arange(self.top_k, device=entropy.device)
         return draft.branch(self.top_k, rank < entropy.exp().round())
@@ -73,9 +70,9 @@ class OptTree(TreeBuilder):
         self._check(depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
         self.drafted = (depth - 1) * (budget - 1)
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
-        draft = Draft(self, context, rollout)
-        expected = torch.ones(len(context.root), device=context.root.device)
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        draft = GrowingTree(self, prefix, rollout)
+        expected = torch.ones(len(prefix.root), device=prefix.root.device)
         going = torch.ones_like(expected, dtype=torch.bool)
         depth = self.reach(rollout)
         for level in range(depth):
@@ -118,14 +115,14 @@ class DySpec(TreeBuilder):
         self._check(depth=(depth, 1), budget=(budget, 2), threshold=(threshold, 0))
         self.drafted = budget * (budget - 1) // 2  # rows wait for each other: step i runs at most budget - i nodes
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         rows = [
             _Row(self, token, generator(DRAFT, self.seed, key, position))
             for token, key, position in zip(
-                context.root.tolist(), context.rows.tolist(), context.cache.lengths.tolist()
+                prefix.root.tolist(), prefix.sequence_ids.tolist(), prefix.lengths.tolist()
             )
         ]  # fmt: skip
-        device = context.root.device
+        device = prefix.root.device
         num_fed = 0
         log_q = rollout.start()
         asked = [[0] for _ in rows]

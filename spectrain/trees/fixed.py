@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import heapq
 from itertools import product
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from spectrain.errors import UserError
 
-from .base import Draft, Rollout, TreeBuilder
+from .base import GrowingTree, Prefix, Rollout, TreeBuilder
+from .measurements import Calibration
 from .token_tree import Children, TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.decoding.calibration import Calibration
-    from spectrain.decoding.loop import Context
 
 Path = tuple[int, ...]
 
@@ -89,13 +85,13 @@ class Static(TreeBuilder):
                 heapq.heappush(heap, (value * hits[len(path)][0], (*path, 0)))
         return found
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         if not self.paths:
             raise UserError(
                 f"tree={self.name}: its shape is not searched yet; call prepare with a Calibration, or give tree.paths"
             )
-        draft = Draft(self, context, rollout)
-        batch, device = context.root.shape[0], context.root.device
+        draft = GrowingTree(self, prefix, rollout)
+        batch, device = prefix.root.shape[0], prefix.root.device
         keep = [torch.zeros(1, dtype=torch.int64, device=device)]
         where = draft.log_q.shape[-1], self.reach(rollout), device
         if where not in self.levels:  # made in a round that no graph and no compiler sees: it copies from the host

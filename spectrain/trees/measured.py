@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,18 +11,16 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .base import Draft, Rollout, Round, TreeBuilder
+from .base import GrowingTree, Prefix, Rollout, Round, TreeBuilder
+from .measurements import Calibration, Latency
 from .token_tree import TokenTree
-
-if TYPE_CHECKING:
-    from spectrain.decoding.calibration import Calibration, Latency
-    from spectrain.decoding.loop import Context
 
 
 class Measured(TreeBuilder):
     """A builder that needs the time of drafting and verifying."""
 
     needs = ("latency",)
+    goes_by_clock = True
     latency: Latency | None = None
 
     def prepare(self, calibration: Calibration) -> None:
@@ -63,11 +60,11 @@ class Cast(Measured):
         self.drafted = (depth - 1) * top_k
         self.change: list[deque[float]] = [deque(maxlen=memory) for _ in range(depth)]
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         latency = self._known()
-        length = context.cache.longest
+        length = prefix.longest
         step = latency.verify(1, length)
-        draft = Draft(self, context, rollout)
+        draft = GrowingTree(self, prefix, rollout)
         depth = self.reach(rollout)
         last = None
         for level in range(depth):
@@ -107,6 +104,7 @@ class Auto(Measured):
     """
 
     name = "auto"
+    learns_from_trees = True
 
     def __init__(self, depth: int = 8, budget: int = 64, top_k: int = 8, memory: int = 64) -> None:
         self.depth, self.budget, self.top_k, self.memory = depth, budget, top_k, memory
@@ -128,10 +126,10 @@ class Auto(Measured):
                 self.fit.add(size, latency.verify(size))  # behind the shortest context; `observe` follows it from there
         self.start_seconds, self.step_seconds = latency.start_seconds, latency.step(self.top_k)
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self._known()
-        draft = Draft(self, context, rollout)
-        device = context.root.device
+        draft = GrowingTree(self, prefix, rollout)
+        device = prefix.root.device
         depths = torch.zeros_like(draft.tokens)
         trust = np.minimum.accumulate(np.clip(self.observed / self.predicted, 0.05, 1.5))
         correction = torch.tensor([0.0, *np.log(trust)], dtype=torch.float32, device=device)
@@ -154,7 +152,7 @@ class Auto(Measured):
         size = max(2, int(speed.argmax()) + 1)
         self.levels = level + 1
         kept = draft.scores.sort(dim=1, descending=True, stable=True)
-        self.expected = torch.zeros(len(context.root), self.depth + 1, device=device)
+        self.expected = torch.zeros(len(prefix.root), self.depth + 1, device=device)
         self.expected.scatter_add_(1, depths.gather(1, kept.indices[:, :size]), kept.values[:, :size].exp())
         self.sizes.append(size)
         return draft.best(size)

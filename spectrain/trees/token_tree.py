@@ -17,6 +17,15 @@ Children = Literal["deterministic", "sampled", "without_replacement"]
 
 
 @dataclass(frozen=True)
+class Pruned:
+    """What early pruning took from a tree, [B] each."""
+
+    depth: Tensor  # of the tree before
+    nodes: Tensor  # dropped
+    judged: Tensor  # nodes whose children an early exit judged for that
+
+
+@dataclass(frozen=True)
 class TokenTree:
     """A batch of trees, parents before children, siblings in the order they were drawn, with distinct
     tokens unless sampled with replacement."""
@@ -30,6 +39,7 @@ class TokenTree:
     draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
     height: int | None = None  # no node is deeper, where the host knows it
     most_children: int | None = None  # no node has more that can be emitted, where the host knows it
+    pruned: Pruned | None = None
 
     @classmethod
     def of(cls, tokens: Tensor, parents: Tensor, valid: Tensor | None = None) -> "TokenTree":
@@ -100,6 +110,14 @@ class TokenTree:
         """[B, N, W] int64: bit j of word w of node i is set where node 64 w + j is i or an ancestor of it."""
         return pack_words(self.ancestors)
 
+    @property
+    def numbers(self) -> Tensor:
+        """[B, 5] for a report: its depth, the nodes that the target runs, those among them that only draft, further nodes that
+        were pruned, and nodes whose children were judged for that."""
+        depth, idle = (self.depths * (self.valid & self.emitted)).amax(1), (self.valid & ~self.emitted).sum(1)
+        pruned = self.pruned or Pruned(depth, torch.zeros_like(depth), torch.zeros_like(depth))
+        return torch.stack([pruned.depth, self.valid.sum(1), idle, pruned.nodes, pruned.judged], dim=1)
+
     def check(self) -> None:
         """Raise AssertionError where the tree breaks what kernels and rules rely on."""
         index = torch.arange(self.tokens.shape[1], device=self.tokens.device)
@@ -110,3 +128,22 @@ class TokenTree:
             real = self.valid & self.emitted
             twins = same & real[:, :, None] & real[:, None] & ~torch.eye(len(index), dtype=torch.bool, device=index.device)
             assert not twins.any(), "siblings must carry distinct tokens"
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """One round's result: `counts[b]` nodes of `path[b]` are kept, the root first, and `bonus[b]` follows them."""
+
+    path: Tensor  # [B, P] node indices, ascending, padded with the last one
+    counts: Tensor  # [B] nodes kept, the root included: so many tokens were emitted, the bonus included
+    bonus: Tensor  # [B] the next root
+
+    def emitted(self, tree: TokenTree) -> Tensor:
+        """[B, P] the tokens of the round: the kept nodes after the root, then the bonus, then padding."""
+        following = torch.cat([self.path[:, 1:], self.path[:, -1:]], dim=1)
+        tokens = tree.tokens.gather(1, following)
+        return tokens.scatter(1, (self.counts - 1)[:, None], self.bonus[:, None])
+
+    def trimmed(self) -> "Accepted":
+        """Without what is padding in every row, after a host-device synchronisation."""
+        return replace(self, path=self.path[:, : int(self.counts.max())])

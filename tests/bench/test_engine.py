@@ -13,21 +13,31 @@ import pytest
 import torch
 
 from spectrain.bench import rounds
-from spectrain.bench.engine import TOY, EngineBench, Sizes
+from spectrain.bench.engine import TOY, EngineBench, EngineSizes
 from spectrain.bench.identity import FAMILIES
 from spectrain.bench.models import Model, random_drafter, random_target
 from spectrain.bench.report import GOALS, gather, markdown, values
-from spectrain.bench.rounds import Course, Forced, Given, Place, Sample, engine_maker, evenly, given_paths, given_tree, set_out
+from spectrain.bench.rounds import (
+    Course,
+    Given,
+    Place,
+    Sample,
+    Scripted,
+    engine_maker,
+    evenly,
+    given_paths,
+    given_tree,
+    set_out,
+)
 from spectrain.bench.speedup import AR, Parts, Roofline, gains, lines
 from spectrain.bench.training import gradients, losses, random_batch
 from spectrain.cli.main import main
-from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.captured import Engine
-from spectrain.decoding.loop import prefill, propose
+from spectrain.decoding.captured import Captured
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
+from tests.decoding.rounds import begun, proposed
 
 CPU = torch.device("cpu")
 SETTING = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "570", "toy": False, "date": "2026-01-01"}
@@ -116,7 +126,7 @@ def test_a_part_brings_its_ceilings(part: Any, starts: str, tmp_path: Path, monk
 
 def course(drafter: Drafter | None, builder: TreeBuilder | None, batch: int = 2, prefix: int = 50) -> Course:
     place = Place(toy()[0], batch, prefix, 40)
-    return Course(engine_maker(place, 2, drafter, builder)(Engine, None), place)
+    return Course(engine_maker(place, 2, drafter, builder)(Captured, None), place)
 
 
 @pytest.mark.parametrize(("name", "most"), [("given", 4), ("chain", 4), ("eagle2", 5)])
@@ -138,10 +148,10 @@ def test_scripts_are_kept_to(name: str, most: int) -> None:
 def test_forced_verdicts_lie_on_the_first_path() -> None:
     """The root, then each time the first child; the bonus is the best token after the last; no more than the tree has."""
     target, drafter = toy()
-    rule = Forced(100, CPU)
-    rows = torch.arange(2)
-    context = prefill(target, [[5, 6, 7], [8]], Greedy(), 30, drafter.layers, Eagle2(3, 9, 3), rows, 9)
-    tree = propose(context, drafter, Eagle2(3, 9, 3))
+    rule = Scripted(100, CPU)
+    rows, builder = torch.arange(2), Eagle2(3, 9, 3)
+    context = begun(target, [[5, 6, 7], [8]], drafter, builder, 30)
+    tree = proposed(drafter, context, builder)
     logits = torch.randn(2, 9, TOY.model.vocab)
     path = [[0], [0]]
     for row in range(2):
@@ -162,7 +172,8 @@ def test_given_trees_have_their_size() -> None:
         paths = given_paths(nodes, 5)
         assert len(paths) == nodes - 1 and max(map(len, paths)) == min(5, nodes - 1)
         builder = given_tree(nodes, 5)
-        tree = Given(builder, CPU).propose(SimpleNamespace(root=torch.tensor([7, 8])), builder)  # type: ignore[arg-type]
+        context: Any = SimpleNamespace(root=torch.tensor([7, 8]))
+        tree = proposed(Given(builder, CPU), context, builder)
         tree.check()
         assert tree.tokens.shape == (2, nodes) and int(tree.depths.max()) == builder.depth == min(5, nodes - 1)
         assert tree.tokens[:, 0].tolist() == [7, 8] and builder.budget == nodes
@@ -187,7 +198,7 @@ def test_waiting_inside_a_round_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     made, modes = course(None, None), []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     assert made.synchronisations() is None
-    monkeypatch.setattr(made.engine, "_round", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(made.engine, "play_round", lambda *arguments: 1 / 0)
     assert str(made.synchronisations()).startswith("ZeroDivisionError")
     assert modes == ["error", "default"] * 2
 
@@ -198,11 +209,11 @@ def test_what_cannot_be_compiled_or_captured_runs_without() -> None:
     place = Place(toy()[0], 1, 20, 40)
     make = engine_maker(place, 2)
 
-    def failing(*broken: tuple[type[Engine], str | None]) -> Any:
+    def failing(*broken: tuple[type[Captured], str | None]) -> Any:
         return lambda kind, backend: 1 / 0 if (kind, backend) in broken else make(kind, backend)
 
     notes: dict[str, str] = {}
-    assert type(set_out(failing(rounds.WAYS[0]), place, notes).engine) is Engine
+    assert type(set_out(failing(rounds.WAYS[0]), place, notes).engine) is Captured
     assert notes == {"not compiled": "ZeroDivisionError: division by zero"}
     assert type(set_out(failing(*rounds.WAYS[:2]), place, notes).engine) is rounds.Ungraphed
     assert set(notes) == {"not compiled", "not captured"}
@@ -250,7 +261,7 @@ def whole_rows() -> dict[str, Any]:
         "tau": {"tau=2": 2.0},
     }
     rest = {"tokens_per_second": {"tau=2": 400.0}, "eta": {"tau=2": 0.75}, "eta_roofline": 0.83, "host_synchronisations": 0}
-    rows: dict[str, Any] = {name: {**speedup, **rest} for name in Sizes().first()}
+    rows: dict[str, Any] = {name: {**speedup, **rest} for name in EngineSizes().first()}
     rows["engine/B=1 prefix=1024/verify"] = {
         "share_of_floor": 0.85, "tokens_per_second": {AR: 240.0}, "v": {"N=64": 1.1}, "host_synchronisations": 0,
     }  # fmt: skip
@@ -263,7 +274,7 @@ def whole_rows() -> dict[str, Any]:
 def test_lines_fill_every_goal(tmp_path: Path) -> None:
     """Each goal of the engine and of training has its line, which the report prints and judges."""
     rows = whole_rows()
-    found = lines(rows, Sizes().first())
+    found = lines(rows, EngineSizes().first())
     assert set(found) == {
         one["name"] for one in json.loads(GOALS.read_text()) if one["name"].startswith(("engine", "training"))
     }
@@ -279,13 +290,13 @@ def test_lines_fill_every_goal(tmp_path: Path) -> None:
 
 def test_lines_over_all_rows_need_them_all() -> None:
     """Where one is missing or failed, or the waits are unknown, they are not measured."""
-    name, least = Sizes().first()[-1], "engine: speedup over acceptance length, as a share of the roofline's"
+    name, least = EngineSizes().first()[-1], "engine: speedup over acceptance length, as a share of the roofline's"
     waits = "engine: host synchronisations a round"
     for change in ({}, {name: {"failed": "out of memory"}}, {name: {**whole_rows()[name], "host_synchronisations": None}}):
-        found = lines({**whole_rows(), **change}, Sizes().first())
+        found = lines({**whole_rows(), **change}, EngineSizes().first())
         assert (least in found) == ("failed" not in change.get(name, {}))
         assert (waits in found) == (not change)
-    assert lines({}, Sizes().first()) == {}
+    assert lines({}, EngineSizes().first()) == {}
 
 
 def test_the_twin_computes_the_drafters_loss() -> None:

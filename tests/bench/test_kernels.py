@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spectrain.bench import attention, correctness, kernels, measure
 from spectrain.bench.attention import Cell, Geometry, Problem, floor
-from spectrain.bench.kernels import TOY, KernelBench, Sizes
+from spectrain.bench.kernels import TOY, KernelBench, KernelSizes
 from spectrain.bench.measure import Results, interleaved, paired_ratio, spread
 from spectrain.cli.main import main
 from spectrain.errors import UserError
@@ -242,7 +242,7 @@ def test_a_failing_row_is_kept_as_failed(tmp_path: Path, monkeypatch: pytest.Mon
 def test_samples_are_paired_and_spread() -> None:
     """Every repeat times each once; the ratio is the median of paired ones, the spread lies around the median."""
     calls: list[str] = []
-    replays = {name: measure.Replay(lambda i, name=name: calls.append(name), CPU, 1) for name in "ab"}
+    replays = {name: measure.TimedWork(lambda i, name=name: calls.append(name), CPU, 1) for name in "ab"}
     calls.clear()
     samples = interleaved(replays, 4)
     assert all(sorted(calls[i : i + 2]) == ["a", "b"] for i in range(0, 8, 2)) and len(samples["a"]) == 4
@@ -253,8 +253,8 @@ def test_samples_are_paired_and_spread() -> None:
 
 def test_the_table_is_the_one_asked_for() -> None:
     """Llama-3.1-8B's heads, both batches, three prefixes, five trees; those of 64 nodes, which have goals, come first."""
-    cells = Sizes().cells()
-    assert Sizes().heads == (32, 8, 128) and len(set(cells)) == 30
+    cells = KernelSizes().cells()
+    assert KernelSizes().heads == (32, 8, 128) and len(set(cells)) == 30
     assert {(cell.batch, cell.prefix) for cell in cells[:6]} == {(b, p) for b in (1, 8) for p in (1024, 8192, 32768)}
     assert all(cell.nodes == 64 for cell in cells[:6])
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from spectrain.bench.correctness import CHECKS, named
-from spectrain.bench.kernels import Sizes
+from spectrain.bench.kernels import KernelSizes
 from spectrain.bench.report import GOALS, Evidence, against_goals, gather, markdown, meets, values
 from spectrain.cli.main import main
 
@@ -24,14 +24,14 @@ def whole_rows() -> dict[str, Any]:
     }
     for name, *_ in named():
         rows[name] = {"within": True, "by_kernel": True}
-    for cell in Sizes().cells():
+    for cell in KernelSizes().cells():
         share = SHARES[cell.nodes]
         rows[cell.name] = {
             "floor_us": 10.0, "share_of_floor": share, "share_of_constant_floor": share / 2, "not_run": {},
             "us": {"ours": {"median": 10 / share, "p10": 9 / share, "p90": 11 / share}},
             "times_ours": {"sdpa": 9.0, "sdpa_repeated": 4.0, "flex": 1 + share, "unmasked": 0.5},
         }  # fmt: skip
-    for loss in Sizes().losses():
+    for loss in KernelSizes().losses():
         us = {"fused": {"median": 9000.0}, "unfused": {"median": 12000.0}}
         peaks = {"fused": 3_000_000_000, "unfused": 12_000_000_000}
         rows[loss.name] = {"time_ratio": 0.75, "memory_ratio": 0.25, "us": us, "peak_bytes": peaks, "not_run": {}}
@@ -56,8 +56,8 @@ def test_nothing_is_measured_yet(tmp_path: Path) -> None:
     """Without a file every goal, every cell and every loss is there, and not measured."""
     found = lines(markdown(tmp_path))
     assert all(found[name][1] == "not measured" for name in goals())
-    assert all(found[f"{cell.batch} / {cell.prefix} / {cell.nodes}"][0] == "not measured" for cell in Sizes().cells())
-    assert all(found[f"{loss.rows} / {loss.vocab}"][0] == "not measured" for loss in Sizes().losses())
+    assert all(found[f"{cell.batch} / {cell.prefix} / {cell.nodes}"][0] == "not measured" for cell in KernelSizes().cells())
+    assert all(found[f"{loss.rows} / {loss.vocab}"][0] == "not measured" for loss in KernelSizes().losses())
 
 
 def test_every_line_follows_from_the_rows(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_goals_are_judged(tmp_path: Path) -> None:
 def test_an_incomplete_run_proves_nothing_about_all_rows(tmp_path: Path) -> None:
     """One row without FlexAttention, one kernel's case missing: the lines over all of them are not measured."""
     rows = whole_rows()
-    del rows[Sizes().cells()[-1].name]["times_ours"]["flex"]
+    del rows[KernelSizes().cells()[-1].name]["times_ours"]["flex"]
     del rows[next(name for name, *_ in named())]
-    rows[Sizes().cells()[0].name] = {"failed": "RuntimeError: out of memory"}
+    rows[KernelSizes().cells()[0].name] = {"failed": "RuntimeError: out of memory"}
     write(tmp_path, "kernels.json", rows=rows)
     found = lines(markdown(tmp_path))
     assert found["tree attention, the least of all rows: time of FlexAttention over ours"][1] == "not measured"

@@ -17,14 +17,14 @@ from rich.console import Console
 from spectrain.cli import chat
 from spectrain.cli import main as cli
 from spectrain.cli.chat import Chat, Piece, Plain, Screen, Stream, Talk
-from spectrain.data.chat import render
+from spectrain.data.chat import prompt_tokens, render
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.captured import Engine
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.captured import Captured
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
+from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval.run import prompt_tokens
-from spectrain.eval.systems import System
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 
@@ -52,7 +52,9 @@ class Heard(Plain):
 
 def asked(target: Target, *texts: str) -> list[int]:
     """The prompt of a conversation of user and assistant in turn."""
-    return prompt_tokens(target, [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)])
+    return prompt_tokens(
+        target.tokenizer, [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    )
 
 
 def answered(target: Target, tokens: list[int], limit: int) -> str:
@@ -68,8 +70,7 @@ def said(target: Target, output: list[int]) -> str:
 @pytest.fixture
 def talk(tiny: Target) -> Talk:
     """A conversation with the tiny target through n-gram lookup."""
-    system = System("drafter", "chain of 3", Ngram(tiny), Chain(3), Greedy())
-    return Talk(Chat(max_new_tokens=24), tiny, system, Heard())
+    return Talk(Chat(max_new_tokens=24), Session(tiny, Greedy(), Ngram(tiny), Chain(3)), Heard())
 
 
 def heard(talk: Talk) -> Heard:
@@ -84,9 +85,9 @@ def test_a_watcher_sees_every_round_and_changes_nothing(tiny: Target, captured: 
     seen: list[list[list[int]]] = []
     watch = lambda generations: seen.append([list(one.output) for one in generations])  # noqa: E731
     if captured:
-        watched = Engine(tiny, Greedy()).decode(prompts, 24, watch=watch)
+        watched = Captured(tiny, Greedy()).decode(prompts, 24, watch=watch)
     else:
-        watched = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3), watch=watch)
+        watched = Session(tiny, Greedy(), Ngram(tiny), Chain(3)).decode(prompts, 24, watch=watch)
     plain = decode(tiny, prompts, Greedy(), 24, Ngram(tiny), Chain(3))
     assert [one.output for one in watched] == [one.output for one in plain] == seen[-1]
     for row, generation in enumerate(watched):
@@ -117,7 +118,7 @@ def test_characters_are_never_torn(tiny: Target, text: str, cut: int) -> None:
             generation.accepted.append(width)
             pieces += stream.read(generation)
         streamed = "".join(piece.text for piece in pieces)
-        assert chat.TORN not in streamed
+        assert "\ufffd" not in streamed
         assert streamed + stream.rest() == tiny.tokenizer.decode(tokens)
 
 
@@ -161,7 +162,7 @@ def test_the_oldest_turns_are_forgotten_where_the_context_ends(tiny: Target, tal
         assert talk.ask(long) is not None
     kept = [*talk.opening, *talk.messages]
     assert kept[0]["role"] == "system" and [one["role"] for one in talk.messages[::2]] == ["user"] * (len(talk.messages) // 2)
-    assert len(talk.messages) < 24 and len(prompt_tokens(tiny, kept[:-1])) <= room
+    assert len(talk.messages) < 24 and len(prompt_tokens(tiny.tokenizer, kept[:-1])) <= room
     assert any("left out" in note for note in heard(talk).notes)
 
 
@@ -275,7 +276,7 @@ def test_a_system_message_is_a_sentence(
     messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
     assert system in render(tiny.tokenizer, messages)
     status, out, _ = spoken(monkeypatch, capsys, "drafter=ngram", f"chat.system={system}", "--once", text)
-    assert (status, out) == (0, answered(tiny, prompt_tokens(tiny, messages), 24) + "\n")
+    assert (status, out) == (0, answered(tiny, prompt_tokens(tiny.tokenizer, messages), 24) + "\n")
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from spectrain.cli import main as cli
-from spectrain.cli.completion import SCRIPTS, complete
-from spectrain.settings.schema import choice_files, conf_folders, keys
+from spectrain.cli.completion import SCRIPTS, complete, script
+from spectrain.cli.help import COMMANDS
+from spectrain.export.layouts import FORMATS as LAYOUTS
+from spectrain.settings.schema import choice_files, conf_folders
+from spectrain.settings.signatures import keys
 
 FOLDERS = conf_folders()
-CONFIGS = {name: config for name, (config, _) in cli.commands().items()}
 HEAVY = ("torch", "hydra", "omegaconf", "transformers", "numpy", "rich", "pydantic")
 
 
@@ -47,12 +49,12 @@ def bash(place: Path, words: list[str]) -> list[str]:
 
 
 def offered(*words: str) -> list[str]:
-    return [one.rstrip() for one in complete(list(words), CONFIGS)]
+    return [one.rstrip() for one in complete(list(words))]
 
 
 def test_bash_completes_commands_choices_and_keys(place: Path) -> None:
     """Words are broken at = by bash, and what it is given back replaces what follows the break only."""
-    commands = sorted({name.split()[0] for name in CONFIGS})
+    commands = sorted({name.split()[0] for name in COMMANDS})
     assert [one.rstrip() for one in bash(place, ["./spectrain", ""])] == commands
     assert bash(place, ["./spectrain", "tra"]) == ["train "]
     assert [one.rstrip() for one in bash(place, ["./spectrain", "train", "recipe", "="])] == list(
@@ -96,7 +98,8 @@ def test_values_are_those_that_a_type_lists() -> None:
     assert offered("eval", "eval.sweep=") == offered("train", "eval.sweep=")
     assert offered("train", "eval.sweep=") == ["eval.sweep=exit", "eval.sweep=prune", "eval.sweep=tree"]
     assert offered("train", "drafter=eagle3", "drafter.start=r") == ["drafter.start=random"]
-    assert "format=vllm" in offered("export", "format=")
+    assert offered("convert", "format=") == sorted(f"format={layout}" for layout in LAYOUTS)
+    assert offered("export", "format=") == sorted(f"format={layout}" for layout in LAYOUTS if layout != "spectrain")
 
 
 def test_words_of_other_commands(place: Path) -> None:
@@ -106,8 +109,10 @@ def test_words_of_other_commands(place: Path) -> None:
     assert offered("recipes", "ea") == ["eagle3"]
     assert offered("doctor", "--") == ["--help", "--json"]
     assert offered("convert", "runs/eagle3-tiny", "out", "--to", "v") == ["vllm"]
-    assert complete(["lint", "runs/e"], CONFIGS) == ["runs/eagle3-tiny/", "runs/empty/"]
-    assert complete(["train", "data=jsonl", "data.path=data/"], CONFIGS) == [
+    assert offered("convert", "--t") == ["--target", "--to"] and offered("lint", "target=") == offered("train", "target=")
+    assert offered("lint", "run=runs/ea") == ["run=runs/eagle3-tiny", "run=runs/eagle3-tiny/"]
+    assert complete(["lint", "runs/e"]) == ["runs/eagle3-tiny/", "runs/empty/"]
+    assert complete(["train", "data=jsonl", "data.path=data/"]) == [
         "data.path=data/chats.jsonl ", "data.path=data/more/", "data.path=data/my chats.jsonl ",
     ]  # fmt: skip
     assert offered("nonsense", "") == offered("train", "no such key") == []
@@ -124,8 +129,8 @@ def test_a_config_dir_adds_its_choices(place: Path) -> None:
 def test_nothing_heavy_is_imported(words: list[str]) -> None:
     """Completing waits for no torch, no hydra and no transformers."""
     program = (
-        "import sys; from spectrain import cli; sys.argv = ['spectrain', 'completion', 'words', '--', *sys.argv[1:]]\n"
-        f"cli.main()\n"
+        "import sys; from spectrain.cli.main import main\n"
+        "sys.argv = ['spectrain', 'completion', 'words', '--', *sys.argv[1:]]\nmain()\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True, check=True, env=os.environ)
@@ -137,6 +142,6 @@ def test_other_shells_read_their_script(shell: str, words: list[str], tmp_path: 
     """The script has no mistake in its grammar."""
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
-    (tmp_path / "script").write_text(SCRIPTS[shell])
+    (tmp_path / "script").write_text(script(shell))
     ran = subprocess.run([*words, str(tmp_path / "script")], capture_output=True, text=True, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")

@@ -16,13 +16,14 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from spectrain.cli.defaults import saved_settings
 from spectrain.cli.export import export
+from spectrain.cli.main import main
 from spectrain.errors import UserError
 from spectrain.export.layouts import layout_for
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
-from spectrain.runs.run import save_drafter
+from spectrain.runs.defaults import saved_settings
+from spectrain.runs.drafter_files import save_drafter
 from tests.export.test_converter import ours, settings_for
 
 SUMMARY: dict[str, Any] = {
@@ -118,6 +119,46 @@ def test_mistakes_are_told_before_anything_is_written(case: str, tiny: Target, t
     with pytest.raises(UserError, match=word):
         export(OmegaConf.create({"run": "run", "format": None, "out": "out", **changes}))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def spectrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run a command as the shell does, in a folder of its own: its status and all that it says."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(command: str) -> tuple[Any, str]:
+        monkeypatch.setattr(sys, "argv", ["spectrain", *command.split()])
+        capsys.readouterr()
+        try:
+            status: Any = main()
+        except SystemExit as stopped:
+            status = stopped.code
+        shown = capsys.readouterr()
+        return status or 0, shown.out + shown.err
+
+    return run
+
+
+def test_convert_and_lint_take_a_run_folder_and_settings(spectrain: Any, tiny: Target, tmp_path: Path) -> None:
+    """A run folder and its drafter directory, in places or as settings: the same files are written and judged."""
+    run_of(tmp_path / "run=1", tiny, "eagle3", vocab_size=256)
+    ways = {
+        "places": "run=1 places --to vllm --target tiny",
+        "settings": "run=run=1 format=vllm out=settings target=tiny",
+        "directory": "format=vllm run=1/drafter --target=tiny out=directory",
+    }
+    for out, words in ways.items():
+        status, shown = spectrain(f"convert {words}")
+        assert status == 0 and shown.endswith(f"written to {out}\n"), shown
+    written = {out: {path.name: path.read_bytes() for path in (tmp_path / out).iterdir()} for out in ways}
+    assert written["places"] == written["settings"] == written["directory"] and "model.safetensors" in written["places"]
+    for words in ("run=1", "run=run=1", "run=1/drafter", "run=run=1/drafter"):
+        status, shown = spectrain(f"lint {words}")
+        assert (status, "run=1/drafter" in shown, "no error" in shown) == (0, True, True), shown
+    config = json.loads((tmp_path / "places" / "config.json").read_text())
+    (tmp_path / "places" / "config.json").write_text(json.dumps({**config, "draft_vocab_size": 255}))
+    status, shown = spectrain("lint places --target tiny")
+    assert status == 1 and "errors" in shown
 
 
 def test_transformers_decodes_with_an_exported_draft(tiny: Target, tmp_path: Path) -> None:

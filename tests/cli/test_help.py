@@ -1,10 +1,8 @@
 """Help teaches what is true: its examples compose, its keys and defaults are the constructors' own."""
 
-import inspect
 import json
 import shlex
 import sys
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,17 +10,18 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.utils import get_object
 from safetensors.torch import save_file
 
 from spectrain.cli import help
 from spectrain.cli import main as cli
-from spectrain.cli.defaults import complete
-from spectrain.settings.build import _is_plain, _runtime_names, check_config
-from spectrain.settings.schema import ROOT, choice_files, conf_folders, header, keys, load, schema, settings, written
+from spectrain.cli.overrides import allow_new_keys, as_settings, check_words, config_groups
+from spectrain.runs.defaults import complete
+from spectrain.settings.check import check_config
+from spectrain.settings.keys import TRAIN_KEYS
+from spectrain.settings.schema import choice_files, conf_folders, header, load, schema, settings
+from spectrain.settings.signatures import ROOT, keys
 
-COMMANDS = cli.commands()
-CONFIGS = {name: config for name, (config, _) in COMMANDS.items() if config is not None}
+CONFIGS = {name: command.config for name, command in help.COMMANDS.items() if command.config is not None}
 GROUPS = sorted({group for config in CONFIGS.values() for group in schema(config).groups if group != "recipe"})
 CHOICES = [(group, choice) for group in GROUPS for choice in choice_files(group, conf_folders())]
 TARGETS = sorted(
@@ -53,7 +52,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_every_command_has_help() -> None:
     """What can be run is explained, with three to five examples where there is so much to say, and the overview lists it."""
-    assert set(COMMANDS) == set(help.COMMANDS)
+    assert set(cli.TASKS) == set(help.COMMANDS)
     for name, command in help.COMMANDS.items():
         assert f"spectrain {name} " in help.overview()
         assert 2 <= len(command.examples) <= 5 and command.about and command.results
@@ -62,24 +61,17 @@ def test_every_command_has_help() -> None:
 @pytest.mark.parametrize("name, words", EXAMPLES)
 def test_every_example_composes(name: str, words: str, place: Path) -> None:
     """An example passes the check that the command makes."""
-    config, rest = CONFIGS[name], [word for word in shlex.split(words) if word not in ("-m", "--json")]
-    if name == "compare":
-        rest = cli.comparing(rest)
-    if "--once" in rest:
-        del rest[rest.index("--once") : rest.index("--once") + 2]
+    config, rest = CONFIGS[name], [word for word in as_settings(name, shlex.split(words)) if word != "-m"]
+    check_words(name, as_settings(name, shlex.split(words)))
     rest = [word.split(",")[0] if words.startswith("-m") else word for word in rest]
-    if name == "data store":
-        rest = ["source=store", *rest]
-    if name == "bench decode" and "recipe" not in words:
-        rest = ["drafter=ngram", *rest]
-    groups = cli.config_groups(rest)
-    composed = compose(config, overrides=[cli.allow_new_keys(word, groups) for word in rest])
+    groups = config_groups(rest)
+    composed = compose(config, overrides=[allow_new_keys(word, groups) for word in rest])
     if name in ("eval", "chat"):
         composed, _ = complete(composed)
     asked = schema(config)
     known = {*asked.groups, *asked.nodes, *(key.name for key in asked.keys), "recipe_name"} - {"recipe"}
     if name in ("eval", "chat"):
-        known |= set(cli.TRAIN_KEYS)
+        known |= set(TRAIN_KEYS)
     check_config(composed, known)
 
 
@@ -95,38 +87,34 @@ def test_help_shows_every_group_and_key(name: str, config: str, monkeypatch: pyt
     for group in asked.groups:
         assert f"\n  {group}=" in shown
         assert all(f"\n    {choice} " in shown for choice in choice_files(group, conf_folders()))
-    for group, found in settings(asked, []).items():
+    for group, found in settings(asked, as_settings(name, [])).items():
         assert all(f"\n  {group}.{key.name}=" in shown for key in found)
     assert all(f"\n  {key.name}={key.default}" in shown and key.meaning for key in asked.keys)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_keys_are_those_of_the_constructor(target: str) -> None:
-    """Read without importing it, a constructor has the settings that python finds, and each is explained."""
-    constructor = get_object(target)
-    hints = typing.get_type_hints(
-        constructor.__init__ if inspect.isclass(constructor) else constructor, _runtime_names(constructor)
-    )
-    expected = {name: p for name, p in inspect.signature(constructor).parameters.items() if _is_plain(hints.get(name))}
-    found = {key.name: key for key in keys(target)}
-    assert list(found) == list(expected)
-    for name, parameter in expected.items():
-        default = parameter.default
-        if default is inspect.Parameter.empty:
-            assert found[name].default is None
-        elif not isinstance(default, (tuple, list)):
-            assert found[name].default == written(default)
-        literals = [hint for hint in (hints[name], *typing.get_args(hints[name])) if typing.get_origin(hint) is typing.Literal]
-        assert found[name].choices == tuple(str(value) for hint in literals for value in typing.get_args(hint)) or not literals
-        assert help.meaning_of(found[name]), name
+def test_every_key_is_explained(target: str) -> None:
+    """No setting of any constructor is shown without a word on it."""
+    assert all(help.meaning_of(key) for key in keys(target))
 
 
 def test_a_recipe_and_choices_say_whose_keys_are_shown() -> None:
     """Values of the recipe stand in for defaults, and the keys of its drafter are there."""
-    shown = help.explain("train", "train", ["recipe=medusa1", "tree=chain"])
+    shown = help.explain("train", ["recipe=medusa1", "tree=chain"])
     assert "drafter=medusa" in shown and "drafter.num_heads=3 (GPU: 5)" in shown
     assert "tree.stop=" in shown and "trainer.save_every=200" in shown
-    assert "target.model=???" in help.explain("train", "train", ["target=hf"])
+    assert "tree.depth=3 (GPU: 5) " in help.explain("train", ["recipe=medusa1"])  # the recipe takes it from drafter.num_heads
+    assert "target.model=???" in help.explain("train", ["target=hf"])
+
+
+@pytest.mark.parametrize("name", ["train", "plan", "data store", "bench train"])
+def test_without_a_recipe_the_first_examples_values_are_shown(name: str) -> None:
+    """Nobody trains with the constructor's rate where every recipe has another; of a drafter alone its own are shown."""
+    shown = help.explain(name, [])
+    assert "Values are those of recipe=eagle3;" in " ".join(shown.split()) and "drafter.ttt_steps=3 (GPU: 7)" in shown
+    assert "trainer.lr=2e-3 (GPU: 5e-4)" in shown and "data.limit=320 (GPU: null)" in shown
+    alone, (rate, *_) = help.explain(name, ["drafter=ngram"]), keys("spectrain.training.trainer.Trainer")
+    assert "Values are those" not in alone and f"trainer.lr={rate.default} " in alone and "drafter.longest=" in alone
 
 
 def test_choices_have_a_first_comment() -> None:
@@ -161,5 +149,5 @@ def test_help_is_no_mistake(words: list[str], monkeypatch: pytest.MonkeyPatch, c
 def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Text is wrapped to the width of the terminal; only a name or an example may be longer."""
     monkeypatch.setenv("COLUMNS", "80")
-    for line in help.explain("train", "train", ["recipe=eagle3"]).splitlines():
+    for line in help.explain("train", ["recipe=eagle3"]).splitlines():
         assert len(line) <= 80 or "spectrain train" in line, line

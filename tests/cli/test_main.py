@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
-from safetensors.torch import save_file
 
 from spectrain.cli import main as cli
-from spectrain.cli.defaults import complete
+from spectrain.cli.overrides import allow_new_keys, as_settings, config_groups
 from spectrain.errors import UserError
-from spectrain.settings.build import check_config
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 
 GOOD = json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]})
@@ -153,7 +151,16 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bench with a target": (("bench", "kernels", "target=tiny"), ("target", "bench")),
     "export of nothing": (("export", "format=vllm"), ("run", "run=runs/NAME")),
     "convert to nothing": (("convert", "taken", "out"), ("--to",)),
+    "convert without a drafter": (("convert", "out=out", "format=vllm"), ("run", "IN OUT --to vllm")),
+    "convert to a folder too many": (("convert", "taken", "out", "more", "--to", "vllm"), ("more", "KEY=VALUE")),
+    "convert to no format": (("convert", "taken", "out", "--to"), ("--to", "IN OUT --to vllm")),
+    "convert, key misspelt": (("convert", "run=taken", "fromat=vllm", "out=out"), ("fromat", "format")),
+    "convert, target misspelt": (("convert", "run=taken", "format=vllm", "out=out", "target=tiney"), ("target=tiney", "tiny")),
     "lint of nothing": (("lint", "none"), ("none", "config.json")),
+    "lint of nothing by key": (("lint", "run=none"), ("none", "config.json")),
+    "lint of nobody": (("lint",), ("run", "lint DIR")),
+    "lint, flag misspelt": (("lint", "taken", "--targt", "tiny"), ("--targt", "--target")),
+    "chat asked nothing": (("chat", "drafter=ngram", "--once"), ("--once", "What is a bee?")),
     "inspect with a training key": (("data", "inspect", "target=tiny", "trainer.lr=1"), ("trainer",)),
 }
 
@@ -220,16 +227,37 @@ def test_usage_lists_the_commands(
 )
 def test_keys_need_not_stand_in_a_yaml(argument: str, expected: str) -> None:
     """Single keys are added where they are missing; group choices and flags are left to hydra."""
-    assert cli.allow_new_keys(argument, {"target", "recipe"}) == expected
+    assert allow_new_keys(argument, {"target", "recipe"}) == expected
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        ("plan recipe=a --json", ["recipe=a", "plan.json=true"]),
+        ("chat run=a --once It's=5", ["run=a", "chat.once='It\\'s=5'"]),
+        ("convert a b --to vllm", ["run='a'", "out='b'", "format='vllm'"]),
+        ("convert --to=hf a --target tiny out=b", ["format='hf'", "run='a'", "target=tiny", "out=b"]),
+        ("lint --config-dir mine a --target o/n", ["--config-dir", "mine", "run='a'", "target=hf", "target.model='o/n'"]),
+        ("compare a b recipes=c,d", ["recipes=[c,d]", 'runs=["a","b"]']),
+        ("bench decode target=tiny", ["drafter=ngram", "target=tiny"]),
+        ("bench decode recipe=a", ["recipe=a"]),
+        ("data store recipe=a", ["source=store", "recipe=a"]),
+        ("eval a", ["a"]),
+    ],
+)
+def test_words_that_stand_for_settings(words: str, expected: list[str]) -> None:
+    """Flags, places and what goes without saying become settings; all else stays."""
+    known = next(name for name in sorted(cli.TASKS, key=len, reverse=True) if words.startswith(name))
+    assert as_settings(known, words.removeprefix(known).split()) == expected
 
 
 def test_groups_are_those_of_the_project_and_of_config_dir(tmp_path: Path) -> None:
     """A group of an outside folder is a choice as well."""
     (tmp_path / "mine" / "flavour").mkdir(parents=True)
-    ours = cli.config_groups([])
+    ours = config_groups([])
     assert {"target", "drafter", "recipe", "data", "eval", "tree"} <= ours
     for flag in ("--config-dir", "-cd"):
-        assert cli.config_groups([flag, str(tmp_path / "mine")]) == ours | {"flavour"}
+        assert config_groups([flag, str(tmp_path / "mine")]) == ours | {"flavour"}
 
 
 @pytest.mark.parametrize("given, expected", [("3e-4", 3e-4), ("1", 1.0), ("'1e-3'", 1e-3)])
@@ -239,75 +267,6 @@ def test_values_are_converted_to_the_declared_type(given: str, expected: float) 
         config = compose("train", overrides=["recipe=eagle3", f"++trainer.lr={given}"])
     lr = check_config(config, TRAIN_KEYS).trainer.lr
     assert type(lr) is float and lr == expected
-
-
-def completed(*overrides: str) -> Any:
-    with initialize_config_module("spectrain.conf", version_base="1.3"):
-        whole, folder = complete(compose("eval", overrides=list(overrides)))
-        return check_config(whole, TRAIN_KEYS), folder
-
-
-def saved(folder: Path) -> Path:
-    """A drafter directory with settings unlike the defaults."""
-    folder.mkdir()
-    node = {"_target_": "spectrain.drafters.ngram.Ngram", "longest": 5}
-    tree = {"_target_": "spectrain.trees.Chain", "depth": 7}
-    description = {
-        "drafter": node,
-        "target": {"_target_": "spectrain.models.loading.load_tiny"},
-        "tree": tree,
-        "recipe": "mine",
-    }
-    (folder / "config.json").write_text(json.dumps(description))
-    save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
-    return folder
-
-
-@pytest.mark.parametrize("inside", [True, False], ids=["run folder", "drafter directory"])
-def test_eval_takes_the_settings_of_the_run(tmp_path: Path, inside: bool) -> None:
-    """Without a word on them, drafter, target and tree are those that were trained; the rest are the defaults."""
-    run = tmp_path / "run"
-    if inside:
-        run.mkdir()
-    saved(run / "drafter" if inside else run)
-    config, folder = completed(f"run={run}")
-    assert folder == run
-    assert (config.drafter.longest, config.tree.depth, config.recipe_name) == (5, 7, "mine")
-    assert config.target._target_.endswith("load_tiny")
-    assert config.acceptance._target_.endswith("Greedy") and config.eval._target_.endswith("Evaluation")
-
-
-def test_eval_settings_of_the_command_win(tmp_path: Path) -> None:
-    """A chosen group replaces the run's; a single key changes it and keeps its neighbours."""
-    run = saved(tmp_path / "run")
-    assert completed(f"run={run}", "++tree.depth=2")[0].tree == {"_target_": "spectrain.trees.Chain", "depth": 2}
-    chosen = completed(f"run={run}", "tree=eagle2")[0].tree
-    assert chosen._target_ == "spectrain.trees.Eagle2" and chosen.depth == 5
-    with pytest.raises(UserError, match=r"tree\.depht.*depth"):
-        completed(f"run={run}", "++tree.depht=2")
-
-
-def test_eval_is_named_after_its_prompts(tmp_path: Path) -> None:
-    """Another set of prompts gets a folder of its own unless it is named."""
-    run = saved(tmp_path / "run")
-    assert completed(f"run={run}", "++eval.prompts=some/maths.jsonl")[0].eval.name == "maths"
-    assert completed(f"run={run}", "++eval.prompts=some/maths.jsonl", "++eval.name=mine")[0].eval.name == "mine"
-
-
-def test_eval_of_a_drafter_without_training_needs_no_run() -> None:
-    """drafter=ngram is enough; the results go below runs/eval."""
-    config, folder = completed("drafter=ngram", "target=tiny")
-    assert folder == Path("runs") / "eval"
-    assert config.drafter._target_.endswith("Ngram") and config.target._target_.endswith("load_tiny")
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"drafter": {}}'], ids=["not JSON", "not an object", "no target"])
-def test_eval_refuses_what_describes_no_drafter(tmp_path: Path, text: str) -> None:
-    """A damaged config.json is named."""
-    run = saved(tmp_path / "run")
-    (run / "config.json").write_text(text)
-    with pytest.raises(UserError, match=r"config\.json: (this is not|it holds no settings)"):
-        completed(f"run={run}")
 
 
 def test_unresolvable_reference_is_named() -> None:

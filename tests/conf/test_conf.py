@@ -11,7 +11,6 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 import spectrain
-from spectrain.cli.defaults import complete
 from spectrain.data.readers import Data
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter
@@ -21,7 +20,9 @@ from spectrain.features.base import Source
 from spectrain.models.target import Target
 from spectrain.planning.plan import Plan
 from spectrain.regeneration.writers import Sampling, Writer
-from spectrain.settings.build import build, check_config
+from spectrain.runs.defaults import complete
+from spectrain.settings.build import build
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
 from spectrain.training.metrics import Tracker
 from spectrain.training.trainer import Trainer

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
 from spectrain.data.chat import Example, Message, tokenize
-from spectrain.data.dataset import Dataset
+from spectrain.data.dataset import Batching, Dataset
 from spectrain.data.readers import Data
 from spectrain.errors import UserError
 from spectrain.features.batch import collate
@@ -59,7 +59,7 @@ PACKED = pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed
 def test_every_example_once_and_within_the_budget(count: int, batch_tokens: int, packed: bool) -> None:
     """Padding included a batch keeps the budget, save where one example alone exceeds it; no example is lost or doubled."""
     dataset = made(count)
-    batches = dataset.epoch(0, batch_tokens, 1, packed)
+    batches = dataset.epoch(0, Batching(batch_tokens, 1, packed))
     assert sorted(index for batch in batches for index in batch) == list(range(count))
     for batch in batches:
         assert len(batch) == 1 or collate(dataset[batch], packed).tokens.numel() <= batch_tokens
@@ -68,8 +68,8 @@ def test_every_example_once_and_within_the_budget(count: int, batch_tokens: int,
 def test_efficiency_is_what_a_count_by_hand_finds() -> None:
     """Lengths 6, 5, 4, 3, 2 in batches of 10: best fit makes 6 + 4 and 5 + 3 + 2, buckets 2 + 3 + (pad), 4 + 5 and 6."""
     dataset = Dataset([Example([7] * length, [True] * length) for length in (5, 3, 6, 2, 4)], 5, 0, 0)
-    packed, padded = dataset.efficiency(10, 0, packed=True), dataset.efficiency(10, 0)
-    lengths = [[len(example.tokens) for example in dataset[batch]] for batch in dataset.epoch(0, 10, 0, packed=True)]
+    packed, padded = dataset.efficiency(Batching(10, 0, packed=True)), dataset.efficiency(Batching(10, 0))
+    lengths = [[len(example.tokens) for example in dataset[batch]] for batch in dataset.epoch(0, Batching(10, 0, packed=True))]
     assert sorted(map(sorted, lengths)) == [[2, 3, 5], [4, 6]]
     assert (packed.batches, packed.filled, packed.real) == (2, 1.0, 1.0)
     assert (padded.batches, padded.filled, padded.real) == (3, 20 / 30, 20 / (2 * 3 + 2 * 5 + 6))
@@ -79,23 +79,23 @@ def test_efficiency_is_what_a_count_by_hand_finds() -> None:
 def test_packing_wastes_less_than_padding() -> None:
     """Of a window's tokens, best fit leaves fewer places empty than buckets of like length do."""
     dataset = made(1500, 300)
-    packed, padded = dataset.efficiency(1024, 0, packed=True), dataset.efficiency(1024, 0)
+    packed, padded = dataset.efficiency(Batching(1024, 0, packed=True)), dataset.efficiency(Batching(1024, 0))
     assert packed.filled > 0.99 > padded.filled and packed.batches < padded.batches
 
 
 def test_epochs_and_seeds_differ_and_repeat() -> None:
     """The order depends on epoch and seed, and on nothing else."""
     dataset = made(300)
-    orders = {key: dataset.epoch(key[0], 64, key[1]) for key in [(0, 0), (1, 0), (0, 1)]}
+    orders = {key: dataset.epoch(key[0], Batching(64, key[1])) for key in [(0, 0), (1, 0), (0, 1)]}
     assert len({repr(order) for order in orders.values()}) == 3
-    assert all(made(300).epoch(epoch, 64, seed) == order for (epoch, seed), order in orders.items())
+    assert all(made(300).epoch(epoch, Batching(64, seed)) == order for (epoch, seed), order in orders.items())
 
 
 def merged_order(dataset: Dataset, packed: bool, plan: list[tuple[int, int]], accumulate: int = 2) -> list[list[Example]]:
     """The batches of a run that changes its number of processes, as (processes, steps), at checkpoints."""
     order, state = [], None
     for processes, steps in plan:
-        streams = [dataset.stream(100, 3, packed, process, processes, state) for process in range(processes)]
+        streams = [dataset.stream(Batching(100, 3, packed), process, processes, state) for process in range(processes)]
         for _ in range(steps * accumulate):
             order += [next(stream) for stream in streams]
         state = json.loads(json.dumps(streams[0].merged([stream.state() for stream in streams])))
@@ -111,8 +111,10 @@ def merged_order(dataset: Dataset, packed: bool, plan: list[tuple[int, int]], ac
 def test_order_does_not_depend_on_processes_or_resumes(plan: list[tuple[int, int]], packed: bool) -> None:
     """On any number of processes, resumed on any other, the batches are those of one process that never stopped."""
     dataset = made(30)
-    assert len(dataset.epoch(0, 100, 3, packed)) < 20  # so that several epochs go by
-    assert merged_order(dataset, packed, plan) == [next(one) for one in [dataset.stream(100, 3, packed)] for _ in range(48)]
+    assert len(dataset.epoch(0, Batching(100, 3, packed))) < 20  # so that several epochs go by
+    assert merged_order(dataset, packed, plan) == [
+        next(one) for one in [dataset.stream(Batching(100, 3, packed))] for _ in range(48)
+    ]
 
 
 def test_batch_pads_on_the_right_without_loss() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import spectrain
 from spectrain.data.chat import Example, tokenize
-from spectrain.data.dataset import Batches
+from spectrain.data.dataset import Batches, Batching
 from spectrain.data.stream import Stream, StreamedDataset
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
@@ -64,7 +64,8 @@ def order(tokenizer: PreTrainedTokenizerBase, plan: list[tuple[int, int]], packe
     found, state = [], None
     for processes, count in plan:
         streams: list[Batches] = [
-            streamed(tokenizer, **options).stream(60, 3, packed, process, processes, state) for process in range(processes)
+            streamed(tokenizer, **options).stream(Batching(60, 3, packed), process, processes, state)
+            for process in range(processes)
         ]
         for _ in range(count):
             found += [next(stream) for stream in streams]
@@ -89,7 +90,7 @@ def test_order_does_not_depend_on_processes_or_resumes(
 
 def test_every_row_once_an_epoch(tokenizer: PreTrainedTokenizerBase) -> None:
     """Windows lose and double nothing."""
-    stream = streamed(tokenizer, ROWS[:24]).stream(60, 0)  # four windows an epoch, one for each shard
+    stream = streamed(tokenizer, ROWS[:24]).stream(Batching(60, 0))  # four windows an epoch, one for each shard
     batches = [next(stream) for _ in range(40)]
     by_shard = [[example.tokens for batch in batches[shard::4] for example in batch] for shard in range(4)]
     seen = [tokens for rows in by_shard for tokens in rows[:6]]  # a window's batches come before the next window's
@@ -103,7 +104,7 @@ def test_no_row_is_read_before_it_is_needed(tokenizer: PreTrainedTokenizerBase) 
     dataset = data.dataset(tokenizer)
     ahead = 1  # `datasets` looks one row ahead
     assert data.count <= 8 + ahead
-    stream, before = dataset.stream(1000, 0, packed=True), data.count  # every window is one batch
+    stream, before = dataset.stream(Batching(1000, 0, packed=True)), data.count  # every window is one batch
     for taken in range(1, 30):
         next(stream)
         assert data.count - before <= 6 * taken + ahead
@@ -116,7 +117,7 @@ def test_a_process_tokenises_its_own_shards_only(tokenizer: PreTrainedTokenizerB
     for process, dataset in enumerate(datasets_of):
         whole = dataset.data.examples
         monkeypatch.setattr(dataset.data, "examples", lambda t, m, whole=whole: met.append(m[0]["content"]) or whole(t, m))
-        stream = dataset.stream(1000, 0, True, process, 2)
+        stream = dataset.stream(Batching(1000, 0, True), process, 2)
         for _ in range(10):
             next(stream)
     assert len(met) == len(set(met)) == 2 * 10 * 6
@@ -130,17 +131,17 @@ def test_bad_rows_are_left_out_and_counted(tokenizer: PreTrainedTokenizerBase, c
     rows = [BAD[number % 5] if number % 4 == 3 else chat(number) for number in range(48)]  # two epochs of shards' windows
     whole = streamed(tokenizer, rows)
     assert whole.data.num_left_out == 2 and whole.num_conversations == 6
-    stream = whole.stream(1000, 0, True)
+    stream = whole.stream(Batching(1000, 0, True))
     taken = [next(stream) for _ in range(8)]
     assert sorted(len(batch) for batch in taken) == [4] * 4 + [5] * 4
     assert stream.counts(stream.state()) == {"left_out": 12}
     assert capsys.readouterr().err.count("rows are left out") == 1
-    pair = [streamed(tokenizer, rows).stream(1000, 0, True, process, 2) for process in range(2)]
+    pair = [streamed(tokenizer, rows).stream(Batching(1000, 0, True), process, 2) for process in range(2)]
     for _ in range(3):
         for one in pair:
             next(one)
     state = pair[0].merged([one.state() for one in pair])
-    three = [streamed(tokenizer, rows).stream(1000, 0, True, process, 3, state) for process in range(3)]
+    three = [streamed(tokenizer, rows).stream(Batching(1000, 0, True), process, 3, state) for process in range(3)]
     assert [next(one) for one in three[:2]] == taken[6:]
     assert [next(stream)] == [three[2].take(8)]
     assert stream.counts(stream.state()) == stream.counts(stream.merged([one.state() for one in three]))
@@ -151,7 +152,7 @@ def test_only_bad_rows_stop(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(UserError, match=r"none of its first 8 rows.*no conversation"):
         streamed(tokenizer, [{"other": n} for n in range(50)])
     good = [chat(number) for number in range(12)]
-    stream = streamed(tokenizer, [*good, *({"other": n} for n in range(12 * 130))], window=2).stream(1000, 0)
+    stream = streamed(tokenizer, [*good, *({"other": n} for n in range(12 * 130))], window=2).stream(Batching(1000, 0))
     with pytest.raises(RunError, match=r"128 of its rows in a row.*no conversation"):
         for _ in range(100):
             next(stream)
@@ -175,7 +176,7 @@ def test_files_are_streamed(tokenizer: PreTrainedTokenizerBase, tmp_path: Path, 
             (tmp_path / f"part-{number}.jsonl").write_text("\n".join(lines[25 * number : 25 * number + 25]) + "\n")
         path = tmp_path / "part-*.jsonl"
     config = {"_target_": "spectrain.data.stream.Stream", "path": str(path), "shards": 4, "window": 6}
-    stream = build(config).dataset(tokenizer).stream(60, 3)
+    stream = build(config).dataset(tokenizer).stream(Batching(60, 3))
     assert [next(stream) for _ in range(40)] == order(tokenizer, [(1, 40)], False)
 
 
@@ -204,7 +205,7 @@ def test_a_folder_of_unlike_files_is_told_to_be_named_by_them(tmp_path: Path) ->
 def test_steps_must_be_said(tokenizer: PreTrainedTokenizerBase) -> None:
     """A stream has no epochs to count."""
     with pytest.raises(UserError, match=r"trainer\.max_steps"):
-        streamed(tokenizer).num_batches(100, 0)
+        streamed(tokenizer).num_batches(Batching(100, 0))
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])

@@ -16,22 +16,16 @@ from spectrain.decoding.acceptance import (
     SpeculativeSampling,
     Traversal,
 )
-from spectrain.decoding.calibration import (
-    Calibration,
-    Forced,
-    Latency,
-    _between,
-    _bucket,
-    calibrate,
-    measure_latency,
-    run_forced,
-)
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.calibration import Forced, calibrate, measure_latency, run_forced
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.batch import Batch
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Cast, Chain, Eagle2, Sequoia, Static, TreeBuilder
+from spectrain.trees.measurements import Calibration, Latency, _between, _bucket
 from spectrain.trees.token_tree import Children
 from tests.decoding.test_loop import stop_at
 from tests.trees.tables import VOCAB, Table, soft_scores
@@ -99,7 +93,7 @@ def forced_decode(
     runs = []
     for row in range(0, len(prompts), batch):
         rows = list(range(row, row + batch))
-        runs += decode(tiny, prompts[row : row + batch], free, LIMIT, drafter, forced, rows=rows)
+        runs += decode(tiny, prompts[row : row + batch], free, LIMIT, drafter, forced, sequence_ids=rows)
     return forced, runs, answers
 
 
@@ -213,7 +207,7 @@ def test_overlap_and_first_equal_a_count_by_hand(
     for found in runs:
         for end in range(1, LIMIT, 2):
             text = found.prompt + found.output[:end]
-            logits = tiny.run(torch.tensor([text]), logits=True).logits
+            logits = tiny.run(torch.tensor([text]), ForwardPlan(logits=True)).logits
             assert logits is not None
             log_q = torch.full((tiny.head.vocab_size,), -torch.inf)
             log_q[eagle3.draft_ids] = draft_logits(tiny, eagle3, text)

@@ -1,16 +1,20 @@
 """The engine that never asks the device gives what the loop gives."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from spectrain.decoding import captured
 from spectrain.decoding.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.decoding.calibration import Forced, Known
-from spectrain.decoding.captured import KEPT, Engine, State
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.captured import KEPT, Captured
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import Outcome, decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
@@ -24,11 +28,11 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.pard import Pard
 from spectrain.errors import UserError
 from spectrain.models.compiled_layers import compiled_layers
-from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.dynamic import Entropy, OptTree
 from spectrain.trees.fixed import Static
+from tests.targets import cut_tiny
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 10], [100, 3, 44, 8]]
 
@@ -46,12 +50,12 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "medusa": lambda target: Medusa(target, num_heads=3, vocab_size=512),
     "hydra": lambda target: Hydra(target, num_heads=3, vocab_size=512),
     "hydra++": lambda target: Hydra(target, num_heads=3, vocab_size=512, prefix_attention=True),
-    "causal": lambda target: Causal(target, num_layers=6),
-    "early_exit": lambda target: EarlyExit(target, exit_layer=4),
-    "layer_skip": lambda target: LayerSkipping(target, skipped=[3, 5]),
-    "kangaroo": lambda target: Kangaroo(target, exit_layer=4),
+    "causal": lambda target: Causal(target, num_layers=2),
+    "early_exit": lambda target: EarlyExit(target, exit_layer=2),
+    "layer_skip": lambda target: LayerSkipping(target, skipped=[1]),
+    "kangaroo": lambda target: Kangaroo(target, exit_layer=1),
     "gated_lora": busy_gated_lora,
-    "pard": lambda target: Pard(target, num_drafts=4, num_layers=6),
+    "pard": lambda target: Pard(target, num_drafts=4, num_layers=2),
 }
 BUILDERS: dict[str, Callable[[], TreeBuilder]] = {
     "chain": lambda: Chain(3),
@@ -66,32 +70,44 @@ def facts(generations: list[Generation]) -> list[tuple[object, ...]]:
     return [(g.prompt, g.output, g.accepted, g.depths, g.nodes, g.idle, g.cut, g.done, g.batch) for g in generations]
 
 
-def same(target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None, rounds: int = 4) -> Engine:
+def same(
+    target: Target, rule: AcceptanceRule, drafter: Drafter | None, builder: TreeBuilder | None, rounds: int = 4
+) -> Captured:
     """Check batches of several sizes and lengths, decoded one after another by one engine."""
-    engine = Engine(target, rule, drafter, builder, rounds)
-    for prompts, limit in ((PROMPTS, 24), (PROMPTS[:1], 40), (PROMPTS[:2], 7), (PROMPTS, 23), (PROMPTS[:1], 2)):
-        rows = list(range(3, 3 + len(prompts)))
-        for ignore_eos in (False, True):
-            expected = decode(target, prompts, rule, limit, drafter, builder, rows, ignore_eos=ignore_eos)
-            assert facts(engine.decode(prompts, limit, rows, ignore_eos)) == facts(expected)
+    engine = Captured(target, rule, drafter, builder, rounds)
+    for count, limit, ignore_eos in ((3, 16, True), (1, 20, False), (2, 7, True), (3, 15, False), (1, 2, True)):
+        rows = list(range(3, 3 + count))
+        expected = decode(target, PROMPTS[:count], rule, limit, drafter, builder, rows, ignore_eos=ignore_eos)
+        assert facts(engine.decode(PROMPTS[:count], limit, rows, ignore_eos)) == facts(expected)
     return engine
 
 
-@pytest.mark.parametrize("builder", BUILDERS)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_every_family_and_tree_equals_the_loop(tiny: Target, drafter: str, builder: str) -> None:
+KEEPING = ("early_exit", "layer_skip", "kangaroo")  # what these have run stays in the cache
+LEAVING = ("eagle2", "entropy")  # nodes that were run
+
+
+@pytest.mark.sweep(10)
+@pytest.mark.parametrize(
+    ("drafter", "builder"), [pair for pair in product(DRAFTERS, BUILDERS) if pair not in product(KEEPING, LEAVING)]
+)
+def test_every_family_and_tree_equals_the_loop(shallow: Target, drafter: str, builder: str) -> None:
     """Tokens, accepted lengths, depths and sizes of every round equal those of the loop that asks the device."""
-    made = DRAFTERS[drafter](tiny).eval()
-    if made.settles_drafts and not BUILDERS[builder]().keeps_drafted:
-        with pytest.raises(UserError, match=f"tree={builder} leaves out nodes that drafter=[a-z]* has run"):
-            Engine(tiny, Greedy(), made, BUILDERS[builder]())
-        return
-    engine = same(tiny, Greedy(), made, BUILDERS[builder]())
+    made = DRAFTERS[drafter](shallow).eval()
+    engine = same(shallow, Greedy(), made, BUILDERS[builder]())
     assert max(max(one.accepted) for one in engine.decode(PROMPTS, 24)) > (
         drafter in ("causal", "pard", "early_exit", "layer_skip")
     )
 
 
+@pytest.mark.parametrize("builder", LEAVING)
+@pytest.mark.parametrize("drafter", KEEPING)
+def test_a_tree_that_leaves_out_what_was_run_is_refused(shallow: Target, drafter: str, builder: str) -> None:
+    """With the tree and the drafter by name."""
+    with pytest.raises(UserError, match=f"tree={builder} leaves out nodes that drafter=[a-z]* has run"):
+        Captured(shallow, Greedy(), DRAFTERS[drafter](shallow).eval(), BUILDERS[builder]())
+
+
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize(
     ("rule", "builder"),
     [
@@ -104,27 +120,30 @@ def test_every_family_and_tree_equals_the_loop(tiny: Target, drafter: str, build
     ids=["match-eagle2", "match-drawn", "without-replacement", "with-replacement", "speculative-sampling"],
 )
 @pytest.mark.parametrize("drafter", ["eagle3", "causal", "gated_lora"])
-def test_drawn_tokens_equal_those_of_the_loop(tiny: Target, drafter: str, rule: AcceptanceRule, builder: TreeBuilder) -> None:
+def test_drawn_tokens_equal_those_of_the_loop(
+    shallow: Target, drafter: str, rule: AcceptanceRule, builder: TreeBuilder
+) -> None:
     """Random numbers come from counters of sequence and place, so both draw the same trees and tokens."""
-    same(tiny, rule, DRAFTERS[drafter](tiny).eval(), builder)
+    same(shallow, rule, DRAFTERS[drafter](shallow).eval(), builder)
 
 
 @pytest.mark.parametrize("drafter", [None, *DRAFTERS])
-def test_rounds_that_can_be_captured_are_counted(tiny: Target, drafter: str | None) -> None:
+def test_rounds_that_can_be_captured_are_counted(shallow: Target, drafter: str | None) -> None:
     """All of them, but for the one in which a drafter reads the prompt: a capture waits for two."""
-    made = None if drafter is None else DRAFTERS[drafter](tiny).eval()
-    engine = Engine(tiny, Greedy(), made, None if made is None else Chain(2), rounds=1)
+    made = None if drafter is None else DRAFTERS[drafter](shallow).eval()
+    engine = Captured(shallow, Greedy(), made, None if made is None else Chain(2), every=1)
     (done,) = engine.decode(PROMPTS[:1], 12, ignore_eos=True)
     (state,) = engine.states.values()
     assert state.warm == len(done.accepted) - (made is not None)
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 8])
-def test_autoregressive_decoding_equals_the_loop(tiny: Target, rounds: int) -> None:
+def test_autoregressive_decoding_equals_the_loop(shallow: Target, rounds: int) -> None:
     """However seldom the host looks."""
-    same(tiny, Greedy(), None, None, rounds)
+    same(shallow, Greedy(), None, None, rounds)
 
 
+@pytest.mark.sweep(4, free=("drafter", "builder"))
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("drafter", "builder", "models"),
@@ -142,25 +161,27 @@ def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None
     """All layers of a model that run the same shape share one compilation, and nothing that is compiled is cut in two."""
     torch._dynamo.reset()
     counters.clear()
-    target = load_tiny()
+    target = cut_tiny(3)
     made = None if drafter is None else DRAFTERS[drafter](target).eval()
     shape = None if builder is None else BUILDERS[builder]()
     expected = decode(target, PROMPTS[:2], Greedy(), 16, made, shape)
-    engine = Engine(target, Greedy(), made, shape, backend=backend)
+    engine = Captured(target, Greedy(), made, shape, backend=backend)
     for _ in range(2):
         assert facts(engine.decode(PROMPTS[:2], 16)) == facts(expected)
     assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == models + (made is not None and not engine._models and not made.settles_drafts)
+    capture = None if made is None else made.abilities.capture
+    at_once = capture is not None and not engine._models and not capture.keeps_drafts
+    assert counters["stats"]["unique_graphs"] == models + at_once
 
 
-def test_a_drafter_that_others_use_in_between_finds_its_caches_again(tiny: Target) -> None:
+def test_a_drafter_that_others_use_in_between_finds_its_caches_again(shallow: Target) -> None:
     """Two engines and the loop share a drafter, in turn: each gives what it gives alone."""
-    drafter, builders = Eagle3(tiny, vocab_size=512).eval(), (Chain(2), Eagle2(3, 10, 3))
-    engines = [Engine(tiny, Greedy(), drafter, builder) for builder in builders]
+    drafter, builders = Eagle3(shallow, vocab_size=512).eval(), (Chain(2), Eagle2(3, 10, 3))
+    engines = [Captured(shallow, Greedy(), drafter, builder) for builder in builders]
     held: list[object] = []
     for _ in range(3):
         for engine, builder in zip(engines, builders):
-            expected = decode(tiny, PROMPTS, Greedy(), 12, drafter, builder)
+            expected = decode(shallow, PROMPTS, Greedy(), 12, drafter, builder)
             assert facts(engine.decode(PROMPTS, 12)) == facts(expected)
             (state,) = engine.states.values()
             held.append(state.carried["cache"].storage.data_ptr())
@@ -170,7 +191,7 @@ def test_a_drafter_that_others_use_in_between_finds_its_caches_again(tiny: Targe
 def test_layers_that_are_not_compiled_do_not_shift_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only some layers of a forward are compiled, as beyond the limit of shapes, every one attends in its own place."""
     torch._dynamo.reset()
-    target = load_tiny()
+    target = cut_tiny(3)
     expected = decode(target, PROMPTS[:1], Greedy(), 12)
     forwards = [layer.forward for layer in target.layers]
     with compiled_layers(target.layers, "eager"):
@@ -182,34 +203,52 @@ def test_layers_that_are_not_compiled_do_not_shift_the_others(monkeypatch: pytes
 
 @pytest.mark.parametrize("drafter", [None, "eagle3", "gated_lora"])
 def test_an_interrupted_decode_leaves_nothing_behind(
-    tiny: Target, drafter: str | None, monkeypatch: pytest.MonkeyPatch
+    shallow: Target, drafter: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Stopped in the middle of rounds that the host has not looked at, the next decode gives what it would have given."""
-    made = None if drafter is None else DRAFTERS[drafter](tiny).eval()
+    made = None if drafter is None else DRAFTERS[drafter](shallow).eval()
     builder = None if made is None else Chain(3)
-    expected = decode(tiny, PROMPTS, Greedy(), 20, made, builder)
-    engine = Engine(tiny, Greedy(), made, builder)
-    rounds, verify = [0], engine._verify
+    expected = decode(shallow, PROMPTS, Greedy(), 20, made, builder)
+    engine = Captured(shallow, Greedy(), made, builder)
+    rounds, play = [0], captured.play
 
-    def stopped(state: State) -> None:
+    def stopped(*arguments: Any) -> Iterator[Outcome | None]:
         rounds[0] += 1
+        parts = play(*arguments)
+        yield next(parts)
         if rounds[0] == 4:
             raise KeyboardInterrupt
-        verify(state)
+        yield from parts
 
-    monkeypatch.setattr(engine, "_verify", stopped)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(captured, "play", stopped)
         engine.decode(PROMPTS, 20)
     if made is not None:
-        decode(tiny, PROMPTS, Greedy(), 9, made, builder)  # takes the drafter's attributes for itself
+        decode(shallow, PROMPTS, Greedy(), 9, made, builder)  # takes the drafter's attributes for itself
     for _ in range(2):
         assert facts(engine.decode(PROMPTS, 20)) == facts(expected)
 
 
-def test_a_drafter_keeps_its_settings(tiny: Target) -> None:
+def test_a_refused_prompt_leaves_nothing_behind(shallow: Target) -> None:
+    """One that leaves no room is refused with the loop's words, first or later, and what another decode did with the drafter
+    meanwhile is not taken for the engine's own."""
+    drafter = Eagle3(shallow, vocab_size=512).eval()
+    engine, longest = Captured(shallow, Greedy(), drafter, Chain(2)), [[5] * (shallow.max_length - 5)]
+    with pytest.raises(UserError, match=f"prompt of {shallow.max_length - 5} tokens"):
+        engine.decode(longest, 6)
+    expected = engine.decode(PROMPTS, 12)
+    (state,) = engine.states.values()
+    held = state.carried["cache"]
+    decode(shallow, PROMPTS, Greedy(), 9, drafter, Chain(2))
+    with pytest.raises(UserError, match=f"prompt of {shallow.max_length - 5} tokens"):
+        engine.decode(longest, 6)
+    assert state.carried["cache"] is held and facts(engine.decode(PROMPTS, 12)) == facts(expected)
+
+
+def test_a_drafter_keeps_its_settings(shallow: Target) -> None:
     """Between decodes an engine gives a drafter its caches back and nothing else."""
-    drafter = Eagle3(tiny, vocab_size=64)
-    engine = Engine(tiny, Greedy(), drafter, Chain(2))
+    drafter = Eagle3(shallow, vocab_size=64)
+    engine = Captured(shallow, Greedy(), drafter, Chain(2))
     engine.decode(PROMPTS[:1], 6)
     drafter.step_decay, drafter.training = 0.5, True
     engine.decode(PROMPTS[:1], 6)
@@ -218,15 +257,16 @@ def test_a_drafter_keeps_its_settings(tiny: Target) -> None:
     assert copied.cache is not None and copied.cache.number != drafter.cache.number and copied.cache.storage is None
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("drafter", ["eagle3", "causal", "early_exit", "hydra"])
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_what_is_known_is_kept_whole(drafter: str, backend: str | None) -> None:
     """With every draft right a round emits as deep as the drafter reaches and one more, batch after batch."""
     torch._dynamo.reset()
-    target = load_tiny()
+    target = cut_tiny(3)
     made, builder = DRAFTERS[drafter](target).eval(), Chain(3)
     forced = Forced({}, builder, Greedy())
-    engine = Engine(target, Greedy(), made, Known(forced), backend=backend)
+    engine = Captured(target, Greedy(), made, Known(forced), backend=backend)
     for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS):
         plain = decode(target, prompts, Greedy(), 24, ignore_eos=True)
         forced.sequences = dict(enumerate(one.prompt + one.output for one in plain))
@@ -235,9 +275,9 @@ def test_what_is_known_is_kept_whole(drafter: str, backend: str | None) -> None:
         assert all(one.accepted == [4] * 4 for one in found)
 
 
-def test_old_sizes_are_given_up(tiny: Target) -> None:
+def test_old_sizes_are_given_up(shallow: Target) -> None:
     """Of many sizes of batches the latest stay."""
-    engine = Engine(tiny, Greedy())
+    engine = Captured(shallow, Greedy())
     for batch in (1, 2, 1, 3, 4, 5):
         engine.decode([[5, 6]] * batch, 3)
     assert [batch for batch, _ in engine.states] == [1, 3, 4, 5][-KEPT:]
@@ -253,24 +293,24 @@ def test_old_sizes_are_given_up(tiny: Target) -> None:
     ],
 )
 def test_what_cannot_be_held_in_a_graph_is_refused(
-    tiny: Target, rule: AcceptanceRule, drafter: Callable[[Target], Drafter] | None, builder: TreeBuilder | None, words: str
+    shallow: Target, rule: AcceptanceRule, drafter: Callable[[Target], Drafter] | None, builder: TreeBuilder | None, words: str
 ) -> None:
     """With the reason, and what to do."""
     with pytest.raises(UserError, match=f"eval.engine=captured: {words}.*use eval.engine=eager"):
-        Engine(tiny, rule, None if drafter is None else drafter(tiny), builder)
+        Captured(shallow, rule, None if drafter is None else drafter(shallow), builder)
 
 
 def test_a_target_that_asks_the_device_is_refused() -> None:
     """A dynamic rotary embedding looks at the longest position in every forward."""
-    target = load_tiny()
+    target = cut_tiny(3)
     target.config.rope_parameters = {**target.config.rope_parameters, "rope_type": "dynamic", "factor": 2.0}
     with pytest.raises(UserError, match="eval.engine=captured: target tiny asks the device.*use eval.engine=eager"):
-        Engine(target, Greedy())
+        Captured(target, Greedy())
 
 
-def test_time_is_shared_out_without_a_rest(tiny: Target) -> None:
+def test_time_is_shared_out_without_a_rest(shallow: Target) -> None:
     """Parts are those of the loop, none is negative, and a row that is done earlier has fewer of them."""
-    one, other = Engine(tiny, Greedy()).decode([[5, 6, 7], [8, 9]], 9, ignore_eos=True)
+    one, other = Captured(shallow, Greedy()).decode([[5, 6, 7], [8, 9]], 9, ignore_eos=True)
     assert one.seconds.keys() == {"prefill", "draft", "verify", "accept", "other"}
     assert all(value >= 0 for value in one.seconds.values())
     assert len(one.times) == len(other.times) == 8

@@ -11,6 +11,7 @@ import torch
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.loop import decode
+from spectrain.decoding.session import Session
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
 from spectrain.models.target import Target
@@ -145,7 +146,7 @@ def test_switching_keeps_the_output(
     """Output is greedy whichever rounds draft; a round that does not has a tree of depth 0 and emits one token."""
     switch = Switch(pattern)
     plain = decode(tiny, prompts[:batch], Greedy(), LIMIT)
-    found = decode(tiny, prompts[:batch], Greedy(), LIMIT, eagle3, builder, guard=cast(Guard, switch))
+    found = Session(tiny, Greedy(), eagle3, builder, guard=cast(Guard, switch)).decode(prompts[:batch], LIMIT)
     for prompt, alone, drafted in zip(prompts, plain, found):
         assert_same(tiny, prompt, drafted.output, alone.output)
         for turn, (depth, count) in enumerate(zip(drafted.depths, drafted.accepted)):
@@ -167,7 +168,7 @@ def test_proposals_after_skipped_rounds_depend_on_the_tokens_only(
     plain = decode(tiny, prompts, Greedy(), LIMIT + builder.depth + 1)
     texts = [prompt + found.output for prompt, found in zip(prompts, plain)]
     followed = Oracle(texts, slips=True, inner=eagle3)
-    generations = decode(tiny, prompts, Greedy(), LIMIT, followed, builder, guard=cast(Guard, switch))
+    generations = Session(tiny, Greedy(), followed, builder, guard=cast(Guard, switch)).decode(prompts, LIMIT)
     turns = [turn for turn, (drafted, _) in enumerate(switch.recorded) if drafted]
     assert len(turns) == len(followed.trees) > 2
     for row, found in enumerate(generations):
@@ -190,14 +191,13 @@ def test_random_tokens_cost_little(tiny: Target) -> None:
     def cost(nodes: int) -> float:
         return 1 + 0.05 * (nodes - 1)
 
-    guard = Guard(cost=cost)
+    guard, builder = Guard(cost=cost), Eagle2(4, 16, 4)
     work = unguarded = steps = 0.0
     for row in range(10):
         prompt = torch.randint(3, tiny.head.vocab_size, (20,)).tolist()
-        options = {"rows": [row], "ignore_eos": True}
-        (plain,) = decode(tiny, [prompt], Greedy(), 48, **options)
-        (free,) = decode(tiny, [prompt], Greedy(), 48, drafter, Eagle2(4, 16, 4), **options)
-        (found,) = decode(tiny, [prompt], Greedy(), 48, drafter, Eagle2(4, 16, 4), guard=guard, **options)
+        (plain,) = Session(tiny, Greedy()).decode([prompt], 48, [row], ignore_eos=True)
+        (free,) = Session(tiny, Greedy(), drafter, builder).decode([prompt], 48, [row], ignore_eos=True)
+        (found,) = Session(tiny, Greedy(), drafter, builder, guard).decode([prompt], 48, [row], ignore_eos=True)
         assert found.output == plain.output == free.output
         work += sum(map(cost, found.nodes))
         unguarded += sum(map(cost, free.nodes))

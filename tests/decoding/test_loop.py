@@ -4,19 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy, Match
-from spectrain.decoding.loop import Context, Generation, decode
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter, TrainingState
+from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate, plain_model
 from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
 from spectrain.features.batch import Batch
-from spectrain.models.features import Features
+from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft, Prefix
+from spectrain.trees.token_tree import Accepted, TokenTree
+from tests.decoding.rounds import placed, proposed
 
 LIMIT = 24
 TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
@@ -36,15 +39,15 @@ class Oracle(Drafter):
         self.layers = () if inner is None else inner.layers
         self.trees: list[TokenTree] = []
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         if self.inner is not None:
-            self.trees.append(self.inner.propose(context, budget))
-        rows = []
+            self.trees.append(proposed(self.inner, context, context.builder))
+        rows, depth = [], context.builder.depth
         for row, (text, length) in enumerate(zip(self.texts, context.cache.lengths.tolist())):
-            rows.append(text[length : length + budget.depth + 1])
+            rows.append(text[length + 1 : length + 1 + depth])
             if self.slips:
-                rows[-1][1 + (context.round + 2 * row) % budget.depth] ^= 1
-        return TokenTree.chain(torch.tensor(rows))
+                rows[-1][(context.round + 2 * row) % depth] ^= 1
+        return Draft(continuations=[[tokens] for tokens in rows])
 
     def commit(self, context: Context, accepted: Accepted) -> None:
         if self.inner is not None:
@@ -131,9 +134,9 @@ def test_match_drafting_equals_autoregressive_sampling(
 def test_a_batch_equals_its_rows_alone(tiny: Target, prompts: list, drafters: dict) -> None:
     """Sampling depends on the row key, not on what else is in the batch; other keys draw other tokens."""
     rule = Match(seed=1)
-    together = decode(tiny, prompts, rule, LIMIT, drafters["eagle3"], BUILDERS[1], rows=[4, 9, 2])
+    together = decode(tiny, prompts, rule, LIMIT, drafters["eagle3"], BUILDERS[1], sequence_ids=[4, 9, 2])
     for prompt, row, found in zip(prompts, [4, 9, 2], together):
-        (alone,) = decode(tiny, [prompt], rule, LIMIT, drafters["eagle3"], BUILDERS[1], rows=[row])
+        (alone,) = decode(tiny, [prompt], rule, LIMIT, drafters["eagle3"], BUILDERS[1], sequence_ids=[row])
         assert (found.output, found.accepted) == (alone.output, alone.accepted)
     assert [found.output for found in decode(tiny, prompts, rule, LIMIT)] != [found.output for found in together]
 
@@ -238,7 +241,7 @@ def test_eagle3_proposals_depend_on_the_tokens_only(
 class Given(Eagle2):
     """Drafts a fixed tree, two levels below the root, and keeps the drafter's distribution after every path."""
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         after = torch.cat(
             [
                 rollout.start(),
@@ -248,7 +251,7 @@ class Given(Eagle2):
             dim=1,
         )[0]
         self.log_q = dict(zip([(), (20,), (21,), (21, 30), (20, 31), (21, 32)], after))
-        return TokenTree.chain(context.root[:, None])
+        return TokenTree.chain(prefix.root[:, None])
 
 
 @pytest.mark.parametrize("num_rounds", [1, 4])
@@ -296,7 +299,7 @@ def test_a_token_is_drawn_at_its_own_position(tiny: Target, prompts: list, monke
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)])
     for drafter, builder in ((None, None), (oracle, Chain(1))):
         rule = Recording()
-        decode(tiny, prompts, rule, 9, drafter, builder, rows=[4, 0, 7])
+        decode(tiny, prompts, rule, 9, drafter, builder, sequence_ids=[4, 0, 7])
         assert rule.seen == {
             (row, len(prompt) + i): output[i] for row, prompt, output in zip([4, 0, 7], prompts, plain) for i in range(9)
         }
@@ -347,12 +350,7 @@ def test_ngram_copies_what_followed(tiny: Target, longest: int, shortest: int) -
 def test_ngram_keeps_its_budget(tiny: Target, builder: TreeBuilder) -> None:
     """The draft is a chain as long as the depth and the budget allow."""
     prompt = [5, 6, 7, 8, 9, 10, 11] * 3
-    cache = tiny.new_cache(1, 64)
-    cache.lengths = torch.tensor([len(prompt) - 1])
-    nothing = Features(torch.zeros(1, 0), (), torch.zeros(1, 0, 0, 0))
-    tree = Ngram(tiny).propose(
-        Context(tiny, cache, torch.tensor([prompt + [0] * 9]), torch.tensor([0]), nothing, torch.tensor([0])), builder
-    )
+    tree = proposed(Ngram(tiny), placed(tiny, [prompt], builder), builder)
     tree.check()
     drafted = min(builder.depth, builder.budget - 1)
     assert tree.tokens.tolist() == [[11, *prompt[:drafted]]] and tree.valid.all()

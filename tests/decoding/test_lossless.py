@@ -21,7 +21,6 @@ import torch
 
 from spectrain.decoding.acceptance import (
     AcceptanceRule,
-    Accepted,
     Block,
     Dice,
     Greedy,
@@ -38,7 +37,7 @@ from spectrain.decoding.acceptance import (
     weighing,
 )
 from spectrain.errors import UserError
-from spectrain.trees.token_tree import Children, TokenTree
+from spectrain.trees.token_tree import Accepted, Children, TokenTree
 from tests.decoding.walking import walk
 
 Path = tuple[int, ...]

@@ -18,9 +18,11 @@ from spectrain.decoding.acceptance import (
     Traversal,
     Typical,
 )
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
 from spectrain.decoding.pruning import Pruning
+from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.kangaroo import Kangaroo
@@ -28,8 +30,7 @@ from spectrain.drafters.layer_skip import LayerSkipping
 from spectrain.drafters.lookahead import Lookahead
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.models.features import Layer
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.token_tree import Children, TokenTree
@@ -67,8 +68,8 @@ class Watched(Pruning):
         super().__init__(layer, top_k)
         self.rounds: list[tuple[list[list[int]], TokenTree, TokenTree]] = []
 
-    def __call__(self, context: Context, tree: TokenTree, layers: tuple[Layer, ...]) -> TokenTree:
-        pruned = super().__call__(context, tree, layers)
+    def __call__(self, context: Context, tree: TokenTree) -> TokenTree:
+        pruned = super().__call__(context, tree)
         ends = context.cache.lengths.tolist()
         texts = [tokens[: end + 1] for tokens, end in zip(context.tokens.tolist(), ends)]
         self.rounds.append((texts, tree, pruned))
@@ -83,7 +84,9 @@ def kept(target: Target, text: list[int], found: list[Path], layer: int, top_k: 
         if not path:
             return True
         if path[:-1] not in likely:
-            logits = target.run(torch.tensor([[*text, *path[:-1]]]), ForwardPlan(logits=True, part=Part(last=layer))).logits
+            logits = target.run(
+                torch.tensor([[*text, *path[:-1]]]), ForwardPlan(logits=True, span=LayerSpan(last=layer))
+            ).logits
             assert logits is not None
             likely[path[:-1]] = logits[0, -1].topk(top_k).indices.tolist()
         return path[-1] in likely[path[:-1]] and stays(path[:-1])
@@ -101,10 +104,10 @@ def test_kept_nodes_are_the_likely_ones(
     through is refused."""
     if layer < EXITS.get(name, 0):
         with pytest.raises(UserError, match=f"use {EXITS[name]} or more"):
-            decode(tiny, prompts[:batch], Greedy(), 8, drafters[name], TREE, pruning=Pruning(layer, 2))
+            Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(layer, 2)).decode(prompts[:batch], 8)
         return
     pruning = Watched(layer, top_k=2 if name in EXITS else 20)
-    decode(tiny, prompts[:batch], Greedy(), 8, drafters[name], TREE, pruning=pruning, ignore_eos=True)
+    Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(prompts[:batch], 8, ignore_eos=True)
     for texts, tree, pruned in pruning.rounds:
         pruned.check()
         assert pruned.tokens.shape[1] == pruned.valid.sum(1).max()
@@ -122,9 +125,10 @@ def test_pruned_decoding_equals_autoregressive(
 ) -> None:
     """Whatever is pruned, the output is that of decoding without a drafter, with the same random draws."""
     rows = [4, 9, 2][:batch]
-    plain = decode(tiny, prompts[:batch], rule, LIMIT, rows=rows)
+    plain = decode(tiny, prompts[:batch], rule, LIMIT, sequence_ids=rows)
     for layer, top_k in ((max(4, EXITS.get(name, 0)), 1), (7, 4)):
-        pruned = decode(tiny, prompts[:batch], rule, LIMIT, drafters[name], TREE, rows=rows, pruning=Pruning(layer, top_k))
+        session = Session(tiny, rule, drafters[name], TREE, pruning=Pruning(layer, top_k))
+        pruned = session.decode(prompts[:batch], LIMIT, sequence_ids=rows)
         assert [found.output for found in pruned] == [alone.output for alone in plain]
 
 
@@ -136,7 +140,7 @@ def test_the_whole_vocabulary_prunes_nothing(
     """Where every token is likely, rounds, depths and nodes are those of decoding without pruning."""
     plain = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafters[name], TREE)
     for top_k in (tiny.head.vocab_size, tiny.head.vocab_size + 1):
-        found = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafters[name], TREE, pruning=Pruning(6, top_k))
+        found = Session(tiny, Greedy(), drafters[name], TREE, pruning=Pruning(6, top_k)).decode(prompts[:batch], LIMIT)
         for one, other in zip(found, plain):
             assert (one.output, one.accepted, one.depths, one.nodes) == (
                 other.output, other.accepted, other.depths, other.nodes
@@ -151,7 +155,7 @@ def test_nodes_and_pruned_nodes_add_up(
 ) -> None:
     """A round's nodes are those that are left, its pruned ones the others, together all that was proposed."""
     pruning = Watched(6, 2)
-    found = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafters[name], TREE, pruning=pruning)
+    found = Session(tiny, Greedy(), drafters[name], TREE, pruning=pruning).decode(prompts[:batch], LIMIT)
     for row, generation in enumerate(found):
         trees = [paths(tree, row) for _, tree, _ in pruning.rounds][: len(generation.accepted)]
         left = [paths(pruned, row) for _, _, pruned in pruning.rounds][: len(generation.accepted)]
@@ -169,7 +173,7 @@ def test_drawn_trees_are_pruned_too(
     """Siblings that were drawn, equal ones among them, stay or leave by their tokens, and the output is greedy decoding's."""
     drawn = [[0], [1], [2], [0, 0], [1, 0], [1, 1], [2, 0], [0, 0, 0], [1, 0, 0]]
     pruning, builder = Watched(6, 20), Static(paths=drawn, children=children, temperature=0.3)
-    found = decode(tiny, prompts, Greedy(), LIMIT, drafters[name], builder, pruning=pruning)
+    found = Session(tiny, Greedy(), drafters[name], builder, pruning=pruning).decode(prompts, LIMIT)
     assert [one.output for one in found] == [one.output for one in decode(tiny, prompts, Greedy(), LIMIT)]
     twins = 0
     for texts, tree, pruned in pruning.rounds:
@@ -191,13 +195,13 @@ def test_rules_that_weigh_drafts_are_refused(
     with pytest.raises(UserError, match=f"acceptance={rule.name}: .*acceptance=greedy or match"):
         Pruning(2, 4).check(rule, tiny)
     with pytest.raises(UserError, match=f"acceptance={rule.name}"):
-        decode(tiny, prompts[:1], rule, 4, drafters["early_exit"], Chain(2, "sampled"), pruning=Pruning(2, 4))
+        Session(tiny, rule, drafters["early_exit"], Chain(2, "sampled"), pruning=Pruning(2, 4)).decode(prompts[:1], 4)
 
 
 def test_trees_with_nodes_that_only_draft_are_refused(tiny: Target, prompts: list[list[int]]) -> None:
     """Lookahead's window holds no tokens of the text, so likely ones cannot be picked from it."""
     with pytest.raises(UserError, match="eval.prune_layer"):
-        decode(tiny, prompts[:1], Greedy(), 8, Lookahead(tiny), TREE, pruning=Pruning(2, 4))
+        Session(tiny, Greedy(), Lookahead(tiny), TREE, pruning=Pruning(2, 4)).decode(prompts[:1], 8)
 
 
 @pytest.mark.parametrize(("layer", "top_k", "message"), [
@@ -209,14 +213,14 @@ def test_settings_out_of_range_are_refused(
 ) -> None:
     """The message names the setting, its value and, where it depends on the target, how many layers that has."""
     with pytest.raises(UserError, match=message):
-        decode(tiny, prompts[:1], Greedy(), 4, drafters["ngram"], TREE, pruning=Pruning(layer, top_k))
+        Session(tiny, Greedy(), drafters["ngram"], TREE, pruning=Pruning(layer, top_k)).decode(prompts[:1], 4)
 
 
 def test_pruned_and_unpruned_rounds_begin_alike(tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]) -> None:
     """The first tree is the one that is proposed without pruning: pruning sees it and does not shape it."""
     pruning, whole = Watched(6, 2), Watched(6, tiny.head.vocab_size)
     for each in (pruning, whole):
-        decode(tiny, prompts, Greedy(), 4, drafters["early_exit"], TREE, pruning=each)
+        Session(tiny, Greedy(), drafters["early_exit"], TREE, pruning=each).decode(prompts, 4)
     assert [paths(pruning.rounds[0][1], row) for row in range(3)] == [paths(whole.rounds[0][2], row) for row in range(3)]
 
 

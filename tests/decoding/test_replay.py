@@ -10,14 +10,15 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import KEPT, Recorder, Replay, collate_replays, replays
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.shared.losses import split_loss
 from spectrain.drafters.shared.vocabulary import Supervision
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
@@ -237,7 +238,9 @@ def test_with_nothing_rejected_it_is_half_the_forward_kl(tiny: Target, family: s
     found = []
     for source in (Live(), Generated(0.0, "replay")):
         drafter = make(family, tiny)
-        losses = drafter.loss(source.batch(Request(data[[0, 1, 2]], tiny, drafter.stages[0].layers)), tiny, TrainingState())
+        losses = drafter.loss(
+            source.batch(BatchRequest(data[[0, 1, 2]], tiny, drafter.stages[0].layers)), tiny, TrainingState()
+        )
         losses.total.backward()
         found.append((losses.total.detach(), [p.grad for p in drafter.parameters() if p.grad is not None]))
     torch.testing.assert_close(0.5 * found[0][0], found[1][0])
@@ -252,7 +255,7 @@ def test_replayed_batches_train(tiny: Target, family: str) -> None:
     data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
     drafter = make(family, tiny).train()
     batch = Generated(1.0, "replay", max_new_tokens=12, block=3, seed=2).batch(
-        Request(data[[0, 1, 2]], tiny, drafter.stages[0].layers, step=0, drafter=drafter)
+        BatchRequest(data[[0, 1, 2]], tiny, drafter.stages[0].layers, step=0, drafter=drafter)
     )
     assert batch.distance is not None and int(batch.distance.max()) in (0, 1, 2)
     assert [row[:5] for row in batch.tokens.tolist()] == [row[:5] for row in rows] and not batch.loss_mask[:, :5].any()

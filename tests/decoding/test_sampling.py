@@ -10,7 +10,6 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import (
     AcceptanceRule,
-    Accepted,
     Block,
     Match,
     Recursive,
@@ -19,12 +18,15 @@ from spectrain.decoding.acceptance import (
     Traversal,
     Typical,
 )
-from spectrain.decoding.loop import Context, Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, DySpec, Eagle2, Rollout, Static, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted, TokenTree
 
 LENGTH, TOP_K = 4, 3  # 81 outcomes: the first token, which the prefill yields, and three more
 BATCH, BATCHES = 250, 6
@@ -41,8 +43,8 @@ class Table(Drafter):
         super().__init__()
         self.log_q = log_q  # [V, V]
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        return budget.grow(context, _Lookup(self.log_q, context.root))
+    def draft(self, context: Context) -> Draft:
+        return Draft(_Lookup(self.log_q, context.root))
 
 
 class _Lookup(Rollout):

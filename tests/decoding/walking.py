@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import Accepted
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.token_tree import Accepted, TokenTree
 
 
 def walk(tree: TokenTree, choice: Tensor) -> Accepted:

@@ -14,22 +14,23 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.shared.losses import DIVERGENCES, jensen_shannon
 from spectrain.drafters.shared.small_models import check_tokenizer, cut_model
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate, plain_model
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
+from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import load_tensors, tensors_of
 from spectrain.trees import Chain, DySpec, Eagle2, Rollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Prefix
+from tests.decoding.rounds import Keeping
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -52,7 +53,7 @@ def dataset(count: int = 3) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Causal) -> Batch:
-    return Live().batch(Request(dataset()[[0, 1, 2]], target, drafter.stages[0].layers))
+    return Live().batch(BatchRequest(dataset()[[0, 1, 2]], target, drafter.stages[0].layers))
 
 
 # Cutting
@@ -108,10 +109,9 @@ def test_a_quarter_of_the_layers_by_default(tiny: Target) -> None:
 class Watched(Rollout):
     """Another rollout, with the log q that it gave after every path of tokens."""
 
-    def __init__(self, inner: Rollout, context: Context, seen: list[tuple[list[int], Tensor]]) -> None:
+    def __init__(self, inner: Rollout, prefix: Prefix, seen: list[tuple[list[int], Tensor]]) -> None:
         self.inner, self.seen = inner, seen
-        lengths = context.cache.lengths.tolist()
-        self.paths = [[context.tokens[b, : n + 1].tolist()] for b, n in enumerate(lengths)]
+        self.paths = [[prefix.tokens[b, : n + 1].tolist()] for b, n in enumerate(prefix.lengths.tolist())]
 
     def start(self) -> Tensor:
         return self.note(self.inner.start(), 1)
@@ -126,16 +126,10 @@ class Watched(Rollout):
         return log_q
 
 
-def watching(builder: TreeBuilder) -> list[tuple[list[int], Tensor]]:
-    """What a builder's rollouts say from now on: the whole text up to a node, and log q after it."""
+def watching(builder: TreeBuilder) -> tuple[list[tuple[list[int], Tensor]], TreeBuilder]:
+    """What the rollouts of a builder, which comes with it, say: the whole text up to a node, and log q after it."""
     seen: list[tuple[list[int], Tensor]] = []
-    grow = builder.grow
-
-    def watched(context: Context, rollout: Rollout) -> TokenTree:
-        return grow(context, Watched(rollout, context, seen))
-
-    builder.grow = watched  # type: ignore[method-assign]
-    return seen
+    return seen, Keeping(builder, lambda rollout, prefix: Watched(rollout, prefix, seen))
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -145,7 +139,7 @@ def watching(builder: TreeBuilder) -> list[tuple[list[int], Tensor]]:
 def test_what_is_drafted_is_what_is_trained(tiny: Target, builder: TreeBuilder, count: int) -> None:
     """After every node, over ragged rounds, the rollout's log q equals the training forward's over the whole text."""
     drafter = Causal(tiny, num_layers=6)
-    seen = watching(builder)
+    seen, builder = watching(builder)
     written = decode(tiny, PROMPTS[:count], Greedy(), 16, drafter, builder, ignore_eos=True)
     accepted = [one.accepted for one in written]
     assert max(map(max, accepted)) > 1 and min(map(len, accepted)) > 2 and (count == 1 or accepted[0] != accepted[1])
@@ -173,18 +167,11 @@ def test_padded_vocabularies(mine: int, theirs: int, builder: TreeBuilder) -> No
     drafter = fresh(target, vocab_size=mine)
     with torch.no_grad():
         drafter.model.head.output.weight[2048:] = 100 * drafter.model.head.output.weight[:1]  # often the likeliest ones
-    trees: list[TokenTree] = []
-    propose = drafter.propose
-
-    def watched(context: Context, budget: TreeBuilder) -> TokenTree:
-        trees.append(propose(context, budget))
-        return trees[-1]
-
-    drafter.propose = watched  # type: ignore[method-assign]
+    kept = Keeping(builder)
     expected = [decode(target, [prompt], Greedy(), 12)[0].output for prompt in PROMPTS]
-    assert [one.output for one in decode(target, PROMPTS, Greedy(), 12, drafter, builder)] == expected
+    assert [one.output for one in decode(target, PROMPTS, Greedy(), 12, drafter, kept)] == expected
     limit = min(mine, target.head.vocab_size)
-    assert drafter.vocab_size == limit and trees and all(int(tree.tokens.max()) < limit for tree in trees)
+    assert drafter.vocab_size == limit and kept.trees and all(int(tree.tokens.max()) < limit for tree in kept.trees)
     losses = drafter.loss(batch_of(target, drafter), target, TrainingState())
     assert torch.isfinite(losses.total) and losses.total > 0
 
@@ -201,7 +188,7 @@ def test_a_vocabulary_without_all_tokens_is_refused(tiny: Target) -> None:
 def rebuilt(drafter: Causal, target: Target, **options: Any) -> Causal:
     """A drafter from nothing but the saved settings, as they come back from JSON, and the saved tensors."""
     torch.manual_seed(99)
-    other = Causal(target, **json.loads(json.dumps({**options, **drafter.settings()})))
+    other = Causal(target, **json.loads(json.dumps({**options, **drafter.saved.settings(drafter)})))
     load_tensors(other, tensors_of(drafter))
     return other
 
@@ -379,8 +366,8 @@ def test_many_rows_add_up(tiny: Target) -> None:
     drafter = fresh(tiny)
     rows = torch.randint(3, 2000, (3, 500)).tolist()
     data = Dataset([Example(row, [i > 0 for i in range(500)]) for row in rows], 3, 0, 0)
-    whole = drafter.loss(Live().batch(Request(data[[0, 1, 2]], tiny, ("final",))), tiny, TrainingState())
-    parts = [drafter.loss(Live().batch(Request(data[[n]], tiny, ("final",))), tiny, TrainingState()) for n in range(3)]
+    whole = drafter.loss(Live().batch(BatchRequest(data[[0, 1, 2]], tiny, ("final",))), tiny, TrainingState())
+    parts = [drafter.loss(Live().batch(BatchRequest(data[[n]], tiny, ("final",))), tiny, TrainingState()) for n in range(3)]
     torch.testing.assert_close(whole.total, torch.stack([part.total for part in parts]).sum(), rtol=1e-4, atol=1e-3)
     assert whole.counts.tolist() == [1497] and whole.hits.item() == sum(part.hits.item() for part in parts)
 

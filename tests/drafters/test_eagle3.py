@@ -12,7 +12,7 @@ from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3, _Eagle3Rollout
 from spectrain.drafters.shared.vocabulary import Supervision
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
@@ -38,7 +38,7 @@ def make(tiny: Target, **options: object) -> Eagle3:
 
 
 def batch_of(dataset: Dataset, indices: list[int], tiny: Target, drafter: Eagle3) -> Batch:
-    return Live().batch(Request(dataset[indices], tiny, drafter.layers))
+    return Live().batch(BatchRequest(dataset[indices], tiny, drafter.layers))
 
 
 def gradients(drafter: Eagle3) -> Tensor:

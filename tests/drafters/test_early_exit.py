@@ -21,13 +21,14 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate
 from spectrain.features.batch import Batch, collate
 from spectrain.features.live import Live
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.loading import load_hf, load_tiny
+from spectrain.models.plain import generate
 from spectrain.models.target import Target
-from spectrain.runs.run import fresh_drafter, load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
+from spectrain.runs.fresh import fresh_drafter
 from spectrain.settings.build import build
 from spectrain.settings.choices import looked_up
 from spectrain.training.trainer import Trainer
@@ -294,7 +295,7 @@ def test_loss_is_said_by_the_layers_that_are_kept(tiny: Target) -> None:
             for layer in range(LAYERS):
                 if not dropped[layer, row]:
                     part = target.run(
-                        tokens, ForwardPlan(layers=(layer + 1,), part=Part(first=layer, last=layer + 1, hidden=state))
+                        tokens, ForwardPlan(layers=(layer + 1,), span=LayerSpan(first=layer, last=layer + 1, hidden=state))
                     )
                     state = part.at(layer + 1)
                 log_q = reference.lm_head(reference.model.norm(state))[0].log_softmax(-1)

@@ -26,7 +26,7 @@ from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.shared.losses import DIVERGENCES, UNNORMALISED, split_loss
 from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.kernels import linear_divergence as fused
@@ -71,7 +71,7 @@ def batch_of(drafter: Drafter, target: Target, stage: int = 0, replayed: bool = 
     rows = torch.randint(3, VOCAB, (3, length)).tolist()
     masks = [[1 <= i < length // 2 or i > length // 2 + 3 for i in range(length - 3 * row)] for row in range(3)]
     data = Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], 3, 0, 0)
-    batch = Live().batch(Request(data[[0, 1, 2]], target, drafter.stages[stage].layers))
+    batch = Live().batch(BatchRequest(data[[0, 1, 2]], target, drafter.stages[stage].layers))
     return replace(batch, distance=torch.randint(-1, 4, batch.tokens.shape)) if replayed else batch
 
 

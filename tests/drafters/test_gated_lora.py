@@ -18,27 +18,32 @@ from transformers import AutoModelForCausalLM
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
-from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.decoding.calibration import Calibration, Latency, Probe, calibrate, run_forced
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.calibration import Probe, calibrate, run_forced
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import Recorder
+from spectrain.decoding.session import Session
 from spectrain.drafters import gated_lora
 from spectrain.drafters.base import TrainingState
+from spectrain.drafters.context import Context
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.shared.masks import add_blocks, mask_embeddings
 from spectrain.errors import UserError
-from spectrain.eval.baselines import plain_model
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
+from spectrain.models.plain import plain_model
 from spectrain.models.target import Target
-from spectrain.runs.run import load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.trees import Auto, Cast, Chain, Eagle2, Rollout, Sequoia, Static, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft, Prefix
+from spectrain.trees.measurements import Calibration, Latency
+from spectrain.trees.token_tree import Accepted, TokenTree
+from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
 
 MASKS, LIMIT = 3, 24
@@ -465,7 +470,7 @@ def fitted(tiny: Target) -> Fitted:
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
     drafter = GatedLora(tiny, num_masks=MASKS, rank=8, mask_ratio=3.0)
     drafter.prepare(tiny, torch.zeros(tiny.head.vocab_size))
-    batch = Live().batch(Request(Dataset(rows, 3, 0, 0)[[0, 1, 2]], tiny, ()))
+    batch = Live().batch(BatchRequest(Dataset(rows, 3, 0, 0)[[0, 1, 2]], tiny, ()))
     optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
     for step in range(6):  # so that some drafts are right
         optimizer.zero_grad()
@@ -496,11 +501,11 @@ class Asked(Rollout):
     """Another rollout; notes the committed text, the path from the root, and log q after it, of rows that are not done."""
 
     def __init__(
-        self, inner: Rollout, context: Context, alive: list[int], seen: list[tuple[list[int], list[int], Tensor]]
+        self, inner: Rollout, prefix: Prefix, alive: list[int], seen: list[tuple[list[int], list[int], Tensor]]
     ) -> None:
         self.inner, self.alive, self.seen, self.depth_limit = inner, alive, seen, inner.depth_limit
-        self.texts = [context.tokens[b, :n].tolist() for b, n in enumerate(context.cache.lengths.tolist())]
-        self.paths = [[[root]] for root in context.root.tolist()]
+        self.texts = [prefix.tokens[b, :n].tolist() for b, n in enumerate(prefix.lengths.tolist())]
+        self.paths = [[[root]] for root in prefix.root.tolist()]
 
     def start(self) -> Tensor:
         return self.note(self.inner.start(), 1)
@@ -516,36 +521,32 @@ class Asked(Rollout):
         return log_q
 
 
-class Witness:
-    """Watches a drafter decode: what its rollouts said where drafts were ready, and every round's tree and verdict."""
+class Witness(Keeping):
+    """A builder that watches a drafter decode: what its rollouts said where drafts were ready, and every round."""
 
     def __init__(self, drafter: GatedLora, builder: TreeBuilder, prompts: list[list[int]]) -> None:
+        super().__init__(builder, lambda rollout, prefix: Asked(rollout, prefix, self.alive, self.asked))
+        self.prompts = prompts
         self.seen: list[tuple[list[int], list[int], Tensor]] = []
+        self.asked: list[tuple[list[int], list[int], Tensor]] = []
         self.rounds: list[tuple[TokenTree, Accepted, list[int]]] = []  # with the rows that are not done
-        self.trees: list[TokenTree] = []
-        propose, commit = drafter.propose, drafter.commit
-
-        def proposing(context: Context, budget: TreeBuilder) -> TokenTree:
-            asked: list[tuple[list[int], list[int], Tensor]] = []
-            lengths, grow = context.cache.lengths.tolist(), budget.grow
-            alive = [b for b, n in enumerate(lengths) if n + 1 - len(prompts[b]) < LIMIT]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(budget, "grow", lambda c, rollout: grow(c, Asked(rollout, c, alive, asked)))
-                tree = propose(context, budget)
-            tree.check()
-            assert torch.equal(tree.tokens[:, 0], context.root)
-            drafted = ((tree.depths > 0) & tree.valid & tree.emitted).any(-1)
-            texts = [context.tokens[b, : lengths[b]].tolist() for b in alive if drafted[b]]
-            self.seen += [entry for entry in asked if entry[0] in texts]
-            self.trees.append(tree)
-            self.alive = alive
-            return tree
+        commit = drafter.commit
 
         def committing(context: Context, accepted: Accepted) -> None:
             self.rounds.append((self.trees[-1], accepted, self.alive))
             commit(context, accepted)
 
-        drafter.propose, drafter.commit = proposing, committing  # type: ignore[method-assign]
+        drafter.commit = committing  # type: ignore[method-assign]
+
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        lengths = prefix.lengths.tolist()
+        self.alive = [b for b, n in enumerate(lengths) if n + 1 - len(self.prompts[b]) < LIMIT]
+        self.asked = []
+        tree = super().grow(prefix, draft)
+        drafted = ((tree.depths > 0) & tree.valid & tree.emitted).any(-1)
+        texts = [prefix.tokens[b, : lengths[b]].tolist() for b in self.alive if drafted[b]]
+        self.seen += [entry for entry in self.asked if entry[0] in texts]
+        return tree
 
 
 @torch.no_grad()
@@ -610,7 +611,7 @@ def test_drafted_equals_greedy(tiny: Target, fitted: Fitted, strategy: str, buil
     """Output is greedy; proposals are those of an independent forward; masks stay inside; drafts are ready as they must be."""
     drafter, prompts, answers = like(fitted, strategy), *fitted[1:]
     witness = Witness(drafter, builder, prompts[:count])
-    found = decode(tiny, prompts[:count], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    found = decode(tiny, prompts[:count], Greedy(), LIMIT, drafter, witness, ignore_eos=True)
     assert [generation.output for generation in found] == answers[:count]
     assert max(kept for generation in found for kept in generation.accepted) > 1
     check_proposals(tiny, drafter, witness)
@@ -619,7 +620,7 @@ def test_drafted_equals_greedy(tiny: Target, fitted: Fitted, strategy: str, buil
     assert check_ready(drafter, witness) >= ({(True, True)} if strategy == "quadratic" else linear | {(True, False)})
     deepest = {depth for generation in found for depth in generation.depths if depth}
     assert max(deepest) <= min(builder.depth, MASKS) and (not builder.is_chain or deepest == {min(builder.depth, MASKS)})
-    assert witness.rounds[0][0].tokens.shape[1] <= builder.budget + drafter.extra_nodes(builder)
+    assert witness.rounds[0][0].tokens.shape[1] <= builder.budget + drafter.cost.extra_nodes(drafter, builder)
 
 
 @pytest.mark.parametrize("sampler", [True, False])
@@ -627,7 +628,7 @@ def test_a_chain_is_drafted_greedily_mask_by_mask(tiny: Target, sampler: bool) -
     """Each draft is the likeliest token after the mask of its depth and, with a sampler, the draft before."""
     drafter, prompt = make(tiny, sampler=sampler), [[5, 6, 7, 8]]
     witness, run, rounds = Witness(drafter, Chain(MASKS), prompt), reference(tiny, drafter), 0
-    (found,) = decode(tiny, prompt, Greedy(), LIMIT, drafter, Chain(MASKS), ignore_eos=True)
+    (found,) = decode(tiny, prompt, Greedy(), LIMIT, drafter, witness, ignore_eos=True)
     text = prompt[0]
     for tree, accepted, _ in witness.rounds:
         real, root = nodes_of(tree, 0), int(tree.tokens[0, 0])
@@ -673,7 +674,7 @@ def test_drawn_children(
     """Rules that weigh p against q: where p allows one token only, output is greedy; proposals and masks are as above."""
     drafter, prompts, answers = like(fitted, strategy), *fitted[1:]
     witness = Witness(drafter, builder, prompts)
-    found = decode(tiny, prompts, rule(top_k=1), LIMIT, drafter, builder, ignore_eos=True)
+    found = decode(tiny, prompts, rule(top_k=1), LIMIT, drafter, witness, ignore_eos=True)
     assert [one.output for one in found] == answers
     check_proposals(tiny, drafter, witness)
     check_masks(drafter, witness)
@@ -703,7 +704,7 @@ def test_masks_are_never_kept_whatever_the_target_wants(tiny: Target, fitted: Fi
     drafter, builder, prompts = like(fitted, strategy), Chain(2), fitted[1]
     witness = Witness(drafter, builder, prompts)
     token = 0
-    found = decode(tiny, prompts, Always(token), LIMIT, drafter, builder, ignore_eos=True)
+    found = decode(tiny, prompts, Always(token), LIMIT, drafter, witness, ignore_eos=True)
     for tree, _, _ in witness.rounds:
         assert set(tree.tokens[tree.valid & ~tree.emitted].tolist()) == {token}
     check_masks(drafter, witness)
@@ -719,7 +720,8 @@ def test_rounds_without_a_draft(tiny: Target, fitted: Fitted, strategy: str, pat
     drafter, prompts, answers, switch = like(fitted, strategy), *fitted[1:], Switch(pattern)
     builder = Chain(3)
     witness = Witness(drafter, builder, prompts[:count])
-    found = decode(tiny, prompts[:count], Greedy(), LIMIT, drafter, builder, guard=cast(Guard, switch), ignore_eos=True)
+    session = Session(tiny, Greedy(), drafter, witness, guard=cast(Guard, switch))
+    found = session.decode(prompts[:count], LIMIT, ignore_eos=True)
     assert [one.output for one in found] == answers[:count]
     drafted = [recorded for recorded, _ in switch.recorded]
     for one in found:
@@ -877,7 +879,7 @@ def test_reloaded_equals_saved(tiny: Target, tmp_path: Path) -> None:
     trees: list[list[TokenTree]] = []
     for target, loaded in ((tiny, drafter), (again, other)):
         witness = Witness(loaded, Chain(3), prompts)
-        decode(target, prompts, Greedy(), 12, loaded, Chain(3), ignore_eos=True)
+        decode(target, prompts, Greedy(), 12, loaded, witness, ignore_eos=True)
         trees.append(witness.trees)
     assert all(torch.equal(one.tokens, same.tokens) for one, same in zip(*trees, strict=True))
 
@@ -915,7 +917,7 @@ def test_a_tensor_that_does_not_fit_is_refused(
         tensors[there] = tensor[:-1].clone()
     save_file(tensors, path, metadata={"format": "pt"})
     if change != "unknown" and name == "lora_B.weight":
-        name = next(ours for ours, place in drafter.layout().items() if place == (file, there))
+        name = next(ours for ours, place in drafter.adapter_layout().items() if place == (file, there))
     with pytest.raises(UserError) as caught:
         load_weights(make(tiny), tmp_path / "drafter")
     assert name in str(caught.value)

@@ -10,8 +10,9 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Context, decode, prefill
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
+from spectrain.drafters.context import Context
 from spectrain.drafters.hydra import Hydra, _Path
 from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.errors import UserError
@@ -21,7 +22,9 @@ from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, DySpec, Eagle2, OptTree, Rollout, Static, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Prefix
+from spectrain.trees.token_tree import Accepted, TokenTree
+from tests.decoding.rounds import begun, proposed
 
 HEADS = 3
 PREFIX = pytest.mark.parametrize("prefix", [False, True], ids=["hydra", "hydra++"])
@@ -48,15 +51,15 @@ class Probe(TreeBuilder):
         self.levels = levels  # tokens and parents of every call
         self.said: list[Tensor] = []  # log q [B, F, V] of every call
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         self.said = [rollout.start()]
         self.said += [rollout.extend(torch.tensor(tokens), torch.tensor(parents)) for tokens, parents in self.levels]
-        return TokenTree.chain(context.root[:, None])
+        return TokenTree.chain(prefix.root[:, None])
 
 
 def context_of(tiny: Target, drafter: Hydra, prompts: list[list[int]]) -> Context:
     """The first round of these prompts."""
-    return prefill(tiny, prompts, Greedy(), 40, drafter.layers, Probe(), torch.arange(len(prompts)), 0)
+    return begun(tiny, prompts, drafter, Probe(), 40)
 
 
 @torch.no_grad()
@@ -64,7 +67,7 @@ def along(drafter: Hydra, context: Context, paths: list[list[int]]) -> Tensor:
     """[B, depth + 1, V] what is said on the way down one path a row."""
     steps = range(len(paths[0]))
     probe = Probe(*[([[path[step]] for path in paths], [[step]] * len(paths)) for step in steps])
-    drafter.propose(context, probe)
+    proposed(drafter, context, probe)
     return torch.cat(probe.said, dim=1)
 
 
@@ -103,8 +106,8 @@ def test_training_equals_decoding_along_the_true_path(tiny: Target, prefix: bool
     context.tokens[:, :32] = tokens
     lengths = [6, 3]
     for counts, drafted in (([3, 1], True), ([1, 4], True), ([2, 2], False), ([1, 3], False), ([4, 1], True), ([2, 2], True)):
-        context.catch_up()
         if drafted:
+            context.catch_up()
             paths = [tokens[b, n + 1 : n + HEADS].tolist() for b, n in enumerate(lengths)]
             said = along(drafter, context, paths)
             for b, n in enumerate(lengths):
@@ -112,9 +115,12 @@ def test_training_equals_decoding_along_the_true_path(tiny: Target, prefix: bool
                     torch.testing.assert_close(said[b, k], trained[k][b, n - 1], rtol=1e-3, atol=1e-3)
         tree = TokenTree.chain(torch.stack([tokens[b, n : n + 5] for b, n in enumerate(lengths)]))
         seen = tiny.verify(tree, context.cache, drafter.layers)
-        emitted = torch.stack([tokens[b, n + 1 : n + 5] for b, n in enumerate(lengths)])
+        bonus = torch.stack([tokens[b, n + count] for b, (n, count) in enumerate(zip(lengths, counts))])
+        before = (context.fresh, context.counts)
         with torch.no_grad():
-            context.commit(seen, torch.arange(4).expand(2, -1), torch.tensor(counts), emitted, drafted)
+            context.commit(tree, seen, Accepted(torch.arange(4).expand(2, -1), torch.tensor(counts), bonus))
+        if not drafted:
+            context.postpone(before)
         lengths = [n + count for n, count in zip(lengths, counts)]
     assert lengths == context.cache.lengths.tolist() and context.round == 4
 
@@ -138,7 +144,7 @@ def test_nodes_of_one_depth_are_told_by_their_paths(tiny: Target, prefix: bool) 
     context = context_of(tiny, drafter, [[5, 6, 7, 8], [9, 10]])
     probe = Probe(([[20, 30], [21, 31]], [[0, 0]] * 2), ([[40, 40, 50], [41, 51, 51]], [[2, 1, 1], [1, 1, 2]]))
     with torch.no_grad():
-        drafter.propose(context, probe)
+        proposed(drafter, context, probe)
     paths = [[[30, 40], [20, 40], [20, 50]], [[21, 41], [21, 51], [31, 51]]]
     for place in range(3):
         alone = along(drafter, context, [paths[0][place], paths[1][place]])
@@ -158,7 +164,7 @@ def test_mixed_depths_in_one_call_agree_with_level_by_level(tiny: Target, prefix
     context = context_of(tiny, drafter, [[5, 6, 7, 8], [9, 10]])
     probe = Probe(([[20], [21]], [[0], [0]]), ([[30, 40], [41, 31]], [[0, 1], [1, 0]]))
     with torch.no_grad():
-        drafter.propose(context, probe)
+        proposed(drafter, context, probe)
     deep = along(drafter, context, [[20, 40], [21, 41]])
     shallow = along(drafter, context, [[30, 60], [31, 60]])
     torch.testing.assert_close(probe.said[2][0], torch.stack([shallow[0, 1], deep[0, 2]]), rtol=1e-4, atol=1e-4)
@@ -179,7 +185,7 @@ def test_dyspec_draws_from_what_each_path_alone_says(tiny: Target, prefix: bool,
     context = context_of(tiny, drafter, prompts)
     with torch.no_grad(), monkeypatch.context() as patch:
         patch.setattr(_Path, "_after", watch)
-        tree = drafter.propose(context, DySpec(depth=7, budget=24, temperature=0.25))
+        tree = proposed(drafter, context, DySpec(depth=7, budget=24, temperature=0.25))
     assert tree.q is not None and {1, 2} in calls and tree.depths[tree.valid].max() == HEADS
     for b, prompt in enumerate(prompts):
         nodes = [n for n in range(tree.tokens.shape[1]) if tree.valid[b, n] and tree.q[b, n].sum() > 0]

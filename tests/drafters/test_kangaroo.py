@@ -22,14 +22,17 @@ from spectrain.drafters.base import TrainingState
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.shared.losses import DIVERGENCES
 from spectrain.errors import UserError
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
 from spectrain.training.job import trained_groups
 from spectrain.training.trainer import Trainer
-from spectrain.trees import Chain, Eagle2
+from spectrain.trees import Chain, Eagle2, TreeBuilder
+from spectrain.trees.base import Draft, Prefix
+from spectrain.trees.token_tree import TokenTree
+from tests.decoding.rounds import Keeping
 
 VOCAB, LAYERS = 83, 4
 SIZE: dict[str, Any] = {
@@ -75,7 +78,7 @@ def dataset(vocab: int = VOCAB, count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Kangaroo) -> Batch:
-    return Live().batch(Request(dataset()[[0, 1, 2, 4]], target, drafter.stages[0].layers))
+    return Live().batch(BatchRequest(dataset()[[0, 1, 2, 4]], target, drafter.stages[0].layers))
 
 
 def early_exit(target: Target, reference: Any, tokens: Tensor, layer: int) -> Tensor:
@@ -154,7 +157,7 @@ def test_untrained_drafts_are_the_early_exits(tiny: Target, layer: int, said: li
     drafter = make(tiny, exit_layer=layer).eval()
     (generation,) = decode(tiny, [prompt], Greedy(), 6, drafter, Chain(3), ignore_eos=True)
     tokens = torch.tensor([prompt + generation.output[:1]])
-    final = tiny.run(tokens, ForwardPlan(layers=("final",), part=Part(last=layer))).at("final")
+    final = tiny.run(tokens, ForwardPlan(layers=("final",), span=LayerSpan(last=layer))).at("final")
     torch.testing.assert_close(said[0][0, 0], tiny.head.logits(final)[0, -1].log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
@@ -226,9 +229,9 @@ def test_loss_is_summed_over_the_assistants_tokens(tiny: Target) -> None:
     layers = drafter.stages[0].layers
     silent = Dataset([*rows.examples, Example([5] * 40, [False] * 40)], 7, 0, 0)
     with torch.no_grad():
-        whole = drafter.loss(Live().batch(Request(rows[list(range(6))], target, layers)), target, TrainingState())
-        parts = [drafter.loss(Live().batch(Request(rows[[n]], target, layers)), target, TrainingState()) for n in range(6)]
-        padded = drafter.loss(Live().batch(Request(silent[list(range(7))], target, layers)), target, TrainingState())
+        whole = drafter.loss(Live().batch(BatchRequest(rows[list(range(6))], target, layers)), target, TrainingState())
+        parts = [drafter.loss(Live().batch(BatchRequest(rows[[n]], target, layers)), target, TrainingState()) for n in range(6)]
+        padded = drafter.loss(Live().batch(BatchRequest(silent[list(range(7))], target, layers)), target, TrainingState())
     assert float(whole.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-4)
     assert float(whole.total) == pytest.approx(float(padded.total), rel=1e-4)
     assert whole.counts.tolist() == padded.counts.tolist() == [rows.num_supervised]
@@ -250,6 +253,20 @@ def test_training_lowers_the_loss_and_not_the_target(tiny: Target, tmp_path: Pat
 # Decoding
 
 
+class Hearing(Keeping):
+    """A builder that keeps what was said, level by level, while a tree grew."""
+
+    def __init__(self, builder: TreeBuilder, said: list[Tensor]) -> None:
+        super().__init__(builder)
+        self.said, self.levels = said, list[list[Tensor]]()
+
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        before = len(self.said)
+        tree = super().grow(prefix, draft)
+        self.levels.append(self.said[before:])
+        return tree
+
+
 @pytest.mark.parametrize("lengths", [(6,), (6, 3, 9)])
 @pytest.mark.parametrize("layer", [1, 5])
 def test_decoding_says_what_training_says(tiny: Target, said: list[Tensor], lengths: tuple[int, ...], layer: int) -> None:
@@ -259,24 +276,14 @@ def test_decoding_says_what_training_says(tiny: Target, said: list[Tensor], leng
     """
     drafter = make(tiny, noise=1.0, exit_layer=layer).eval()
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in lengths]
-    trees = []
-    propose = drafter.propose
-
-    def watched(context: Any, budget: Any) -> Any:
-        before = len(said)
-        texts = [context.tokens[row, : int(context.cache.lengths[row])].tolist() for row in range(len(lengths))]
-        tree = propose(context, budget)
-        trees.append((texts, tree, said[before:]))
-        return tree
-
-    drafter.propose = watched  # type: ignore[method-assign]
-    found = decode(tiny, prompts, Greedy(), 12, drafter, Chain(3), ignore_eos=True)
+    hearing = Hearing(Chain(3), said)
+    found = decode(tiny, prompts, Greedy(), 12, drafter, hearing, ignore_eos=True)
     plain = decode(tiny, prompts, Greedy(), 12, ignore_eos=True)
     assert [generation.output for generation in found] == [generation.output for generation in plain]
-    assert len(trees) > 2
-    for texts, tree, levels in trees:
+    assert len(hearing.trees) > 2
+    for texts, tree, levels in zip(hearing.texts, hearing.trees, hearing.levels, strict=True):
         assert len(levels) == 3
-        for row, text in enumerate(texts):
+        for row, (*text, _) in enumerate(texts):
             tokens = torch.tensor([text + tree.tokens[row].tolist()])
             x = tiny.features(tokens, (layer,)).at(layer)
             with torch.no_grad():
@@ -289,24 +296,14 @@ def test_decoding_says_what_training_says(tiny: Target, said: list[Tensor], leng
 def test_a_draft_ends_before_an_unlikely_token(tiny: Target, said: list[Tensor], stop: float) -> None:
     """With stop_on=token every drafted token but none after the first shortfall has a likeliest q of at least `stop`."""
     drafter, prompt = make(tiny, exit_layer=6).eval(), [5, 6, 7, 8, 9, 10]
-    trees: list[tuple[Any, list[Tensor]]] = []
-    propose = drafter.propose
-
-    def watched(context: Any, budget: Any) -> Any:
-        before = len(said)
-        tree = propose(context, budget)
-        trees.append((tree, said[before:]))
-        return tree
-
-    drafter.propose = watched  # type: ignore[method-assign]
-    builder = Chain(5, stop=stop, stop_on="token")
-    out = decode(tiny, [prompt], Greedy(), 20, drafter, builder, ignore_eos=True)[0].output
+    hearing = Hearing(Chain(5, stop=stop, stop_on="token"), said)
+    out = decode(tiny, [prompt], Greedy(), 20, drafter, hearing, ignore_eos=True)[0].output
     assert out == decode(tiny, [prompt], Greedy(), 20, ignore_eos=True)[0].output
-    for tree, levels in trees:
+    for tree, levels in zip(hearing.trees, hearing.levels, strict=True):
         likely = [float(log_q.exp().max()) >= stop for log_q in levels]
         drafted = int((tree.valid & tree.emitted).sum()) - 1
         assert drafted == (likely.index(False) if False in likely else 5)
-    assert len({int(tree.valid.sum()) for tree, _ in trees}) > 1
+    assert len({int(tree.valid.sum()) for tree in hearing.trees}) > 1
 
 
 def test_trees_stay_lossless(tiny: Target) -> None:

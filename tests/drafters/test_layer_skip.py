@@ -15,15 +15,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
-from spectrain.drafters.layer_skip import LayerSkipping, own_answers, search
+from spectrain.decoding.session import tune
+from spectrain.drafters.layer_skip import LayerSkipping, laid_out, search
 from spectrain.errors import UserError
-from spectrain.eval.baselines import generate
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
+from spectrain.models.plain import generate
 from spectrain.models.target import Target
-from spectrain.runs.run import load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
 from spectrain.settings.choices import looked_up
 from spectrain.trees import Chain
+from tests.decoding.rounds import Keeping
 
 VOCAB = 600  # an output layer as large as two layers, so that leaving out more is not always worth it
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9, 3, 22, 17, 30, 4]]
@@ -86,8 +88,13 @@ def promises(target: Target, reference: Any, depth: int, answer_tokens: int) -> 
     return found
 
 
+def answered(target: Target, prompts: list[list[int]], count: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts with the target's greedy answers."""
+    return [(prompt, decode(target, [prompt], Greedy(), count)[0].output) for prompt in prompts]
+
+
 def found_by(target: Target, steps: int, depth: int = 3, seed: int = 0) -> frozenset[int]:
-    return search(target, PROMPTS, depth, steps, 12, seed)
+    return search(target, answered(target, PROMPTS, 12), depth, steps, seed)
 
 
 @pytest.mark.parametrize("num_layers", [3, 4])
@@ -106,7 +113,7 @@ def test_no_set_near_the_one_found_promises_more(tiny: Target, num_layers: int, 
 def test_answers_are_the_targets_own(tiny: Target) -> None:
     """Each row is a prompt and its greedy answer, and the mask says where the next token is the answer's."""
     target, reference = pair(tiny, 3)
-    tokens, mask = own_answers(target, PROMPTS, 12)
+    tokens, mask = laid_out(answered(target, PROMPTS, 12), target.device)
     for row, prompt in enumerate(PROMPTS):
         answer = generate(reference, prompt, 12, target.stop_ids)
         assert tokens[row].tolist()[: len(prompt) + len(answer)] == prompt + answer
@@ -118,7 +125,7 @@ def test_answers_end_with_the_context(tiny: Target) -> None:
     """A prompt near the target's longest context gets the answer that has room."""
     target, _ = pair(tiny, 3)
     prompt = [3 + n % 50 for n in range(60)]
-    tokens, mask = own_answers(target, [prompt], 12)
+    tokens, mask = laid_out(answered(target, [prompt], 12), target.device)
     assert tokens.shape[1] <= 64 and 1 <= int(mask.sum()) <= 4
 
 
@@ -215,42 +222,43 @@ def test_given_layers_are_not_searched_for(tiny: Target, measured: list[frozense
         raise AssertionError
 
     drafter = LayerSkipping(tiny, skipped=[5, 2, 5])
-    drafter.calibrate(tiny, prompts, 3)
-    assert drafter.skipped == {2, 5} and drafter.settings() == {"skipped": [2, 5]} and not measured
+    tune(drafter, tiny, prompts, 3)
+    assert drafter.skipped == {2, 5} and drafter.saved.settings(drafter) == {"skipped": [2, 5]} and not measured
 
 
 def test_a_searched_set_is_saved_and_not_searched_again(tiny: Target, tmp_path: Path, measured: list[frozenset[int]]) -> None:
     """Before the search nothing is described; after it the saved description builds a drafter with the same layers."""
     node = {"_target_": "spectrain.drafters.layer_skip.LayerSkipping", "search_steps": 8, "answer_tokens": 6, "seed": 3}
     drafter: LayerSkipping = build(node, target=tiny)
-    assert drafter.settings() == {}
-    drafter.calibrate(tiny, lambda: PROMPTS, 3)
-    assert drafter.skipped == search(tiny, PROMPTS, 3, 8, 6, seed=3)
+    assert drafter.saved.settings(drafter) == {}
+    tune(drafter, tiny, lambda: PROMPTS, 3)
+    assert drafter.skipped == search(tiny, answered(tiny, PROMPTS, 6), 3, 8, seed=3)
     found = len(measured)
     save_drafter(tmp_path / "drafter", drafter, OmegaConf.create({"drafter": node}))
     described = json.loads((tmp_path / "drafter/config.json").read_text())["drafter"]
     assert looked_up("drafter", described, "") == {**node, "skipped": sorted(drafter.skipped)}
     again: LayerSkipping = build(looked_up("drafter", described, ""), target=tiny)
     load_weights(again, tmp_path / "drafter")
-    again.calibrate(tiny, lambda: PROMPTS, 3)
-    assert again.skipped == drafter.skipped and again.settings() == drafter.settings() and len(measured) == found
+    tune(again, tiny, lambda: PROMPTS, 3)
+    assert again.skipped == drafter.skipped and again.saved.settings(again) == drafter.saved.settings(drafter)
+    assert len(measured) == found
 
 
 @pytest.mark.parametrize("skipped", [[0], [7], [1, 4, 5], [0, 1, 2, 3, 4, 5, 6]])
 def test_drafts_are_the_shorter_models(tiny: Target, skipped: list[int]) -> None:
     """A first round's draft is what the target without these layers would write, and the output is greedy decoding's."""
     drafter, prompt = LayerSkipping(tiny, skipped=skipped).eval(), [5, 6, 7, 8, 9]
-    trees = []
-    propose = drafter.propose
-    drafter.propose = lambda context, budget: trees.append(propose(context, budget)) or trees[-1]  # type: ignore
-    out = decode(tiny, [prompt], Greedy(), 12, drafter, Chain(3), ignore_eos=True)[0].output
+    kept = Keeping(Chain(3))
+    out = decode(tiny, [prompt], Greedy(), 12, drafter, kept, ignore_eos=True)[0].output
     assert out == decode(tiny, [prompt], Greedy(), 12, ignore_eos=True)[0].output
     # the prompt was read by all layers, so what is drafted first is compared on keys and values of the whole target
     cache = tiny.new_cache(1, 32)
     tiny.prefill(torch.tensor([prompt]), torch.tensor([len(prompt)]), cache, ())
     tokens = [out[0]]
     for _ in range(3):
-        logits = tiny.run(torch.tensor([tokens[-1:]]), ForwardPlan(logits=True, cache=cache, part=Part(skipped=skipped))).logits
+        logits = tiny.run(
+            torch.tensor([tokens[-1:]]), ForwardPlan(logits=True, cache=cache, span=LayerSpan(skipped=skipped))
+        ).logits
         assert logits is not None
         tokens.append(int(logits[0, -1].argmax()))
-    assert trees[0].tokens[0].tolist() == tokens
+    assert kept.trees[0].tokens[0].tolist() == tokens

@@ -4,16 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import AcceptanceRule, Accepted, Greedy, Match
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
+from spectrain.decoding.session import Session
+from spectrain.drafters.context import Context
 from spectrain.drafters.lookahead import Lookahead
 from spectrain.errors import UserError
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import TEXT, ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft, trie
+from spectrain.trees.token_tree import Accepted, TokenTree
 
 LIMIT = 40
 TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
@@ -31,12 +34,13 @@ class Watched(Lookahead):
         self.accepted: list[Accepted] = []
         self.columns: list[list[list[list[int]]]] = []  # of every round and row
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        self.trees.append(super().propose(context, budget))
+    def draft(self, context: Context) -> Draft:
+        draft = super().draft(context)
         self.columns.append([[list(column) for column in row.columns] for row in self.sequences])
-        return self.trees[-1]
+        return draft
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
+        self.trees.append(tree)
         seen = super().verify(context, tree)
         assert seen.logits is not None
         self.answered.append(seen.logits.argmax(-1))
@@ -88,7 +92,7 @@ def test_output_is_the_target_s(
         assert (tree.valid & ~tree.emitted).sum(1).tolist() == [window * (ngram - 1)] * batch
         assert int((verified.sum(1)).max()) <= min(builder.budget, 1 + guesses * (ngram - 1))
         assert int((tree.depths * verified).max()) <= min(builder.depth, ngram - 1)
-        assert tree.tokens.shape[1] <= builder.budget + drafter.extra_nodes(builder)
+        assert tree.tokens.shape[1] <= builder.budget + drafter.cost.extra_nodes(drafter, builder)
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
@@ -170,10 +174,10 @@ def test_the_newest_guesses_are_kept(tiny: Target) -> None:
     assert row.pool == {5: [(5, 1, 6), (5, 3, 4), (5, 9, 9)], 6: [(6, 1, 1)]}
     row.pool[5].append((5, 3, 8))
     row.tail = [7, 5]
-    assert row.trie(2, 9) == ([5, 3, 8, 9, 9, 4, 1, 6], [-1, 0, 1, 0, 3, 1, 0, 6])
-    assert row.trie(2, 2) == ([5, 3, 8], [-1, 0, 1])
-    assert row.trie(1, 9) == ([5, 3, 9, 1], [-1, 0, 0, 0])
-    assert row.trie(2, 0) == ([5], [-1])
+    assert trie(5, row.guesses(), 2, 10) == ([5, 3, 8, 9, 9, 4, 1, 6], [-1, 0, 1, 0, 3, 1, 0, 6])
+    assert trie(5, row.guesses(), 2, 3) == ([5, 3, 8], [-1, 0, 1])
+    assert trie(5, row.guesses(), 1, 10) == ([5, 3, 9, 1], [-1, 0, 0, 0])
+    assert trie(5, row.guesses(), 2, 1) == ([5], [-1])
 
 
 @pytest.mark.parametrize("pool_from_prompt", [True, False])
@@ -189,11 +193,11 @@ def test_a_text_that_repeats_is_guessed(tiny: Target, pool_from_prompt: bool) ->
 def test_a_batch_equals_its_rows_alone(tiny: Target, prompts: list, sizes: tuple) -> None:
     """Window and pool belong to one row, and a new decoding begins without them."""
     drafter = Watched(tiny, *sizes)
-    together = decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER, rows=[4, 9, 2], ignore_eos=True)
+    together = decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER, sequence_ids=[4, 9, 2], ignore_eos=True)
     trees = drafter.trees
     for row, key in enumerate([4, 9, 2]):
         drafter.trees = []
-        (alone,) = decode(tiny, [prompts[row]], Greedy(), LIMIT, drafter, BUILDER, rows=[key], ignore_eos=True)
+        (alone,) = decode(tiny, [prompts[row]], Greedy(), LIMIT, drafter, BUILDER, sequence_ids=[key], ignore_eos=True)
         assert (alone.output, alone.accepted) == (together[row].output, together[row].accepted)
         for ours, theirs in zip(drafter.trees, trees):
             assert torch.equal(ours.tokens[0], theirs.tokens[row][theirs.valid[row]])
@@ -215,7 +219,7 @@ def test_rounds_without_a_draft_are_caught_up_with(tiny: Target, prompts: list) 
     """Text that was decoded without a draft is read too: the output stays, and so do the pool's n-grams of it."""
     drafter = Lookahead(tiny, 3, 3, 1000)
     plain = decode(tiny, prompts, Greedy(), LIMIT)
-    found = decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER, guard=EveryOther())
+    found = Session(tiny, Greedy(), drafter, BUILDER, guard=EveryOther()).decode(prompts, LIMIT)
     for row, (prompt, generation) in enumerate(zip(prompts, found)):
         assert generation.output == plain[row].output
         text = prompt + generation.output[: 1 + sum(generation.accepted[:-2])]

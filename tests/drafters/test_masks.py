@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.shared.masks import Blocks, add_blocks, mask_embeddings, start_masks
-from spectrain.eval.baselines import plain_model
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.plain import plain_model
 from spectrain.models.target import Target
 
 LENGTHS = (17, 11, 14)

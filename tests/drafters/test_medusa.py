@@ -18,12 +18,11 @@ from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.calibration import Calibration, Latency
-from spectrain.decoding.loop import Context, decode, prefill
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState, stage_at
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.features import Features
@@ -33,7 +32,9 @@ from spectrain.models.target import Target
 from spectrain.training.job import trained_groups
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Auto, Cartesian, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Static, TreeBuilder
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
+from tests.decoding.rounds import begun, proposed
 
 HEADS = 3
 ADAPTATIONS: dict[str, dict[str, Any]] = {
@@ -63,7 +64,7 @@ def dataset(count: int = 6) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Medusa, stage: int) -> Batch:
-    return Live().batch(Request(dataset()[[0, 1, 2]], target, drafter.stages[stage].layers))
+    return Live().batch(BatchRequest(dataset()[[0, 1, 2]], target, drafter.stages[stage].layers))
 
 
 @torch.no_grad()
@@ -149,11 +150,6 @@ def test_heads_share_no_parameter_and_grow_apart(tiny: Target, tmp_path: Path) -
 # Trees
 
 
-def context_of(tiny: Target, drafter: Medusa, prompts: list[list[int]], builder: TreeBuilder) -> Context:
-    """The first round of these prompts."""
-    return prefill(tiny, prompts, Greedy(), 20, drafter.layers, builder, torch.arange(len(prompts)), 0)
-
-
 def paths(tree: TokenTree, row: int) -> set[tuple[int, ...]]:
     """The token path of every node below the root."""
     nodes = [n for n in range(1, tree.tokens.shape[1]) if tree.valid[row, n]]
@@ -177,7 +173,7 @@ def test_tree_says_at_depth_d_what_head_d_says(tiny: Target, kind: str) -> None:
                             "eagle2": Eagle2(depth=3, budget=6, top_k=5)}[kind]  # fmt: skip
     prompts = [[5, 6, 7, 8, 9], [40, 41]]
     with torch.no_grad():
-        tree = drafter.propose(context_of(tiny, drafter, prompts, builder), builder)
+        tree = proposed(drafter, begun(tiny, prompts, drafter, builder), builder)
     tree.check()
     for row, prompt in enumerate(prompts):
         best = said(tiny, drafter, prompt).sort(descending=True)

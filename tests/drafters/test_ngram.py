@@ -5,11 +5,10 @@ import time
 import pytest
 import torch
 
-from spectrain.decoding.loop import Context
 from spectrain.drafters.ngram import Index, Ngram
-from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.trees import Chain
+from tests.decoding.rounds import placed, proposed
 
 
 def searched(tokens: list[int], depth: int, longest: int, shortest: int) -> list[int]:
@@ -19,15 +18,6 @@ def searched(tokens: list[int], depth: int, longest: int, shortest: int) -> list
             if tokens[start : start + size] == tokens[-size:]:
                 return tokens[start + size : start + size + depth]
     return []
-
-
-def context_of(target: Target, texts: list[list[int]], news: list[int], round: int) -> Context:
-    """A context of committed `texts`, their roots included, of which the last `news` tokens are new in this round."""
-    cache = target.new_cache(len(texts), 256)
-    cache.lengths = torch.tensor([len(text) - 1 for text in texts])
-    padded = torch.tensor([text + [0] * (256 - len(text)) for text in texts])
-    fresh = Features(torch.zeros(len(texts), max(news), dtype=torch.int64), (), torch.zeros(len(texts), max(news), 0, 1))
-    return Context(target, cache, padded, torch.arange(len(texts)), fresh, torch.tensor(news), round)
 
 
 @pytest.mark.parametrize("longest, shortest", [(3, 1), (2, 2), (5, 2)])
@@ -46,7 +36,8 @@ def test_rounds_and_rows_are_kept_apart(tiny: Target) -> None:
         texts = [torch.randint(0, 4, (length,)).tolist() for length in (9, 1, 5)]
         news = [0, 0, 0]
         for round in range(8):
-            tree = drafter.propose(context_of(tiny, texts, news, round), Chain(3))
+            builder = Chain(3)
+            tree = proposed(drafter, placed(tiny, texts, builder, news, round), builder)
             for text, tokens, valid in zip(texts, tree.tokens.tolist(), tree.valid.tolist()):
                 assert tokens[: sum(valid)] == [text[-1], *searched(text, 3, 3, 1)]
             news = [1 + round % 3, 2, 0]

@@ -16,20 +16,23 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.decoding.calibration import calibrate
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
+from spectrain.decoding.session import Session
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.shared.masks import add_blocks
 from spectrain.errors import UserError
-from spectrain.eval.baselines import plain_model
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
+from spectrain.models.plain import plain_model
 from spectrain.models.target import Target
-from spectrain.runs.run import load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.trees import Auto, Cast, Chain, DySpec, Eagle2, Rollout, Sequoia, Static, TreeBuilder
+from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree
+from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
 
 DRAFTS, LIMIT = 4, 20
@@ -63,7 +66,7 @@ def dataset(count: int = 5) -> Dataset:
 
 
 def batch_of(target: Target, drafter: Pard, rows: list[int]) -> Batch:
-    return Live().batch(Request(dataset()[rows], target, drafter.stages[0].layers))
+    return Live().batch(BatchRequest(dataset()[rows], target, drafter.stages[0].layers))
 
 
 def logits_of(drafter: Pard, text: list[int], count: int) -> Tensor:
@@ -191,9 +194,9 @@ def test_gradients_reach_the_drafter_only() -> None:
 class Asked(Rollout):
     """Another rollout; notes the text up to the root, the depth, and log q at every node that it was asked about."""
 
-    def __init__(self, inner: Rollout, context: Context, seen: list[tuple[list[int], int, Tensor]]) -> None:
+    def __init__(self, inner: Rollout, prefix: Prefix, seen: list[tuple[list[int], int, Tensor]]) -> None:
         self.inner, self.seen, self.depth_limit = inner, seen, inner.depth_limit
-        self.texts = [context.tokens[b, : n + 1].tolist() for b, n in enumerate(context.cache.lengths.tolist())]
+        self.texts = [prefix.tokens[b, : n + 1].tolist() for b, n in enumerate(prefix.lengths.tolist())]
         self.depths = [[0] for _ in self.texts]
 
     def start(self) -> Tensor:
@@ -210,24 +213,17 @@ class Asked(Rollout):
         return log_q
 
 
-def watching(drafter: Pard) -> tuple[list[tuple[list[int], int, Tensor]], list[tuple[list[list[int]], TokenTree]]]:
-    """What the drafter's rollouts say from now on, and its trees with the texts that they hang behind, done rows included."""
-    seen: list[tuple[list[int], int, Tensor]] = []
-    trees: list[tuple[list[list[int]], TokenTree]] = []
-    propose = drafter.propose
+class Watching(Keeping):
+    """A builder that keeps its trees, done rows included, and what its rollouts say."""
 
-    def watched(context: Context, budget: TreeBuilder) -> TokenTree:
-        grow = budget.grow
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(budget, "grow", lambda c, rollout: grow(c, Asked(rollout, c, seen)))
-            tree = propose(context, budget)
-        tree.check()
-        assert tree.emitted.all() and torch.equal(tree.tokens[:, 0], context.root)
-        trees.append(([context.tokens[b, : n + 1].tolist() for b, n in enumerate(context.cache.lengths.tolist())], tree))
+    def __init__(self, builder: TreeBuilder) -> None:
+        super().__init__(builder, lambda rollout, prefix: Asked(rollout, prefix, self.seen))
+        self.seen: list[tuple[list[int], int, Tensor]] = []
+
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        tree = super().grow(prefix, draft)
+        assert tree.emitted.all()
         return tree
-
-    drafter.propose = watched  # type: ignore[method-assign]
-    return seen, trees
 
 
 @torch.no_grad()
@@ -273,10 +269,10 @@ def test_drafts_are_the_small_models(
 ) -> None:
     """In every round of every row, done ones too, drafts are those of text and masks alone; and the output is greedy."""
     drafter = make(tiny, **DRAFTERS[kind])
-    seen, _ = watching(drafter)
-    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    watching = Watching(builder)
+    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
     assert [one.output for one in found] == greedy[:count]
-    check_said(drafter, seen)
+    check_said(drafter, watching.seen)
     assert {depth for one in found for depth in one.depths} <= set(range(1, min(builder.depth, DRAFTS) + 1))
     if kind == "cut":
         assert max(kept for one in found for kept in one.accepted) > 1
@@ -288,11 +284,11 @@ def test_drafts_are_the_small_models(
 def test_a_chain_holds_the_likeliest_token_of_every_place(tiny: Target, kind: str, count: int) -> None:
     """Draft d is the argmax at place d of text and masks, as many as there are places, and the output is greedy."""
     drafter = make(tiny, **DRAFTERS[kind])
-    _, trees = watching(drafter)
+    watching = Watching(Chain(9))
     plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:count]]
-    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
-    assert [one.output for one in found] == plain and len(trees) > 3
-    for texts, tree in trees:
+    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
+    assert [one.output for one in found] == plain and len(watching.trees) > 3
+    for texts, tree in zip(watching.texts, watching.trees):
         assert tree.tokens.shape[1] == drafter.num_drafts + 1 and tree.valid.all()
         for row, text in enumerate(texts):
             with torch.no_grad():
@@ -318,10 +314,10 @@ def test_drafted_equals_matched_sampling(tiny: Target, count: int, builder: Tree
 def test_drawn_children(tiny: Target, greedy: list[list[int]], count: int, drawn: TreeBuilder, rule: Any) -> None:
     """Rules that weigh p against q: where p allows one token only the output is greedy; drafts are still the small model's."""
     drafter = make(tiny, num_layers=6)
-    seen, _ = watching(drafter)
-    found = decode(tiny, PROMPTS[:count], rule(top_k=1), LIMIT, drafter, drawn, ignore_eos=True)
+    watching = Watching(drawn)
+    found = decode(tiny, PROMPTS[:count], rule(top_k=1), LIMIT, drafter, watching, ignore_eos=True)
     assert [one.output for one in found] == greedy[:count]
-    check_said(drafter, seen)
+    check_said(drafter, watching.seen)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -329,11 +325,12 @@ def test_drawn_children(tiny: Target, greedy: list[list[int]], count: int, drawn
 def test_rounds_without_a_draft(tiny: Target, greedy: list[list[int]], pattern: str, count: int) -> None:
     """Whichever rounds draft, the output is greedy, and what the rounds between them emitted has been read."""
     drafter, switch = make(tiny, num_layers=6), Switch(pattern)
-    seen, _ = watching(drafter)
-    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, Chain(3), guard=cast(Guard, switch), ignore_eos=True)
+    watching = Watching(Chain(3))
+    session = Session(tiny, Greedy(), drafter, watching, guard=cast(Guard, switch))
+    found = session.decode(PROMPTS[:count], LIMIT, ignore_eos=True)
     assert [one.output for one in found] == greedy[:count]
     assert all((depth > 0) == drafted for one in found for depth, (drafted, _) in zip(one.depths, switch.recorded))
-    check_said(drafter, seen)
+    check_said(drafter, watching.seen)
 
 
 def test_a_round_is_one_forward(tiny: Target) -> None:
@@ -342,7 +339,7 @@ def test_a_round_is_one_forward(tiny: Target) -> None:
     drafter.model.layers[0].register_forward_hook(lambda module, args, output: calls.append(1))
     together = decode(tiny, PROMPTS, Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
     assert len(calls) == max(len(one.accepted) for one in together)
-    assert drafter.draft_passes(3.0) == drafter.draft_passes(1.0) == 1
+    assert drafter.cost.passes(drafter, 3.0) == drafter.cost.passes(drafter, 1.0) == 1
     for row, one in enumerate(together):
         (alone,) = decode(tiny, [PROMPTS[row]], Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
         assert (alone.output, alone.accepted, alone.depths) == (one.output, one.accepted, one.depths)
@@ -378,9 +375,10 @@ def test_reloaded_equals_saved(tiny: Target, tmp_path: Path, options: dict[str, 
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     trees = []
     for loaded in (drafter, other):
-        trees.append(watching(loaded)[1])
-        decode(tiny, PROMPTS, Greedy(), 12, loaded, Chain(9), ignore_eos=True)
-    assert all(torch.equal(one.tokens, same.tokens) for (_, one), (_, same) in zip(*trees, strict=True))
+        watching = Watching(Chain(9))
+        decode(tiny, PROMPTS, Greedy(), 12, loaded, watching, ignore_eos=True)
+        trees.append(watching.trees)
+    assert all(torch.equal(one.tokens, same.tokens) for one, same in zip(*trees, strict=True))
 
 
 def test_the_mask_starts_near_the_mean_embedding(tiny: Target) -> None:

@@ -9,16 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Context, Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.layer_skip import LayerSkipping
 from spectrain.drafters.shared.self_speculation import SelfDrafter
 from spectrain.features.batch import Batch
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, TreeBuilder
+from spectrain.trees.base import Prefix
 from spectrain.trees.token_tree import TokenTree
 from tests.trees.tables import Path, paths
 
@@ -75,9 +77,9 @@ class Watched(TreeBuilder):
         self.depth, self.budget, self.drafted = builder.depth, builder.budget, builder.drafted
         self.rounds: list[tuple[set[Path], TokenTree]] = []
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         recording = Recording(rollout)
-        tree = self.builder.grow(context, recording)
+        tree = self.builder.expand(prefix, recording)
         assert len(set(recording.given)) == len(recording.given)
         self.rounds.append((set(recording.given), tree))
         return tree
@@ -159,7 +161,7 @@ def said(target: Target, drafter: SelfDrafter, text: list[int], path: list[int])
     target.prefill(torch.tensor([text[:-1]]), torch.tensor([len(text) - 1]), cache, ())
     tokens = torch.tensor([[text[-1], *path]])
     seen = target.run(
-        tokens, ForwardPlan(logits=True, cache=cache, part=Part(last=drafter.exit_layer, skipped=drafter.skipped))
+        tokens, ForwardPlan(logits=True, cache=cache, span=LayerSpan(last=drafter.exit_layer, skipped=drafter.skipped))
     )
     assert seen.logits is not None
     return seen.logits[0, -1].softmax(-1)
@@ -216,8 +218,8 @@ class Given(Eagle2):
         super().__init__(depth=2, budget=6, top_k=3)
         self.after: list[list[dict[Path, Tensor]]] = []
 
-    def grow(self, context: Context, rollout: Rollout) -> TokenTree:
-        batch = len(context.root)
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        batch = len(prefix.root)
         one, other = torch.tensor([[20, 21]]), torch.tensor([[30, 31, 32]])
         log_q = torch.cat(
             [
@@ -230,7 +232,7 @@ class Given(Eagle2):
         known: list[Path] = [(), (20,), (21,), (21, 30), (20, 31), (21, 32)]
         self.after.append([dict(zip(known, row)) for row in log_q])
         likeliest = log_q[:, 0].topk(2).indices
-        return TokenTree.of(torch.cat([context.root[:, None], likeliest], dim=1), torch.tensor([[-1, 0, 0]]).expand(batch, -1))
+        return TokenTree.of(torch.cat([prefix.root[:, None], likeliest], dim=1), torch.tensor([[-1, 0, 0]]).expand(batch, -1))
 
 
 @pytest.mark.parametrize("exit_layer", [1, 4])

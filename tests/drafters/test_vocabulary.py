@@ -10,7 +10,7 @@ from spectrain.drafters.base import TrainingState
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.shared.losses import DIVERGENCES, UNNORMALISED
 from spectrain.drafters.shared.vocabulary import Supervision
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
@@ -37,7 +37,7 @@ def make(tiny: Target, loss: str) -> Medusa:
 
 def taught(tiny: Target, loss: str) -> tuple[Medusa, Supervision, Batch]:
     drafter = make(tiny, loss)
-    batch = Live().batch(Request(examples()[[0, 1, 2]], tiny, drafter.layers))
+    batch = Live().batch(BatchRequest(examples()[[0, 1, 2]], tiny, drafter.layers))
     return drafter, Supervision(drafter, batch), batch
 
 
@@ -119,7 +119,7 @@ def test_a_token_beyond_the_last_draft_id_is_a_miss(tiny: Target) -> None:
     """The data's largest tokens, above every draft id, cost nothing and are never hit."""
     drafter = Medusa(tiny, vocab_size=8, loss="cross_entropy")
     tokens = torch.full((1, 6), 2000)
-    batch = Live().batch(Request(Dataset([Example(tokens[0].tolist(), [True] * 6)], 1, 0, 0)[[0]], tiny, drafter.layers))
+    batch = Live().batch(BatchRequest(Dataset([Example(tokens[0].tolist(), [True] * 6)], 1, 0, 0)[[0]], tiny, drafter.layers))
     loss, hits, count = judge(Supervision(drafter, batch), 0, torch.randn(4, 8).log_softmax(-1))
     assert (float(loss), hits, count) == (0.0, 0, 4)
 
@@ -131,7 +131,7 @@ def test_sequences_shorter_than_the_heads_reach(tiny: Target, loss: str, length:
     drafter = Medusa(tiny, num_heads=5, vocab_size=64, loss=loss)  # type: ignore[arg-type]
     drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
     tokens = torch.randint(3, 2000, (length,)).tolist()
-    batch = Live().batch(Request(Dataset([Example(tokens, [True] * length)], 1, 0, 0)[[0]], tiny, drafter.layers))
+    batch = Live().batch(BatchRequest(Dataset([Example(tokens, [True] * length)], 1, 0, 0)[[0]], tiny, drafter.layers))
     losses = drafter.loss(batch, tiny, TrainingState())
     assert losses.counts.tolist() == [max(0, length - 2 - step) for step in range(5)]
     assert torch.isfinite(losses.total)

@@ -5,15 +5,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from spectrain.decoding.loop import Context
 from spectrain.drafters.base import Drafter, Losses, Stage, TrainingState
+from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
 from spectrain.models.attention import ATTENTION
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
-from spectrain.trees import Rollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees import Rollout
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted
 
 
 def cross_entropy(logits: Tensor, batch: Batch, shift: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,10 +42,10 @@ class FrozenHeads(Drafter):
         losses, hits, counts = (torch.stack(part) for part in zip(*parts))
         return Losses({f"head{k}": loss for k, loss in enumerate(losses)}, hits.detach(), counts)
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         last = (context.counts - 1).clamp(min=0)[:, None]
         state = context.fresh.gather(last).at("final")
-        return budget.grow(context, _Heads(self, state))
+        return Draft(_Heads(self, state))
 
 
 class _Heads(Rollout):
@@ -88,17 +89,19 @@ class Independent(Drafter):
         loss, hits, count = cross_entropy(logits, batch, 1)
         return Losses({"cross_entropy": loss}, hits[None], count[None])
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         if context.round == 0 or self.cache is None:
-            self.cache = self.model.new_cache(len(context.counts), context.cache.max_length + 1 + budget.drafted)
+            self.cache = self.model.new_cache(len(context.counts), context.cache.max_length + 1 + context.builder.drafted)
         behind = context.cache.lengths - self.cache.lengths  # committed tokens that this model has not run yet
         width = int(behind.max())
         index = (self.cache.lengths[:, None] + torch.arange(width)).clamp(max=context.tokens.shape[1] - 1)
         self.model.run(context.tokens.gather(1, index), ForwardPlan(cache=self.cache))
         self.cache.commit(torch.arange(width).expand(len(behind), -1), behind)
-        tree = budget.grow(context, _Model(self.model, self.cache, context.root))
+        return Draft(_Model(self.model, self.cache, context.root))
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        assert self.cache is not None
         self.cache.forget()
-        return tree
 
 
 class _Model(Rollout):

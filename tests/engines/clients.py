@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from spectrain.decoding.loop import Generation
+from spectrain.decoding.generation import Generation
 
 ROWS = 4  # prompts decoded together
 MAX_LENGTH = 512

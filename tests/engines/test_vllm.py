@@ -27,11 +27,12 @@ pytest.importorskip("vllm")
 from omegaconf import OmegaConf
 
 from spectrain.cli.export import export
+from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
-from spectrain.eval.run import prompt_tokens
 from spectrain.export.converter import read_drafter
 from spectrain.export.measure import instantiate
 from spectrain.files import write_text
@@ -80,7 +81,7 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def prompts(target: Target) -> list[list[int]]:
-    return [prompt_tokens(target, prompt.opening) for prompt in read_prompts(None, PROMPTS).prompts]
+    return [prompt_tokens(target.tokenizer, prompt.opening) for prompt in read_prompts(None, PROMPTS).prompts]
 
 
 @pytest.fixture(scope="module")

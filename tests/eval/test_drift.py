@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from spectrain.decoding.acceptance import Greedy, Typical
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.drift import Text, own_answers, quality, rule_drift, target_drift
 from spectrain.eval.metrics import Turn

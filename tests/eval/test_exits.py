@@ -17,6 +17,7 @@ from spectrain.eval.drift import Text, own_answers, quality
 from spectrain.eval.exits import exit_quality, plot_exits
 from spectrain.eval.run import Evaluation
 from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
 
 VOCAB = 64
@@ -123,14 +124,14 @@ def test_a_score_of_early_exit_shows_all_exits(tiny: Target, tmp_path: Path) -> 
     """The summary's `exits` are those of the target on its own answers, drawn in exits.svg; other families have none."""
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hi.", "Why?")))
     scored = Evaluation(prompts=str(tmp_path / "prompts.jsonl"), max_new_tokens=8, baselines=(), oracle=False)
-    summary = scored.score(tiny, EarlyExit(tiny, 3), Chain(2), Greedy(), tmp_path / "out", {"target": "tiny", "recipe": "none",
-                           "dtype": "float32", "device": "cpu"})  # fmt: skip
+    summary = scored.score(Candidate(tiny, EarlyExit(tiny, 3), Chain(2), Greedy(), {"target": "tiny", "recipe": "none",
+                           "dtype": "float32", "device": "cpu"}), tmp_path / "out")  # fmt: skip
     lines = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
     assert summary["exits"] == {
         "target": exit_quality(tiny, [(line["prompt_tokens"], line["output_tokens"]) for line in lines])
     }
     assert curves(tmp_path / "out" / "exits.svg") == [8, 8] and "target_drift" not in summary
-    other = scored.score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "other", summary["setting"])
+    other = scored.score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), summary["setting"]), tmp_path / "other")
     assert "exits" not in other and not (tmp_path / "other" / "exits.svg").exists()
 
 

@@ -16,17 +16,20 @@ from torch import Tensor
 from spectrain.cli.main import dispatch
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import Recorder, collate_replays, replays
+from spectrain.decoding.session import Session
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.eval.metrics import Turn
-from spectrain.eval.online import Online, curve, supervised
+from spectrain.eval.online import Learner, curve, supervised
 from spectrain.eval.run import Evaluation
 from spectrain.features.batch import Batch, collate
 from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 LIMIT = 14
@@ -100,11 +103,11 @@ def test_corrections_are_what_the_drafter_got_wrong(tiny: Target) -> None:
     assert marked > 5
 
 
-def learner(tiny: Target, drafter: Causal, every: int, learn: Any, saved: list[Weights]) -> Online:
-    return Online(drafter, tiny, 1e-3, every, learn, lambda learnt: saved.append(weights(learnt)))
+def learner(tiny: Target, drafter: Causal, every: int, learn: Any, saved: list[Weights]) -> Learner:
+    return Learner(drafter, tiny, 1e-3, every, learn, lambda learnt: saved.append(weights(learnt)))
 
 
-def give(online: Online, parts: list[list[tuple[Generation, Any]]]) -> None:
+def give(online: Learner, parts: list[list[tuple[Generation, Any]]]) -> None:
     """Show answers, some at a time."""
     recorder = Recorder(Chain(3))
     for part in parts:
@@ -196,17 +199,17 @@ def scored(tiny: Target, folder: Path, builder: TreeBuilder, saved: list[Weights
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     evaluation = Evaluation(prompts=str(folder / "prompts.jsonl"), max_new_tokens=LIMIT, baselines=(), oracle=False, **options)
     held: list[Any] = []
-    systems = evaluation.systems
+    prepare = evaluation._prepare
 
     def watched(*arguments: Any) -> Any:
-        held.extend(systems(*arguments))
-        return list(held)
+        found = prepare(*arguments)
+        held.extend(found[0])
+        return found
 
-    evaluation.systems = watched  # type: ignore[method-assign]
+    evaluation._prepare = watched  # type: ignore[method-assign]
     drafter = make(tiny)
-    summary = evaluation.score(
-        tiny, drafter, builder, Greedy(), folder / "out", SETTING, save_online=lambda learnt: saved.append(weights(learnt))
-    )
+    candidate = Candidate(tiny, drafter, builder, Greedy(), SETTING, save=lambda learnt: saved.append(weights(learnt)))
+    summary = evaluation.score(candidate, folder / "out")
     return summary, held[-1].drafter, drafter
 
 
@@ -286,7 +289,8 @@ def test_rounds_without_a_draft_keep_replays_in_step(tiny: Target) -> None:
 
     drafter, recorder = make(tiny).eval(), Recorder(Chain(3))
     guard: Any = Every()
-    (one,) = decode(tiny, [[5, 900, 71, 4]], Greedy(), LIMIT, drafter, recorder, guard=guard, ignore_eos=True)
+    session = Session(tiny, Greedy(), drafter, recorder, guard=guard)
+    (one,) = session.decode([[5, 900, 71, 4]], LIMIT, ignore_eos=True)
     found = replays(one, recorder.rounds[0], 9, Random(0))
     assert len(found) > 2
     for replay in found:
@@ -304,7 +308,7 @@ def test_bad_settings_are_refused(key: str, value: Any) -> None:
 def test_a_drafter_without_weights_is_refused(tiny: Target, tmp_path: Path) -> None:
     """N-gram lookup has nothing to learn with."""
     with pytest.raises(UserError, match=r"eval\.online: this drafter has no weights"):
-        Evaluation(limit=1, online=True).score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path, SETTING)
+        Evaluation(limit=1, online=True).score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path)
 
 
 def test_learning_and_a_sweep_exclude_each_other() -> None:

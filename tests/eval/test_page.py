@@ -20,8 +20,10 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.eval.drafts import Drafted, choose, output_texts, positions
 from spectrain.eval.page import write_report
+from spectrain.eval.report import speed_text
 from spectrain.eval.run import Evaluation
 from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -43,7 +45,7 @@ def scored(target: Target, drafter: Drafter, builder: TreeBuilder, run: Path) ->
     (run / "config.yaml").write_text("drafter: {}\n")
     evaluation = Evaluation(prompts=str(run / "prompts.jsonl"), max_new_tokens=16, baselines=("ngram",), calibration_limit=2)
     setting = {"target": "tiny", "recipe": drafter.__class__.__name__, "dtype": "float32", "device": "cpu"}
-    evaluation.score(target, drafter, builder, Greedy(), run / "eval" / "few", setting)
+    evaluation.score(Candidate(target, drafter, builder, Greedy(), setting), run / "eval" / "few")
     return run / "eval" / "few"
 
 
@@ -214,7 +216,7 @@ def test_numbers_are_those_of_the_summary(browser: Browser, folders: dict[str, P
     assert [float(row[1]) for row in rows] == [
         1.0, *(round(one["acceptance_length"]["pooled"], 2) for one in (found, *found["compared"].values()))
     ]  # fmt: skip
-    assert rows[1][4] == f"{found['speedup']['ratio']:.2f}" and rows[1][7] == "4 of 4"
+    assert rows[1][4] == speed_text(found["speedup"]) and rows[1][7] == "4 of 4"
     assert page.locator(".categories tbody tr").count() == len(found["by_category"])
     assert page.locator(".shares tbody tr").count() == 2
     places = lines(folders["eagle3"], "drafts.jsonl")[-1]["tree"]["places"]

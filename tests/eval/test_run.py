@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.acceptance import (
     AcceptanceRule,
     Block,
@@ -19,15 +20,17 @@ from spectrain.decoding.acceptance import (
     Traversal,
     Typical,
 )
-from spectrain.decoding.loop import Context, decode
+from spectrain.decoding.loop import decode
+from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import identity
-from spectrain.eval.run import Evaluation, prompt_tokens
+from spectrain.eval.run import Evaluation
 from spectrain.models.attention import ATTENTION
 from spectrain.models.features import Features
 from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
 from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
@@ -77,7 +80,7 @@ def test_score_writes_a_consistent_summary(tiny: Target, tmp_path: Path, rule: A
     eagle3.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
     scored = evaluation(tmp_path, baselines=("chain", "untrained", "ngram"))
     tree = Eagle2(depth=3, budget=6, top_k=2)
-    summary = scored.score(tiny, eagle3, tree, rule, tmp_path / "out", SETTING, lambda: Eagle3(tiny, vocab_size=512))
+    summary = scored.score(Candidate(tiny, eagle3, tree, rule, SETTING, lambda: Eagle3(tiny, vocab_size=512)), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "summary.json").read_text()) == summary
     for key, names in KEYS.items():
         assert summary[key].keys() >= names, key
@@ -112,21 +115,21 @@ def test_score_writes_a_consistent_summary(tiny: Target, tmp_path: Path, rule: A
 
 def test_prompts_are_whole_contexts(tiny: Target, tmp_path: Path) -> None:
     """`prompt_tokens` of a turn is the rendered conversation, the target's own earlier answer included."""
-    evaluation(tmp_path, check=False).score(tiny, Ngram(tiny), Chain(3), Greedy(), tmp_path / "out", SETTING)
+    evaluation(tmp_path, check=False).score(Candidate(tiny, Ngram(tiny), Chain(3), Greedy(), SETTING), tmp_path / "out")
     first, second, third, _ = samples(tmp_path / "out")
     messages = [{"role": "user", "content": ROWS[0]["turns"][0]}]
-    assert first["prompt_tokens"] == prompt_tokens(tiny, messages)
+    assert first["prompt_tokens"] == prompt_tokens(tiny.tokenizer, messages)
     answer = tiny.tokenizer.decode([token for token in first["output_tokens"] if token not in tiny.stop_ids])
     messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": ROWS[0]["turns"][1]}]
-    assert second["prompt_tokens"] == prompt_tokens(tiny, messages)
-    assert third["prompt_tokens"] == prompt_tokens(tiny, [{"role": "user", "content": ROWS[1]["turns"][0]}])
+    assert second["prompt_tokens"] == prompt_tokens(tiny.tokenizer, messages)
+    assert third["prompt_tokens"] == prompt_tokens(tiny.tokenizer, [{"role": "user", "content": ROWS[1]["turns"][0]}])
 
 
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=2)], ids=lambda rule: rule.name)
 def test_identity_catches_a_wrong_drafter(tiny: Target, tmp_path: Path, rule: AcceptanceRule) -> None:
     """Outputs that differ from the reference are counted and placed, and the table says so."""
     scored = evaluation(tmp_path)
-    lossless = scored.score(tiny, WrongNgram(tiny), Chain(3), rule, tmp_path / "out", SETTING)["lossless"]
+    lossless = scored.score(Candidate(tiny, WrongNgram(tiny), Chain(3), rule, SETTING), tmp_path / "out")["lossless"]
     assert lossless["checked"] == 4 and lossless["identical"] < 4
     assert len(lossless["differences"]) == 4 - lossless["identical"]
     for difference in lossless["differences"]:
@@ -137,7 +140,9 @@ def test_identity_catches_a_wrong_drafter(tiny: Target, tmp_path: Path, rule: Ac
 def test_a_near_tie_goes_on_from_the_reference(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every gap is called a tie, each difference is listed and the comparison still reaches the end."""
     monkeypatch.setattr(identity, "logit_gap", lambda target, context: 0.0)
-    lossless = evaluation(tmp_path).score(tiny, WrongNgram(tiny), Chain(3), Greedy(), tmp_path / "out", SETTING)["lossless"]
+    lossless = evaluation(tmp_path).score(Candidate(tiny, WrongNgram(tiny), Chain(3), Greedy(), SETTING), tmp_path / "out")[
+        "lossless"
+    ]
     assert lossless["identical"] == lossless["checked"] == 4 and lossless["differences"] == []
     lengths = {}
     for found in lossless["near_ties"]:
@@ -150,7 +155,7 @@ def test_the_target_leaves_as_it_came(tiny: Target, tmp_path: Path) -> None:
     """The plain reference run gives the target its own attention and linears back."""
     tokens = torch.tensor([[5, 6, 7, 8]])
     before = tiny.features(tokens, ("final",)).hidden
-    evaluation(tmp_path).score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "out", SETTING)
+    evaluation(tmp_path).score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out")
     assert tiny.model.config._attn_implementation == ATTENTION
     torch.testing.assert_close(tiny.features(tokens, ("final",)).hidden, before, rtol=0, atol=0)
 
@@ -174,7 +179,7 @@ def test_a_turn_that_has_grown_too_long_is_left_out(tiny: Target, tmp_path: Path
     path.write_text(json.dumps({"id": "a", "turns": ["Hi", "word " * tiny.max_length, "Bye"]}) + "\n")
     scored = Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=())
     scored.check_prompts(tiny)
-    summary = scored.score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "out", SETTING)
+    summary = scored.score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out")
     assert summary["setting"]["skipped"] == {"turn too long": 2} and len(samples(tmp_path / "out")) == 1
 
 
@@ -193,7 +198,7 @@ def test_a_batch_says_what_single_prompts_say(tiny: Target, tmp_path: Path, eagl
     for batch_size in (1, 2, 4):
         scored = evaluation(tmp_path, ("ngram",))
         scored.batch_size = batch_size
-        summary = scored.score(tiny, eagle3, Eagle2(3, 6, 2), Greedy(), tmp_path / str(batch_size), SETTING)
+        summary = scored.score(Candidate(tiny, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / str(batch_size))
         assert summary["lossless"]["identical"] == 4 and summary["compared"]["ngram"]["lossless"]["identical"] == 4
         lines = samples(tmp_path / str(batch_size))
         found.append(sorted((line["id"], line["turn"], line["output_tokens"], line["accepted"]) for line in lines))
@@ -216,7 +221,7 @@ def test_every_rule_is_scored(tiny: Target, tmp_path: Path, eagle3: Eagle3, rule
     outputs = []
     for name in ("one", "two"):
         scored = evaluation(tmp_path, ("chain", "ngram", "lookahead"))
-        summary = scored.score(tiny, eagle3, builder, rule, tmp_path / name, SETTING)
+        summary = scored.score(Candidate(tiny, eagle3, builder, rule, SETTING), tmp_path / name)
         outputs.append([line["output_tokens"] for line in samples(tmp_path / name)])
         assert summary["lossless"]["checked"] == 0 and summary["lossless"]["lossless"] is rule.lossless
         copied = summary["compared"]["ngram"]["lossless"]  # nothing is drawn there: matched with the same p
@@ -227,7 +232,7 @@ def test_every_rule_is_scored(tiny: Target, tmp_path: Path, eagle3: Eagle3, rule
 def test_a_tree_is_searched_and_timed_before_it_is_scored(tiny: Target, tmp_path: Path, eagle3: Eagle3) -> None:
     """Builders that need it are prepared on other prompts, and what was measured is kept."""
     for builder, key in ((Static(3, 6), "hits"), (Auto(3, 8, 2), "latency")):
-        summary = evaluation(tmp_path).score(tiny, eagle3, builder, Greedy(), tmp_path / key, SETTING)
+        summary = evaluation(tmp_path).score(Candidate(tiny, eagle3, builder, Greedy(), SETTING), tmp_path / key)
         assert json.loads((tmp_path / key / "calibration.json").read_text())[key]
         assert summary["lossless"]["identical"] == 4
     assert len(summary["compared"]) == 0 and summary["setting"]["tree"]["median_size"] >= 2
@@ -237,7 +242,7 @@ def test_the_sweep_scores_every_builder(tiny: Target, tmp_path: Path, eagle3: Ea
     """eval.sweep=tree adds a row for every builder at every budget, each identical to generate."""
     scored = evaluation(tmp_path)
     scored.sweep, scored.budgets = "tree", (4, 6)
-    summary = scored.score(tiny, eagle3, Chain(2), Greedy(), tmp_path / "out", SETTING)
+    summary = scored.score(Candidate(tiny, eagle3, Chain(2), Greedy(), SETTING), tmp_path / "out")
     kinds = {"static", "sequoia", "eagle2", "opt", "dyspec", "entropy", "cast", "auto"}
     assert {name for name in summary["compared"]} >= {f"{kind}-4" for kind in kinds - {"static", "sequoia"}}
     assert {name.rpartition("-")[0] for name in summary["compared"]} == kinds | {"chain"}
@@ -247,7 +252,9 @@ def test_the_sweep_scores_every_builder(tiny: Target, tmp_path: Path, eagle3: Ea
 
 def test_rounds_and_samples_agree(tiny: Target, tmp_path: Path, eagle3: Eagle3) -> None:
     """rounds.parquet has a row for every round of every system, and its whole rounds give the acceptance length."""
-    summary = evaluation(tmp_path, ("ngram",)).score(tiny, eagle3, Eagle2(3, 6, 2), Greedy(), tmp_path / "out", SETTING)
+    summary = evaluation(tmp_path, ("ngram",)).score(
+        Candidate(tiny, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / "out"
+    )
     rows = pq.read_table(tmp_path / "out" / "rounds.parquet").to_pylist()
     mine = [row for row in rows if row["system"] == "drafter"]
     accepted = [count for line in samples(tmp_path / "out") for count in line["accepted"]]
@@ -262,7 +269,7 @@ def test_rounds_and_samples_agree(tiny: Target, tmp_path: Path, eagle3: Eagle3) 
 def test_what_is_right_on_the_targets_text(tiny: Target, tmp_path: Path, eagle3: Eagle3) -> None:
     """Supervision-forced agreement equals a count by hand over the target's own answers; nothing is forced on n-gram lookup."""
     scored = evaluation(tmp_path)
-    summary = scored.score(tiny, eagle3, Chain(1), Greedy(), tmp_path / "out", SETTING)
+    summary = scored.score(Candidate(tiny, eagle3, Chain(1), Greedy(), SETTING), tmp_path / "out")
     right = total = 0
     for line in samples(tmp_path / "out"):  # depth 1: every forced round keeps its draft and a bonus
         text, start = line["prompt_tokens"] + line["output_tokens"], len(line["prompt_tokens"])
@@ -271,7 +278,7 @@ def test_what_is_right_on_the_targets_text(tiny: Target, tmp_path: Path, eagle3:
             right, total = right + (found.accepted[0] == 2), total + 1
     assert total and summary["forced"]["agreement_by_depth"] == [pytest.approx(right / total, abs=1e-4)]
     assert summary["bounds"]["oracle"] > 0
-    other = evaluation(tmp_path).score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "ngram", SETTING)
+    other = evaluation(tmp_path).score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path / "ngram")
     assert "forced" not in other and other["bounds"]["oracle"] is None
 
 
@@ -283,7 +290,7 @@ def test_transformers_own_drafting_is_shown_beside(tiny: Target, tmp_path: Path)
     evaluation(tmp_path)
     scored = Evaluation(prompts=str(tmp_path / "prompts.jsonl"), max_new_tokens=LIMIT, baselines=names, assistant=str(path),
                         exit_layer=tiny.num_layers - 1)  # fmt: skip
-    found = scored.score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "out", SETTING)["transformers"]
+    found = scored.score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out")["transformers"]
     assert found.keys() == set(names)
     assert found["generate"]["tokens_per_forward"] == 1.0 and found["generate"]["speedup"] == 1.0
     assert found["assistant"]["tokens_per_forward"] > 2  # the target itself assists: nearly all is right
@@ -294,7 +301,7 @@ def test_a_guard_leaves_the_output_alone(tiny: Target, tmp_path: Path, eagle3: E
     """With eval.guard the output is the same, and the rounds that drafted and did not add up."""
     scored = evaluation(tmp_path)
     scored.guard = True
-    summary = scored.score(tiny, eagle3, Eagle2(3, 6, 2), Greedy(), tmp_path / "out", SETTING)
+    summary = scored.score(Candidate(tiny, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / "out")
     rounds = sum(line["rounds"] for line in samples(tmp_path / "out"))
     assert summary["lossless"]["identical"] == 4
     assert summary["guard"]["drafted_rounds"] + summary["guard"]["plain_rounds"] >= rounds  # the warm-up's too
@@ -331,7 +338,7 @@ def test_the_engine_that_asks_nothing_scores_the_same(tiny: Target, tmp_path: Pa
     found = []
     for engine in ("eager", "captured"):
         scored = replace(evaluation(tmp_path, baselines=("chain", "ngram")), engine=engine, batch_size=batch_size)
-        found.append(scored.score(tiny, eagle3, Eagle2(3, 6, 2), Greedy(), tmp_path / engine, SETTING))
+        found.append(scored.score(Candidate(tiny, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / engine))
     for summary, engine in zip(found, ("eager", "captured")):
         assert summary["engine"] == summary["compared"]["chain"]["engine"] == summary["setting"]["engine"] == engine
         assert summary["compared"]["ngram"]["engine"] == "eager"
@@ -347,8 +354,10 @@ def test_what_cannot_be_captured_is_refused_or_not_captured(tiny: Target, tmp_pa
     """eval.engine=captured names what asks the device; an unknown engine is refused with the choices."""
     scored = replace(evaluation(tmp_path), engine="captured")
     with pytest.raises(UserError, match="eval.engine=captured: drafter=ngram asks the device.*use eval.engine=eager"):
-        scored.score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "out", SETTING)
+        scored.score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out")
     with pytest.raises(UserError, match="eval.engine=captured: eval.guard decides on the host"):
-        replace(scored, guard=True).score(tiny, Eagle3(tiny, vocab_size=64), Chain(2), Greedy(), tmp_path / "out", SETTING)
+        replace(scored, guard=True).score(
+            Candidate(tiny, Eagle3(tiny, vocab_size=64), Chain(2), Greedy(), SETTING), tmp_path / "out"
+        )
     with pytest.raises(UserError, match="eval.engine=fast: choose from auto, captured, eager"):
         replace(scored, engine="fast")  # type: ignore[arg-type]

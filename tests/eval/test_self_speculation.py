@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from spectrain.cli.main import dispatch, main
+from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.acceptance import Block, Greedy, SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.early_exit import EarlyExit
@@ -26,9 +27,10 @@ from spectrain.eval import summary as summaries
 from spectrain.eval.drift import own_answers, target_drift
 from spectrain.eval.exits import exit_quality
 from spectrain.eval.metrics import Turn
-from spectrain.eval.run import Evaluation, prompt_tokens
+from spectrain.eval.run import Evaluation
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
 
 LIMIT = 10
@@ -190,7 +192,7 @@ def test_transformers_leaves_at_the_drafters_exit(
 
     monkeypatch.setattr(baselines, "generate", watched)
     scored = evaluation(tmp_path, baselines=("early_exit",), exit_layer=asked)
-    found = scored.score(tiny, EarlyExit(tiny, 5), Chain(2), Greedy(), tmp_path / "out", SETTING)["transformers"]
+    found = scored.score(Candidate(tiny, EarlyExit(tiny, 5), Chain(2), Greedy(), SETTING), tmp_path / "out")["transformers"]
     assert used == {None, asked or 5} and found.keys() == {"generate", "early_exit"}
     assert all(entry["identical"] == entry["checked"] == 2 for entry in found.values())
 
@@ -199,7 +201,7 @@ def test_other_drafters_have_no_exit_to_lend(tiny: Target, tmp_path: Path) -> No
     """Beside a drafter without an exit the baseline wants eval.exit_layer."""
     scored = evaluation(tmp_path, baselines=("early_exit",))
     with pytest.raises(UserError, match=r"early_exit needs eval\.exit_layer=N"):
-        scored.score(tiny, Ngram(tiny), Chain(2), Greedy(), tmp_path / "out", SETTING)
+        scored.score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out")
 
 
 # Skipped layers, which need no training
@@ -217,8 +219,9 @@ def test_skipped_layers_are_searched_and_can_be_given(
     shown = " ".join(capsys.readouterr().out.split())
     found = read(tmp_path / "one", "heldout")
     skipped = found["setting"]["drafter"]["skipped"]
-    openings = [prompt_tokens(tiny, [{"role": "user", "content": text}]) for text in PROMPTS]
-    assert skipped == sorted(search(tiny, openings, 3, 9, 8))
+    openings = [prompt_tokens(tiny.tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]
+    texts = [(opening, decode(tiny, [opening], Greedy(), 8)[0].output) for opening in openings]
+    assert skipped == sorted(search(tiny, texts, 3, 9))
     listed = str(skipped).replace(" ", "")
     assert f"drafted without layers {skipped}; drafter.skipped={listed} uses them again" in shown
     assert found["lossless"]["identical"] == found["lossless"]["checked"] == 2
@@ -239,7 +242,7 @@ def test_drafts_are_those_of_a_smaller_model(tiny: Target, tmp_path: Path, name:
     values, and of its whole self, verifying."""
     depth, skipped = 3, (5, 6) if name.startswith("without") else (6, 7)
     drafter: SelfDrafter = LayerSkipping(tiny, skipped) if name.startswith("without") else EarlyExit(tiny, 6)
-    evaluation(tmp_path).score(tiny, drafter, Chain(depth), Greedy(), tmp_path / "eval" / "out", SETTING)
+    evaluation(tmp_path).score(Candidate(tiny, drafter, Chain(depth), Greedy(), SETTING), tmp_path / "eval" / "out")
     model: Any = AutoModelForCausalLM.from_pretrained(tiny.path, dtype=torch.float32).eval()
     whole = model.model.layers
     some = torch.nn.ModuleList([layer for index, layer in enumerate(whole) if index not in skipped])
@@ -292,7 +295,7 @@ def test_likeliest_children_are_refused(
 @pytest.mark.parametrize("rule", [SpeculativeSampling(seed=3), Block(0.7, seed=3)], ids=lambda rule: rule.name)
 def test_drawn_drafts_repeat(tiny: Target, rule: Any) -> None:
     """Drawn drafts of an early exit give the same rounds in a batch as alone, and hardly ever what greedy decoding says."""
-    texts = [prompt_tokens(tiny, [{"role": "user", "content": text}]) for text in PROMPTS]
+    texts = [prompt_tokens(tiny.tokenizer, [{"role": "user", "content": text}]) for text in PROMPTS]
     drafter, builder = EarlyExit(tiny, 5), Chain(3, "sampled", seed=1)
     batch = decode(tiny, texts, rule, LIMIT, drafter, builder, [4, 9])
     for text, row, found in zip(texts, (4, 9), batch):
@@ -322,7 +325,7 @@ def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, na
     a draft pass for each depth, through the layers that draft, the head and the drafter's own weights, and a verification."""
     drafter, layers, own = family(name, tiny)
     drafter = drafter.eval()
-    text = prompt_tokens(tiny, [{"role": "user", "content": PROMPTS[0]}])
+    text = prompt_tokens(tiny.tokenizer, [{"role": "user", "content": PROMPTS[0]}])
     (plain,), (drafted,) = (decode(tiny, [text], Greedy(), LIMIT, *how) for how in ((), (drafter, Chain(depth))))
 
     def as_many(module: torch.nn.Module, rows: float, device: torch.device, dtype: torch.dtype) -> float:

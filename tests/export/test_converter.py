@@ -12,7 +12,6 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, open_dict
 from safetensors.torch import load_file, save_file
 
-from spectrain.cli.defaults import complete
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
@@ -21,7 +20,8 @@ from spectrain.export.converter import convert, read_drafter, refuse_full
 from spectrain.export.layout import Files
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.run import load_weights, save_drafter
+from spectrain.runs.defaults import complete
+from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
 from spectrain.trees import Chain
 

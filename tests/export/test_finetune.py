@@ -8,13 +8,14 @@ import pytest
 from hydra import compose, initialize_config_module
 from safetensors.torch import load_file
 
-from spectrain.cli.defaults import complete
 from spectrain.data.readers import FOLDER
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs import run
-from spectrain.settings.build import check_config
+from spectrain.runs.defaults import complete
+from spectrain.runs.score import evaluate
+from spectrain.runs.train import train
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 
 from .foreign import specforge, write
@@ -42,7 +43,7 @@ def trained(folder: Path, recipe: str, data: str, *more: str) -> Path:
              f"run={folder / f'{recipe}-{data}'}", "++drafter.vocab_size=2048", "++trainer.epochs=3", *more]  # fmt: skip
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=asked)
-    return run.train(check_config(config, TRAIN_KEYS), [word.lstrip("+") for word in asked])
+    return train(check_config(config, TRAIN_KEYS), [word.lstrip("+") for word in asked])
 
 
 def accepted(folder: Path, drafter: Path) -> float:
@@ -51,7 +52,7 @@ def accepted(folder: Path, drafter: Path) -> float:
              f"++eval.prompts={folder / 'prompts.jsonl'}", "++eval.max_new_tokens=48", "++eval.oracle=false"]  # fmt: skip
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config, place = complete(compose("eval", overrides=asked))
-    summary = run.evaluate(check_config(config, TRAIN_KEYS), place)
+    summary = evaluate(check_config(config, TRAIN_KEYS), place)
     assert summary["lossless"]["identical"] == summary["lossless"]["checked"] == 40
     return float(summary["acceptance_length"]["pooled"])
 

@@ -24,7 +24,7 @@ from spectrain.export.measure import misread
 from spectrain.export.targets import TargetFiles
 from spectrain.features.live import Live
 from spectrain.models.target import Target
-from spectrain.runs.run import save_drafter
+from spectrain.runs.drafter_files import save_drafter
 from spectrain.training.trainer import Trainer
 
 from . import foreign

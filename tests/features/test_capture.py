@@ -14,13 +14,14 @@ from safetensors.torch import save_file
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Embedded
 from spectrain.errors import RunError, UserError
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.capture import capture, verify
 from spectrain.features.store import FeatureStore
 from spectrain.features.stored import Stored
 from spectrain.models.target import Target
-from spectrain.runs.run import train
-from spectrain.settings.build import build, check_config
+from spectrain.runs.train import train
+from spectrain.settings.build import build
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.training.trainer import Trainer
 
@@ -71,7 +72,7 @@ def test_a_stopped_capture_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ran: list[int] = []
     batch = Stored.batch
 
-    def counted(self: Stored, request: Request) -> Any:
+    def counted(self: Stored, request: BatchRequest) -> Any:
         if len(ran) == 1:
             ran.append(0)
             raise KeyboardInterrupt

@@ -10,11 +10,11 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.decoding.replay import KEPT, Replay, collate_replays
 from spectrain.drafters.base import TrainingState
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch, collate
 from spectrain.features.live import Live
 from spectrain.models.attention import causal_attention, unrolled_attention
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.training.job import trained_groups
@@ -58,7 +58,7 @@ def gradients(name: str, target: Target, stage: int, packed: bool, source: Any =
     drafter.zero_grad()
     target.zero_grad()
     batch = (source or Live()).batch(
-        Request(examples(), target, drafter.stages[stage].layers, packed=packed, step=4, drafter=drafter)
+        BatchRequest(examples(), target, drafter.stages[stage].layers, packed=packed, step=4, drafter=drafter)
     )
     assert (batch.lengths is not None) == packed
     losses = drafter.train()(batch, target, TrainingState(4, 0.6))
@@ -91,7 +91,7 @@ def test_replays_packed_equal_replays_padded(name: str) -> None:
     """Documents whose tails are rejected drafts, too."""
 
     class Replays(Live):
-        def batch(self, request: Request) -> Batch:
+        def batch(self, request: BatchRequest) -> Batch:
             lengths = [len(example.tokens) for example in request.examples]
             distances = [[KEPT if n < length - 3 else n % 3 for n in range(length)] for length in lengths]
             batch = collate_replays(list(map(Replay, request.examples, distances)), request.packed)
@@ -134,9 +134,9 @@ def test_documents_skip_layers_by_themselves(architecture: str, tiny: Target) ->
     dropped[1] = True
     packed, padded = collate(rows, packed=True), collate(rows)
     found = unpacked(
-        target.run(packed.tokens, ForwardPlan(layers=EVERY, lengths=packed.lengths, part=Part(dropped=dropped))).hidden
+        target.run(packed.tokens, ForwardPlan(layers=EVERY, lengths=packed.lengths, span=LayerSpan(dropped=dropped))).hidden
     )
-    expected = target.run(padded.tokens, ForwardPlan(layers=EVERY, part=Part(dropped=dropped))).hidden
+    expected = target.run(padded.tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=dropped))).hidden
     for document, row in zip(found, expected):
         close(document, row[: len(document)])
 
@@ -164,9 +164,9 @@ def test_kept_features_are_kept_by_document(tiny: Target) -> None:
     rows = examples()
     for first in (False, True):
         source = Live(keep_gb=1.0)
-        source.batch(Request(rows, tiny, (1, "final"), packed=first))
-        found = source.batch(Request(rows[::-1], tiny, (1, "final"), packed=not first))
-        fresh = Live().batch(Request(rows[::-1], tiny, (1, "final"), packed=not first))
+        source.batch(BatchRequest(rows, tiny, (1, "final"), packed=first))
+        found = source.batch(BatchRequest(rows[::-1], tiny, (1, "final"), packed=not first))
+        fresh = Live().batch(BatchRequest(rows[::-1], tiny, (1, "final"), packed=not first))
         assert found.features is not None and fresh.features is not None
         mask = torch.ones_like(found.tokens) > 0 if not first else found.tokens > 0
         close(found.features.hidden[mask], fresh.features.hidden[mask])

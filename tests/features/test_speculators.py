@@ -12,7 +12,7 @@ from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
-from spectrain.features.base import Request, Source
+from spectrain.features.base import BatchRequest, Source
 from spectrain.features.live import Live
 from spectrain.features.speculators import Prepared, SpeculatorsCache, hidden_states_folder
 from spectrain.features.stored import Stored
@@ -60,7 +60,7 @@ def test_its_features_are_the_targets(tiny: Target, tmp_path: Path) -> None:
     told = prepare(source, drafter(tiny), tiny, rows)
     assert "layers 2, 4, 5, 8, final, 4 of 4 sequences" in told
     made = drafter(tiny)
-    found, live = source.batch(Request(rows, tiny, made.layers)), Live().batch(Request(rows, tiny, made.layers))
+    found, live = source.batch(BatchRequest(rows, tiny, made.layers)), Live().batch(BatchRequest(rows, tiny, made.layers))
     assert found.features is not None and live.features is not None and found.features.layers == live.features.layers
     for row, example in enumerate(rows):
         length = len(example.tokens)
@@ -128,7 +128,7 @@ def test_what_it_lacks_is_run_live(tiny: Target, tmp_path: Path) -> None:
     source, made = Stored(str(folder)), drafter(tiny)
     told = prepare(source, made, tiny, rows)
     assert "2 of 4 sequences" in told and "hs_9.safetensors cannot be read" in told and "run for the other 2" in told
-    found, live = source.batch(Request(rows, tiny, made.layers)), Live().batch(Request(rows, tiny, made.layers))
+    found, live = source.batch(BatchRequest(rows, tiny, made.layers)), Live().batch(BatchRequest(rows, tiny, made.layers))
     assert found.features is not None and live.features is not None
     length = len(rows[3].tokens)
     torch.testing.assert_close(found.features.hidden[3, :length], live.features.hidden[3, :length], rtol=1e-4, atol=1e-4)

@@ -19,7 +19,7 @@ from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import RunError, UserError
 from spectrain.features import store as module
-from spectrain.features.base import Request, Source
+from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
 from spectrain.features.live import Live
 from spectrain.features.store import Contents, FeatureStore, checksum, fingerprint, quantize, read_before
@@ -418,12 +418,12 @@ def test_every_family_learns_what_it_learns_live(
         return
     layers = made.stages[0].layers
     prepare(source, made, target, examples())
-    live = gradients(made, Live().batch(Request(examples(), target, layers, packed=packed)), target)
-    source.batch(Request(examples(), target, layers, packed=packed))
+    live = gradients(made, Live().batch(BatchRequest(examples(), target, layers, packed=packed)), target)
+    source.batch(BatchRequest(examples(), target, layers, packed=packed))
     source.flush()
     again = Stored(str(tmp_path), capture=False)
     prepare(again, made, target, examples())
-    batch = again.batch(Request(examples(), target, layers, packed=packed))
+    batch = again.batch(BatchRequest(examples(), target, layers, packed=packed))
     assert batch.features is not None and bool(batch.features.hidden.isnan().any()) == supervised_only
     stored = gradients(made, batch, target)
     assert len(live) == len(stored) > 3 and all(torch.equal(a, b) for a, b in zip(live, stored))
@@ -517,7 +517,7 @@ def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: P
     """Each with its reason; a store that holds more than is asked for is read."""
     path, rows = str(tmp_path / "store"), examples()
     full = Stored(path, "bfloat16")
-    full.batch(Request(rows, tiny, drafter(tiny).layers))
+    full.batch(BatchRequest(rows, tiny, drafter(tiny).layers))
     full.flush()
 
     def refused(reason: str, made: Drafter, target: Target = tiny, where: str = path, **options: Any) -> None:
@@ -536,7 +536,7 @@ def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: P
     assert "6 are stored" in prepare(Stored(path, supervised_only=True), drafter(tiny, layers=[5]), tiny, rows)
     some = Stored(str(tmp_path / "some"), supervised_only=True)
     prepare(some, drafter(tiny), tiny, rows)
-    some.batch(Request(rows, tiny, drafter(tiny).layers))
+    some.batch(BatchRequest(rows, tiny, drafter(tiny).layers))
     some.flush()
     medusa: Drafter = build({"_target_": "spectrain.drafters.medusa.Medusa"}, target=tiny)
     refused("only at supervised positions", medusa, where=str(tmp_path / "some"))
@@ -549,9 +549,9 @@ def test_what_is_missing_may_stop(tiny: Target, tmp_path: Path) -> None:
     """With capture=false the target is not run."""
     layers = drafter(tiny).layers
     source = Stored(str(tmp_path))
-    source.batch(Request(examples()[:3], tiny, layers))
+    source.batch(BatchRequest(examples()[:3], tiny, layers))
     source.flush()
     with pytest.raises(RunError, match="3 sequences of a batch are not in it"):
-        Stored(str(tmp_path), capture=False).batch(Request(examples(), tiny, layers))
-    plain = Stored(str(tmp_path), capture=False).batch(Request(examples(), tiny, ()))
+        Stored(str(tmp_path), capture=False).batch(BatchRequest(examples(), tiny, layers))
+    plain = Stored(str(tmp_path), capture=False).batch(BatchRequest(examples(), tiny, ()))
     assert plain.features is None and torch.equal(plain.tokens, collate(examples()).tokens)

@@ -1,8 +1,10 @@
 """Compile kernels for a GPU, by default an H100 or H200 (sm_90), on a machine without one, and read off what they use.
 
-Run as a program, because a process in which triton interprets cannot compile: requests in JSON on stdin, answers on stdout.
+Run as a program, because a process in which triton interprets cannot compile: requests in JSON on stdin, a line each, and a
+line on stdout for each of them.
 """
 
+import atexit
 import importlib
 import json
 import os
@@ -10,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import traceback
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -45,14 +48,26 @@ class Usage:
     wide: int  # loads of 16 bytes
 
 
-def compile_all(requests: list[Request]) -> list[Usage]:
-    """Compile in a process of its own; triton keeps the results on disk."""
+@cache
+def compiler() -> "subprocess.Popen[str]":
+    """A process that compiles; it lives as long as this one, for it takes seconds to start."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", __file__]
-    text = json.dumps([asdict(request) for request in requests])
-    process = subprocess.run(command, input=text, capture_output=True, text=True, env=environment)
-    assert process.returncode == 0, process.stderr[-3000:]
-    return [Usage(**usage) for usage in json.loads(process.stdout)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    atexit.register(process.communicate)  # which ends its input and waits for it
+    return process
+
+
+def compile_for(request: Request) -> Usage:
+    """Compile in a process of its own; triton keeps the results on disk."""
+    process = compiler()
+    assert process.stdin is not None and process.stdout is not None
+    print(json.dumps(asdict(request)), file=process.stdin, flush=True)
+    answer = process.stdout.readline()
+    assert answer, "the process that compiles has died; what it said is on stderr"
+    found = json.loads(answer)
+    assert "failure" not in found, found["failure"]
+    return Usage(**found)
 
 
 @cache
@@ -96,4 +111,9 @@ def compile_one(request: Request) -> Usage:
 
 
 if __name__ == "__main__":
-    print(json.dumps([asdict(compile_one(Request(**request))) for request in json.load(sys.stdin)]))
+    for line in sys.stdin:
+        try:
+            answer = asdict(compile_one(Request(**json.loads(line))))
+        except Exception:  # the test fails, the next one does not
+            answer = {"failure": traceback.format_exc()[-3000:]}
+        print(json.dumps(answer), flush=True)

@@ -16,8 +16,8 @@ from tests.kernels import aot
 pytest.importorskip("triton", reason="triton is not installed, so there is nothing to compile")
 
 MODULE = "spectrain.kernels.tree_attention"
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-ROWS = (16, 64, 256)  # for each of them another configuration
+TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+ROWS = (64, 16, 256)  # for each of them another configuration
 
 
 def attention(
@@ -44,62 +44,60 @@ def combining(head_size: int) -> Any:
     return aot.Request(MODULE, "_combine_kernel", types, constants, 4, 3)
 
 
-def assert_fits(requests: dict[str, Any]) -> None:
+def assert_fits(request: Any) -> None:
     """Nothing spills, shared memory suffices, loads are asynchronous, and half precision uses tensor cores.
 
     In float32 the assembler keeps below 80 or 128 registers, for more warps at once, and spills a few words for it.
     """
-    for (name, request), usage in zip(requests.items(), aot.compile_all(list(requests.values()))):
-        print(name, usage)  # with pytest -s
-        exact = request.types.get("q_ptr") == "*fp32"
-        assert usage.stack <= (64 if exact else 0), (name, usage)
-        assert usage.shared <= aot.SHARED_MEMORY[90], (name, usage)
-        if request.kernel == "_split_kernel":
-            assert usage.copies > 0, (name, usage)
-            half, tall = not exact, request.constants["BLOCK_M"] >= 64
-            assert (usage.wgmma > 0) == (half and tall) and (usage.mma > 0) == (half and not tall), (name, usage)
+    usage = aot.compile_for(request)
+    print(usage)  # with pytest -s
+    exact = request.types.get("q_ptr") == "*fp32"
+    assert usage.stack <= (64 if exact else 0), usage
+    assert usage.shared <= aot.SHARED_MEMORY[90], usage
+    if request.kernel == "_split_kernel":
+        assert usage.copies > 0, usage
+        half, tall = not exact, request.constants["BLOCK_M"] >= 64
+        assert (usage.wgmma > 0) == (half and tall) and (usage.mma > 0) == (half and not tall), usage
 
 
-def test_default_configurations_fit_sm90() -> None:
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_default_configurations_fit_sm90(dtype: torch.dtype, head_size: int, num_rows: int) -> None:
     """Every configuration of the common head sizes fits, in bfloat16 and in float32."""
-    requests = {
-        f"{TYPES[dtype]}, head size {head_size}, {num_rows} rows": attention(dtype, head_size, num_rows)
-        for dtype, head_size, num_rows in product((torch.bfloat16, torch.float32), (64, 128), ROWS)
-    }
-    requests |= {f"combine, head size {head_size}": combining(head_size) for head_size in (64, 128)}
-    assert_fits(requests)
+    assert_fits(attention(dtype, head_size, num_rows))
+
+
+@pytest.mark.sweep(1, free=("head_size",))
+@pytest.mark.parametrize("head_size", CONFIGS)
+def test_combining_fits_sm90(head_size: int) -> None:
+    """So does the kernel that averages splits."""
+    assert_fits(combining(head_size))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
-def test_every_configuration_fits_sm90(head_size: int, dtype: torch.dtype) -> None:
+def test_every_configuration_fits_sm90(head_size: int, num_rows: int, dtype: torch.dtype) -> None:
     """So does every other launch: odd head sizes, windows, softcaps, one split or several."""
-    requests = {
-        f"{TYPES[dtype]}, head size {head_size}, {num_rows} rows, {options}": attention(dtype, head_size, num_rows, **options)
-        for num_rows in ROWS
-        for options in (
-            {"split": False},
-            {"split": True},
-            {"split": False, "window": True},
-            {"split": True, "window": True},
-            {"split": True, "window": True, "softcap": True},
-            {"split": True, "softcap": True},
-        )
-    }
-    if head_size in CONFIGS:
-        requests["combine"] = combining(head_size)
-    assert_fits(requests)
+    for options in (
+        {"split": False},
+        {"split": True},
+        {"split": False, "window": True},
+        {"split": True, "window": True},
+        {"split": True, "window": True, "softcap": True},
+        {"split": True, "softcap": True},
+    ):
+        assert_fits(attention(dtype, head_size, num_rows, **options))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [89, 120])
 def test_every_configuration_fits_a_consumer_gpu(architecture: int) -> None:
     """The largest launch of every configuration has the shared memory it needs on GeForce cards too."""
-    requests = {
-        (dtype, head_size, num_rows): replace(attention(dtype, head_size, num_rows, window=True), architecture=architecture)
-        for dtype, head_size, num_rows in product(TYPES, CONFIGS, ROWS)
-    }
-    for name, usage in zip(requests, aot.compile_all(list(requests.values()))):
-        assert usage.shared <= aot.SHARED_MEMORY[architecture], (name, usage)
-        assert (usage.mma > 0) == (name[0] != torch.float32), (name, usage)
+    for choice in product(TYPES, CONFIGS, ROWS):
+        usage = aot.compile_for(replace(attention(*choice, window=True), architecture=architecture))
+        assert usage.shared <= aot.SHARED_MEMORY[architecture], (choice, usage)
+        assert (usage.mma > 0) == (choice[0] != torch.float32), (choice, usage)

@@ -90,6 +90,7 @@ def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return str(request.param)
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("num_nodes, counts", [(2, (2, 1, 1)), (20, (5, 1, 0)), (64, (8, 9, 3)), (100, (17, 64, 1))])
 def test_commit_equals_the_loop(num_nodes: int, counts: tuple[int, ...], dtype: torch.dtype, either: str) -> None:
@@ -181,16 +182,15 @@ def test_reference_never_asks_the_device() -> None:
     kv_commit_reference(*(x if x is None else x.to("meta") for x in verified()))
 
 
-def test_kernel_fits_sm90() -> None:
+@pytest.mark.sweep(1, free=("dtype", "features"))
+@pytest.mark.parametrize("features", [12288, 0])
+@pytest.mark.parametrize("dtype", ["*bf16", "*fp32"])
+def test_kernel_fits_sm90(dtype: str, features: int) -> None:
     """Compiled for an H100 or H200, at any dtype, with features or without, nothing spills and no shared memory is taken."""
-    requests = []
-    for dtype in ("*bf16", "*fp32"):
-        for features in (12288, 0):
-            types = {"storage_ptr": dtype, "hidden_ptr": dtype, "fresh_ptr": dtype}
-            types |= dict.fromkeys(["lengths_ptr", "path_ptr", "counts_ptr"], "*i64")
-            constants = {"WIDTH": 1024, "FEATURES": features, "COLUMNS": module.COLUMNS, "NODES": module.NODES}
-            constants |= {} if features else dict.fromkeys(["hidden_ptr", "fresh_ptr"])
-            requests.append(aot.Request("spectrain.kernels.kv_commit", "_commit_kernel", types, constants, 4, 3))
-    for usage in aot.compile_all(requests):
-        print(usage)  # with pytest -s
-        assert usage.stack == 0 and usage.shared <= 1024 and usage.registers <= 128, usage
+    types = {"storage_ptr": dtype, "hidden_ptr": dtype, "fresh_ptr": dtype}
+    types |= dict.fromkeys(["lengths_ptr", "path_ptr", "counts_ptr"], "*i64")
+    constants = {"WIDTH": 1024, "FEATURES": features, "COLUMNS": module.COLUMNS, "NODES": module.NODES}
+    constants |= {} if features else dict.fromkeys(["hidden_ptr", "fresh_ptr"])
+    usage = aot.compile_for(aot.Request("spectrain.kernels.kv_commit", "_commit_kernel", types, constants, 4, 3))
+    print(usage)  # with pytest -s
+    assert usage.stack == 0 and usage.shared <= 1024 and usage.registers <= 128, usage

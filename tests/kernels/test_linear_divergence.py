@@ -106,6 +106,7 @@ def agree(case: Case, found: Judged, losses: Tensor, wanted: Tensor, tolerance: 
     assert torch.equal(found.best, case.log_q().argmax(-1)) and torch.equal(found.wanted, wanted)
 
 
+@pytest.mark.sweep(40)
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -117,6 +118,7 @@ def test_loss_and_gradients_equal_those_of_the_whole_matrix(name: str, shape: st
     agree(case, fused(case, name, chunk=chunk), losses, wanted, EXACT[dtype])
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_count_by_their_weight(name: str, chunk: int) -> None:
@@ -229,6 +231,7 @@ def test_entropy_of_a_target(chunk: int) -> None:
     torch.testing.assert_close(total_entropy(log_p.__getitem__, ROWS, chunk), expected)
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("block", [1, 2 * VOCAB, 3 * VOCAB + 1])
 @pytest.mark.parametrize("name", [*NAMES, "split"])
 def test_blocks_of_a_chunk_change_nothing(name: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +248,7 @@ def test_blocks_of_a_chunk_change_nothing(name: str, block: int, monkeypatch: py
     assert all(torch.equal(left, right) for left, right in zip(*results))
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "lk_hybrid"])  # which holds its weight constant
 def test_gradients_equal_numeric_ones(name: str, softcap: float | None) -> None:
@@ -392,6 +396,7 @@ def said(which: str, rows: int, vocab: int) -> tuple[Tensor | None, Tensor | Non
     return log_p, None, None
 
 
+@pytest.mark.sweep(24)
 @pytest.mark.parametrize("with_grad", [True, False])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.7, None), (1.3, 4.0)])
 @pytest.mark.parametrize("vocab", [3, 1500])

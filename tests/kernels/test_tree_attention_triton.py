@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import Accepted, Greedy
-from spectrain.decoding.captured import Engine
-from spectrain.decoding.loop import Context, Generation, decode
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.captured import Captured
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.batch import Batch
 from spectrain.kernels import kv_append, kv_commit, tree_verify
@@ -32,8 +34,10 @@ from spectrain.kernels.tree_attention import (
     tree_attention_reference,
 )
 from spectrain.models.target import Target
-from spectrain.trees import Chain, Eagle2, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees import Chain, Eagle2
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted, TokenTree
+from tests.targets import cut_tiny
 
 triton = pytest.importorskip("triton", reason="triton is not installed, so there are no kernels to interpret")
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -162,6 +166,14 @@ def large_blocks(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "COMBINED_ROWS", 256)
 
 
+def work(case: Case) -> float:
+    """About how long the interpreter takes: blocks of keys for every block of rows, and what each program does besides."""
+    batch, kv_heads = (3 if case.ragged else 1), (1 if case.num_new > 65 else 2)
+    blocks = (case.prefix + case.earlier + case.num_new) / 64 + 3 * case.splits
+    return batch * kv_heads * (1 + case.num_new * case.group // 128) * blocks
+
+
+@pytest.mark.sweep(10, cost=work)
 @pytest.mark.parametrize("case", covering(), ids=name_of)
 def test_kernel_equals_reference(case: Case, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernel = reference where every two choices meet: sizes, trees, windows, softcaps, splits, ragged rows, dtypes."""
@@ -181,6 +193,7 @@ def test_kernel_equals_reference_everywhere(
     agree(Case(num_new, prefix, splits, group, *(draw.choice(values) for values in list(AXES.values())[4:])), monkeypatch)
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("num_new, group", [(1, 1), (4, 4), (5, 7)])
 def test_float32_blocks_equal_the_reference(
@@ -272,6 +285,7 @@ def test_words_hold_the_tree(num_nodes: int) -> None:
     assert torch.equal(bits.flatten(2)[..., :num_nodes].bool(), part) and not bits.flatten(2)[..., num_nodes:].any()
 
 
+@pytest.mark.sweep(2)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("window", [None, 30])
 def test_operator_keeps_its_promises(splits: int, window: int | None, large_blocks: None) -> None:
@@ -350,30 +364,38 @@ class Forked(Drafter):
     def loss(self, batch: Batch, target: Target, state: Any) -> Any:
         raise NotImplementedError
 
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
+    def draft(self, context: Context) -> Draft:
         rows = []
         for text, length in zip(self.texts, context.cache.lengths.tolist()):
             root, first, second = (text[length : length + 3] + [5, 5])[:3]
             rows.append([root, first ^ 1, first, second ^ 1, second])
-        return TokenTree.of(torch.tensor(rows), torch.tensor([[-1, 0, 0, 2, 2]]).expand(len(rows), -1))
+        tree = TokenTree.of(torch.tensor(rows), torch.tensor([[-1, 0, 0, 2, 2]]).expand(len(rows), -1))
+        return Draft(complete=lambda root: tree)
 
     def commit(self, context: Context, accepted: Accepted) -> None: ...
 
 
+@pytest.fixture
+def two_layers() -> Target:
+    """The tiny target's first two layers: the interpreter takes its time for each."""
+    return cut_tiny(2)
+
+
 def test_decoding_through_the_kernels_equals_the_references(
-    tiny: Target, interpreted: None, monkeypatch: pytest.MonkeyPatch
+    two_layers: Target, interpreted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A ragged batch decoded greedily, by the loop with little trees and by the engine, gives the same tokens, with the same
     ones accepted; every kernel of a round has run."""
     texts = ("The bees find the hive. The", "What is it?")
-    prompts = [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    eagle3 = Eagle3(tiny, vocab_size=256).eval()
+    target = two_layers
+    prompts = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    eagle3 = Eagle3(target, vocab_size=256).eval()
     monkeypatch.setenv("SPECTRAIN_KERNELS", "reference")
-    plain = [found.output for found in decode(tiny, prompts, Greedy(), 8, ignore_eos=True)]
+    plain = [found.output for found in decode(target, prompts, Greedy(), 8, ignore_eos=True)]
     forked = Forked([prompt + output for prompt, output in zip(prompts, plain)])
     runs: list[Callable[[], list[Generation]]] = [
-        lambda: decode(tiny, prompts, Greedy(), 7, forked, Chain(4), ignore_eos=True),
-        lambda: Engine(tiny, Greedy(), eagle3, Eagle2(2, 5, 2)).decode(prompts, 3, ignore_eos=True),
+        lambda: decode(target, prompts, Greedy(), 7, forked, Chain(4), ignore_eos=True),
+        lambda: Captured(target, Greedy(), eagle3, Eagle2(2, 5, 2)).decode(prompts, 3, ignore_eos=True),
     ]
     expected = [run() for run in runs]
     ran: Counter[str] = Counter()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Olmo2Config
 
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
 
 from .test_target import ARCHITECTURES, EVERY, LAYERS, SIZE, VOCAB, build
@@ -87,7 +87,7 @@ def test_dropped_rows_equal_a_masked_model(models: tuple[Target, Any], dropped: 
     tokens = words(ROWS, length)
     with masked(reference, dropped) as states, torch.no_grad():
         logits = reference(tokens, use_cache=False).logits
-    found = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, part=Part(dropped=dropped)))
+    found = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, span=LayerSpan(dropped=dropped)))
     assert found.logits is not None
     for layer, state in enumerate(states):
         close(found.at(layer + 1), state)
@@ -99,14 +99,14 @@ def test_a_loop_over_the_layers_says_the_same(models: tuple[Target, Any]) -> Non
     """Row by row, the layers that the row keeps, one after another, and no other."""
     target, _ = models
     tokens = words(ROWS, 9)
-    found = target.run(tokens, ForwardPlan(layers=EVERY, part=Part(dropped=MIXED)))
+    found = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=MIXED)))
     for row in range(ROWS):
         state = target.run(tokens[row : row + 1], ForwardPlan(layers=(0,))).at(0)
         for layer in range(LAYERS):
             if not MIXED[layer, row]:
                 part = target.run(
                     tokens[row : row + 1],
-                    ForwardPlan(layers=(layer + 1,), part=Part(first=layer, last=layer + 1, hidden=state)),
+                    ForwardPlan(layers=(layer + 1,), span=LayerSpan(first=layer, last=layer + 1, hidden=state)),
                 )
                 state = part.at(layer + 1)
             close(found.at(layer + 1)[row], state[0])
@@ -121,7 +121,7 @@ def test_gradients_are_those_of_a_masked_model(name: str, dropped: Tensor, tiny:
     tokens = words(ROWS, 7)
     weights = torch.randn(LAYERS, ROWS, 7, 32, dtype=target.dtype)
     target.requires_grad_(True)
-    found = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, grad=True, part=Part(dropped=dropped)))
+    found = target.run(tokens, ForwardPlan(layers=EVERY, logits=True, grad=True, span=LayerSpan(dropped=dropped)))
     assert found.logits is not None
     (sum((found.at(n + 1) * weights[n]).sum() for n in range(LAYERS)) + found.logits.logsumexp(-1).sum()).backward()
     reference.requires_grad_(True)
@@ -146,7 +146,7 @@ def test_a_layer_works_for_the_rows_that_keep_it(models: tuple[Target, Any], dro
     """Attention of layer l is called once with as many rows as keep l, and not at all where none does."""
     target, _ = models
     with attended(target) as calls:
-        target.run(words(ROWS, 6), ForwardPlan(layers=EVERY, part=Part(dropped=dropped)))
+        target.run(words(ROWS, 6), ForwardPlan(layers=EVERY, span=LayerSpan(dropped=dropped)))
     kept = (~dropped).sum(1).tolist()
     assert calls == [(layer, rows) for layer, rows in enumerate(kept) if rows]
 
@@ -157,24 +157,26 @@ def test_skipped_layers_are_dropped_by_every_row(models: tuple[Target, Any]) -> 
     tokens = words(ROWS, 6)
     both = SOME.clone()
     both[1] = True
-    wanted = target.run(tokens, ForwardPlan(layers=EVERY, part=Part(dropped=both)))
+    wanted = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=both)))
     with attended(target) as calls:
-        found = target.run(tokens, ForwardPlan(layers=EVERY, part=Part(skipped={1}, dropped=SOME)))
+        found = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(skipped={1}, dropped=SOME)))
     assert torch.equal(found.hidden, wanted.hidden) and {layer for layer, _ in calls} == {0, 2}
     alone = NONE.clone()
     alone[1] = True
-    skipped = target.run(tokens, ForwardPlan(layers=EVERY, part=Part(skipped=(1,))))
-    close(skipped.hidden, target.run(tokens, ForwardPlan(layers=EVERY, part=Part(dropped=alone))).hidden)
+    skipped = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(skipped=(1,))))
+    close(skipped.hidden, target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=alone))).hidden)
 
 
 def test_rows_do_not_see_each_other(models: tuple[Target, Any]) -> None:
     """A row's features with its own mask are what it gives alone, and another order of rows orders them so."""
     target, _ = models
     tokens, order = words(ROWS, 6), torch.tensor([2, 0, 3, 1])
-    whole = target.run(tokens, ForwardPlan(layers=EVERY, part=Part(dropped=SOME))).hidden
-    close(target.run(tokens[order], ForwardPlan(layers=EVERY, part=Part(dropped=SOME[:, order]))).hidden, whole[order])
+    whole = target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=SOME))).hidden
+    close(target.run(tokens[order], ForwardPlan(layers=EVERY, span=LayerSpan(dropped=SOME[:, order]))).hidden, whole[order])
     for row in range(ROWS):
-        alone = target.run(tokens[row : row + 1], ForwardPlan(layers=EVERY, part=Part(dropped=SOME[:, row : row + 1]))).hidden
+        alone = target.run(
+            tokens[row : row + 1], ForwardPlan(layers=EVERY, span=LayerSpan(dropped=SOME[:, row : row + 1]))
+        ).hidden
         close(alone[0], whole[row])
 
 
@@ -183,14 +185,14 @@ def test_the_model_is_left_as_it_was(models: tuple[Target, Any]) -> None:
     target, _ = models
     tokens = words(ROWS, 6)
     before = target.run(tokens, ForwardPlan(layers=EVERY, logits=True))
-    target.run(tokens, ForwardPlan(layers=EVERY, part=Part(dropped=MIXED)))
+    target.run(tokens, ForwardPlan(layers=EVERY, span=LayerSpan(dropped=MIXED)))
 
     def fail(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         raise ZeroDivisionError
 
     handle = target.layers[-1].register_forward_hook(fail)
     with pytest.raises(ZeroDivisionError):
-        target.run(tokens, ForwardPlan(part=Part(dropped=MIXED)))
+        target.run(tokens, ForwardPlan(span=LayerSpan(dropped=MIXED)))
     handle.remove()
     assert not any("forward" in layer.__dict__ for layer in target.layers)
     after = target.run(tokens, ForwardPlan(layers=EVERY, logits=True))

@@ -12,7 +12,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from spectrain.models.features import Layer
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.partial_forward import Level, PartialForward
 from spectrain.models.target import Target
@@ -189,7 +189,7 @@ def test_drafting_sees_what_its_layers_say(target: Target, last: int, skipped: t
             positions=positions,
             mask=given.ancestors,
             cache=case.fresh,
-            part=Part(last=last, skipped=skipped),
+            span=LayerSpan(last=last, skipped=skipped),
         ),
     )
     close(torch.cat([level.seen.at("final") for level in levels], dim=1), expected.at("final"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spectrain.errors import UserError
-from spectrain.models.forward_plan import ForwardPlan, Part
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
@@ -232,8 +232,10 @@ def test_two_partial_runs_equal_a_whole_one(models: tuple[Target, Any], middle: 
     target, reference = models
     tokens = words(2, 11)
     whole = target.run(tokens, ForwardPlan(layers=EVERY, logits=True))
-    early = target.run(tokens, ForwardPlan(layers=(middle, "final"), part=Part(last=middle)))
-    late = target.run(tokens, ForwardPlan(layers=EVERY[middle:], logits=True, part=Part(first=middle, hidden=early.at(middle))))
+    early = target.run(tokens, ForwardPlan(layers=(middle, "final"), span=LayerSpan(last=middle)))
+    late = target.run(
+        tokens, ForwardPlan(layers=EVERY[middle:], logits=True, span=LayerSpan(first=middle, hidden=early.at(middle)))
+    )
     close(early.at(middle), whole.at(middle))
     close(late.hidden, whole.hidden[:, :, middle:])
     close(late.logits, whole.logits)
@@ -253,7 +255,7 @@ def test_two_partial_runs_over_a_cache_equal_a_verified_tree(target: Target, len
     positions = split.lengths[:, None] + tree.depths
     early = target.run(
         tree.tokens,
-        ForwardPlan(layers=(middle,), positions=positions, mask=tree.ancestors, cache=split, part=Part(last=middle)),
+        ForwardPlan(layers=(middle,), positions=positions, mask=tree.ancestors, cache=split, span=LayerSpan(last=middle)),
     )
     split.forget()
     hidden = early.at(middle)
@@ -261,7 +263,7 @@ def test_two_partial_runs_over_a_cache_equal_a_verified_tree(target: Target, len
         target.run(
             tree.tokens,
             ForwardPlan(
-                logits=True, positions=positions, mask=tree.ancestors, cache=split, part=Part(first=middle, hidden=hidden)
+                logits=True, positions=positions, mask=tree.ancestors, cache=split, span=LayerSpan(first=middle, hidden=hidden)
             ),
         ).logits,
         expected,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, Recursive, SpeculativeSampling
-from spectrain.decoding.captured import Engine
+from spectrain.decoding.captured import Captured
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
@@ -54,13 +54,13 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, Tree
 }
 
 
-def engine_of(name: str) -> Engine:
+def engine_of(name: str) -> Captured:
     """The engine of a round, on tensors without data."""
     rule, drafter, builder = ROUNDS[name]
     target = load_tiny()
     made = None if drafter is None else drafter(target).eval().to("meta")
     target.to("meta")
-    return Engine(target, rule, made, builder)
+    return Captured(target, rule, made, builder)
 
 
 @pytest.mark.parametrize("batch", [1, 8])

@@ -15,14 +15,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.bench.online import TOY, online_row, peak
 from spectrain.cli.doctor import targets
-from spectrain.cli.main import allow_new_keys, config_groups, dispatch
+from spectrain.cli.main import dispatch
+from spectrain.cli.overrides import allow_new_keys, config_groups
 from spectrain.data.dataset import Dataset
 from spectrain.features.live import Live
 from spectrain.planning.dry_run import size_of
 from spectrain.planning.memory_tracker import FORMULAS
 from spectrain.planning.plan import Plan, plan
-from spectrain.runs.run import fresh_drafter
-from spectrain.settings.build import build, check_config, register_resolvers
+from spectrain.runs.fresh import fresh_drafter
+from spectrain.settings.build import build, register_resolvers
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 
 ROOT = Path(__file__).parents[2]

@@ -17,16 +17,16 @@ from hydra import compose, initialize_config_module
 from spectrain.data.chat import render
 from spectrain.data.dataset import Dataset
 from spectrain.data.readers import Data, Embedded, Jsonl
+from spectrain.data.shards import Row, Shard, Shards
 from spectrain.decoding.acceptance import Greedy, Match
 from spectrain.decoding.loop import decode
+from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
-from spectrain.regeneration import writers
 from spectrain.regeneration.regenerate import Regeneration, regenerate
-from spectrain.regeneration.shards import Row, Shard, Shards
 from spectrain.regeneration.writers import Add, EngineWriter, Sampling, Writer
-from spectrain.runs.run import save_drafter
+from spectrain.runs.drafter_files import save_drafter
 from spectrain.settings.build import build
 from spectrain.trees import Chain
 
@@ -133,7 +133,7 @@ def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, temperature: 
         places = [at for at, message in enumerate(source) if message["role"] == "assistant"]
         for at, size, reason in zip(places, row.num_tokens, row.finish_reason, strict=True):
             prompt: Any = tiny.tokenizer(render(tiny.tokenizer, row.messages[:at], prompt=True), add_special_tokens=False)
-            (alone,) = decode(tiny, [prompt["input_ids"]], rule, SHORT["max_new_tokens"], rows=[wanted.key])
+            (alone,) = decode(tiny, [prompt["input_ids"]], rule, SHORT["max_new_tokens"], sequence_ids=[wanted.key])
             text = tiny.tokenizer.decode(alone.output, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             ended = alone.output[-1] in tiny.stop_ids
             assert (row.messages[at]["content"], size, reason) == (text, len(alone.output), "stop" if ended else "length")
@@ -303,14 +303,14 @@ def test_bad_conversations_take_nothing_with_them(
            {"messages": [user, {"role": "assistant", "content": "No."}]}]  # fmt: skip
     mixed = [*good[:3], bad[0], *good[3:6], bad[1], *good[6:]]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
-    honest, (poison,) = writers.decode, tiny.tokenizer(["poison"], add_special_tokens=False)["input_ids"]
+    honest, (poison,) = Session.decode, tiny.tokenizer(["poison"], add_special_tokens=False)["input_ids"]
 
-    def choking(target: Target, prompts: list[list[int]], *rest: Any) -> Any:
+    def choking(session: Session, prompts: list[list[int]], *rest: Any) -> Any:
         if any(prompt[at : at + len(poison)] == poison for prompt in prompts for at in range(len(prompt))):
             raise RuntimeError("no memory")
-        return honest(target, prompts, *rest)
+        return honest(session, prompts, *rest)
 
-    monkeypatch.setattr(writers, "decode", choking)
+    monkeypatch.setattr(Session, "decode", choking)
     found = make(tmp_path / "out", tiny, Jsonl(str(tmp_path / "chats.jsonl")), shard_size=100, max_failed=0.2)
     assert [row.messages for row in found.values()] == [row.messages for row in rows(whole).values()]
     lost = [json.loads(line) for line in (tmp_path / "out" / "failed" / "part-00000.jsonl").read_text().splitlines()]
@@ -330,7 +330,7 @@ def test_too_many_failures_fail_the_run(tmp_path: Path, tiny: Target, monkeypatc
     def broken(*_: Any) -> Any:
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(writers, "decode", broken)
+    monkeypatch.setattr(Session, "decode", broken)
     with pytest.raises(RunError, match=r"3 conversations failed one after another.*no device"):
         make(tmp_path / "out", tiny, stop_after=3)
     assert not Shards(tmp_path / "out").manifest["shards"]

@@ -1,7 +1,5 @@
 """Regeneration by a server: a stand-in on this machine that refuses, stalls and talks nonsense as real ones do."""
 
-import asyncio
-import email.utils
 import json
 import signal
 import threading
@@ -12,15 +10,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from spectrain.data.readers import Jsonl
+from spectrain.data.shards import Row, Shards
 from spectrain.errors import RunError, UserError
 from spectrain.regeneration import server as server_module
 from spectrain.regeneration.regenerate import Regeneration
-from spectrain.regeneration.server import ServerWriter, retry_after
-from spectrain.regeneration.shards import Row, Shards
+from spectrain.regeneration.server import ServerWriter
 from spectrain.regeneration.writers import Sampling
 
 LIMIT = 12
@@ -80,8 +77,10 @@ class StandIn:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    monkeypatch.setattr(server_module, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(server_module, "PAUSE", 0.01)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.001)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("OPENAI_API_KEY", "not-for-this-server")
     standing = StandIn()
     yield standing
     standing.server.shutdown()
@@ -280,39 +279,40 @@ def test_the_key_comes_from_the_environment(
     monkeypatch.setenv("LITTLE_KEY", "s3cret")
     make(tmp_path / "out", server, chats, api_key_variable="LITTLE_KEY")
     assert set(server.keys) == {"Bearer s3cret"}
+    server.keys.clear()
+    make(tmp_path / "without", server, chats)
+    assert set(server.keys) == {None}  # OPENAI_API_KEY is for OpenAI alone
     assert all("s3cret" not in path.read_text() for path in (tmp_path / "out").rglob("*") if path.is_file())
     with pytest.raises(UserError, match=r"writer\.api_key_variable=NO_KEY: .*not set"):
         make(tmp_path / "other", server, chats, api_key_variable="NO_KEY")
 
 
-def test_the_server_says_how_long_to_wait(server: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retry-After in seconds or as a date, bounded; without it each pause is about twice the one before."""
-
-    def asks(value: str | None) -> float | None:
-        return retry_after(httpx.Response(429, headers={} if value is None else {"Retry-After": value}))
-
-    assert (asks("2.5"), asks("-3"), asks("1e9"), asks("soon"), asks(None)) == (2.5, 0.0, 600.0, None, None)
-    later = asks(email.utils.formatdate(time.time() + 100, usegmt=True))
-    assert later is not None and 90 < later <= 100
+def test_the_server_says_how_long_to_wait(tmp_path: Path, server: StandIn, chats: Jsonl, monkeypatch: Any) -> None:
+    """Retry-After is waited for, however long it is up to two minutes; where it asks for more, the attempts end."""
     pauses: list[float] = []
 
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(server_module.asyncio, "sleep", sleep)
-    monkeypatch.setattr(server_module, "LONGEST_WAIT", 4.0)
-    server.misbehave = lambda question, attempt: (429, "", {"Retry-After": "9"} if attempt == 2 else {})
-    writer = ServerWriter(Sampling(), server.url, "little", retries=4)
+    monkeypatch.setattr("anyio.sleep", sleep)
+    waits = {"question 2": "90", "question 4": "600"}
 
-    async def ask() -> Any:
-        async with httpx.AsyncClient() as client:
-            return await writer._request(client, {"messages": [{"content": "x"}]})
+    def refuse(question: str, attempt: int) -> Reply | None:
+        return (429, "busy", {"Retry-After": waits[question]}) if question in waits and attempt == 1 else None
 
-    with pytest.raises(Exception, match="5 attempts, the last: status 429"):
-        asyncio.run(ask())
-    assert pauses[1] == 9.0
-    for pause, longest in zip(pauses, (1.0, 9.0, 4.0, 4.0), strict=True):
-        assert longest / 2 <= pause <= longest
+    server.misbehave = refuse
+    found = make(tmp_path / "out", server, chats, max_failed=0.5)
+    assert pauses == [90.0] and 2 in found and 4 not in found
+    assert lost(tmp_path / "out")[4] == ("failed", "1 attempts, the last: status 429: busy")
+
+
+def test_attempts_are_counted_over_errors_and_nonsense(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
+    """A server that errs, then talks nonsense, then errs again is asked `retries` times more and not once above."""
+    server.misbehave = lambda question, attempt: (
+        GARBAGE["no choices" if attempt % 2 else "500"] if question == "question 2" else None
+    )
+    make(tmp_path / "out", server, chats, retries=4, max_failed=0.5)
+    assert server.asked["question 2"] == 5 and lost(tmp_path / "out")[2][1].startswith("5 attempts, the last: ")
 
 
 def test_what_the_server_alone_knows_is_recorded(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:

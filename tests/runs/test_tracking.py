@@ -19,8 +19,6 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 
-from spectrain.cli.defaults import complete
-from spectrain.cli.main import TRAIN_KEYS
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.eagle3 import Eagle3
@@ -28,12 +26,15 @@ from spectrain.errors import UserError
 from spectrain.features.live import Live
 from spectrain.models.target import Target
 from spectrain.runs import tracking
-from spectrain.runs.run import evaluate, train
+from spectrain.runs.defaults import complete
+from spectrain.runs.score import evaluate
 from spectrain.runs.tracking import TensorBoard, Wandb, flatten, headline, tracked
-from spectrain.training.metrics import MetricsFile, Tracker, last_step
+from spectrain.runs.train import train
 from spectrain.runs.wandb_file import records
-from spectrain.settings.build import check_config
+from spectrain.settings.check import check_config
+from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.training.checkpoints import latest_checkpoint, step_of
+from spectrain.training.metrics import MetricsFile, Tracker, last_step
 from spectrain.training.trainer import Trainer
 
 CONFIG = {

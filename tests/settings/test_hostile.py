@@ -14,7 +14,6 @@ import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from spectrain.cli.defaults import complete
 from spectrain.cli.export import export, lint_command
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError
@@ -22,8 +21,11 @@ from spectrain.eval.comparison import Scored
 from spectrain.export.converter import convert
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
-from spectrain.runs.run import load_drafter, save_drafter, take_shape
-from spectrain.settings.build import build, check_config
+from spectrain.runs.defaults import complete
+from spectrain.runs.drafter_files import load_drafter, save_drafter
+from spectrain.runs.fresh import take_shape
+from spectrain.settings.build import build
+from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 
 TINY = TargetFiles("tiny")

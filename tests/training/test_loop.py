@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file
 
 from spectrain.data.chat import Example
-from spectrain.data.dataset import Dataset
+from spectrain.data.dataset import Batching, Dataset
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.errors import RunError, UserError
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.target import Target
@@ -137,7 +137,7 @@ class Poisoned(Live):
         super().__init__()
         self.steps = steps
 
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: BatchRequest) -> Batch:
         batch = super().batch(request)
         assert batch.features is not None
         hidden = batch.features.hidden * (float("nan") if request.step in self.steps else 1.0)
@@ -221,7 +221,7 @@ def test_what_a_training_took_adds_up(tiny: Target, tmp_path: Path) -> None:
     one = drafter(tiny)
     told = trainer().fit(one, tiny, dataset(), Live(), tmp_path / "whole")
     assert (told.steps, told.parameters) == (9, sum(p.numel() for p in one.parameters() if p.requires_grad))
-    stream = dataset().stream(60, 0, False, 0, 1, None)
+    stream = dataset().stream(Batching(60, 0))
     assert told.tokens == sum(len(example.tokens) for _ in range(9) for example in next(stream))
 
     def kill(at: int) -> None:

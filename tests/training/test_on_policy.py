@@ -10,12 +10,13 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy, Interleaved, VerifiedTree
-from spectrain.decoding.loop import Generation, decode
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
 from spectrain.decoding.replay import Recorder
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.errors import UserError
-from spectrain.features.base import Request, Source
+from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
@@ -74,8 +75,8 @@ def greedy(target: Target, prompts: list[list[int]], limit: int = ANSWER) -> lis
 def test_without_a_fraction_it_is_the_data(tiny: Target, by: Any) -> None:
     """fraction=0 gives the tokens, the mask and the features of source=live; by=replay, nothing of it rejected."""
     layers = ("final",)
-    mine = Generated(0.0, by).batch(Request(dataset()[EVERY], tiny, layers, step=3, drafter=make(tiny)))
-    theirs = Live().batch(Request(dataset()[EVERY], tiny, layers))
+    mine = Generated(0.0, by).batch(BatchRequest(dataset()[EVERY], tiny, layers, step=3, drafter=make(tiny)))
+    theirs = Live().batch(BatchRequest(dataset()[EVERY], tiny, layers))
     assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.loss_mask, theirs.loss_mask)
     assert mine.features is not None and theirs.features is not None
     assert torch.equal(mine.features.hidden, theirs.features.hidden)
@@ -86,7 +87,9 @@ def test_without_a_fraction_it_is_the_data(tiny: Target, by: Any) -> None:
 def test_a_cold_writer_writes_greedily(tiny: Target, by: Any) -> None:
     """Near temperature 0 each writes its greedy text; interleaved with top_k=1, that is the target's."""
     drafter = make(tiny)
-    batch = Generated(1.0, by, temperature=COLD, top_k=1).batch(Request(dataset()[EVERY], tiny, (), step=2, drafter=drafter))
+    batch = Generated(1.0, by, temperature=COLD, top_k=1).batch(
+        BatchRequest(dataset()[EVERY], tiny, (), step=2, drafter=drafter)
+    )
     assert [row[:length] for row, length in zip(batch.tokens.tolist(), LENGTHS)] == PROMPTS
     assert written(batch) == greedy(drafter.model if by == "drafter" else tiny, PROMPTS)
     assert greedy(drafter.model, PROMPTS) != greedy(tiny, PROMPTS)
@@ -96,7 +99,7 @@ def test_a_cold_writer_writes_greedily(tiny: Target, by: Any) -> None:
 @pytest.mark.parametrize("by", [*WAYS, "replay"])
 def test_features_are_those_of_the_new_tokens(tiny: Target, by: Any) -> None:
     """A drafter that reads features gets the target's over what was written."""
-    batch = Generated(1.0, by).batch(Request(dataset()[EVERY], tiny, (4, "final"), step=2, drafter=make(tiny)))
+    batch = Generated(1.0, by).batch(BatchRequest(dataset()[EVERY], tiny, (4, "final"), step=2, drafter=make(tiny)))
     assert batch.features is not None and torch.equal(batch.features.tokens, batch.tokens)
     for row, tokens in enumerate(batch.tokens):
         length = int(batch.loss_mask[row].nonzero().max()) + 1
@@ -109,7 +112,7 @@ def test_features_are_those_of_the_new_tokens(tiny: Target, by: Any) -> None:
 def test_answers_have_a_limit(tiny: Target, by: Any, answers: tuple[int, ...], most: int, expected: int) -> None:
     """An answer is as long as the data's or max_new_tokens, whichever is less, unless it ends before."""
     batch = Generated(1.0, by, max_new_tokens=most).batch(
-        Request(dataset(answers)[EVERY], tiny, (), step=1, drafter=make(tiny))
+        BatchRequest(dataset(answers)[EVERY], tiny, (), step=1, drafter=make(tiny))
     )
     for answer in written(batch):
         assert len(answer) == expected or (answer[-1] in tiny.stop_ids and len(answer) < expected)
@@ -120,7 +123,7 @@ def test_a_prompt_that_nearly_fills_the_context_is_no_accident(tiny: Target, by:
     """Training does not stop at a conversation that the data cut right behind its prompt, at the target's longest."""
     length = tiny.max_length
     data = Dataset([Example([5, 6] * (length // 2), [place == length - 1 for place in range(length)])], 1, 0, 0)
-    batch = Generated(1.0, by).batch(Request(data[[0]], tiny, (), step=0, drafter=make(tiny)))
+    batch = Generated(1.0, by).batch(BatchRequest(data[[0]], tiny, (), step=0, drafter=make(tiny)))
     assert batch.tokens[0, : length - 1].tolist() == data.examples[0].tokens[:-1]
 
 
@@ -140,7 +143,9 @@ def test_interleaved_keeps_what_is_among_the_top_k(tiny: Target, top_k: int) -> 
     drafter, replaced, kept = make(tiny).eval(), 0, 0
     source = Generated(1.0, "interleaved", top_k=top_k, block=3)
     found, recorder = rounds_of(tiny, drafter, source, 4)
-    assert written(source.batch(Request(dataset()[EVERY], tiny, (), step=4, drafter=drafter))) == [one.output for one in found]
+    assert written(source.batch(BatchRequest(dataset()[EVERY], tiny, (), step=4, drafter=drafter))) == [
+        one.output for one in found
+    ]
     for one, rounds in zip(found, recorder.rounds):
         text = one.prompt + one.output
         end = len(one.prompt) + 1
@@ -160,7 +165,7 @@ def test_interleaved_with_every_token_allowed_is_the_drafters_text(tiny: Target)
     drafter, block = make(tiny).eval(), 3
     source = Generated(1.0, "interleaved", temperature=COLD, top_k=tiny.head.vocab_size, block=block)
     found, _ = rounds_of(tiny, drafter, source, 0)
-    answers = written(source.batch(Request(dataset()[EVERY], tiny, (), step=0, drafter=drafter)))
+    answers = written(source.batch(BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter)))
     assert answers == [one.output for one in found]
     for one in found:
         assert set(one.accepted) == {block}
@@ -180,7 +185,7 @@ def test_a_step_repeats_and_steps_differ(tiny: Target, by: Any) -> None:
     def tokens(seed: int, step: int) -> list[list[int]]:
         return written(
             Generated(1.0, by, temperature=2.0, seed=seed).batch(
-                Request(dataset()[EVERY], tiny, (), step=step, drafter=drafter)
+                BatchRequest(dataset()[EVERY], tiny, (), step=step, drafter=drafter)
             )
         )
 
@@ -194,13 +199,13 @@ def test_a_step_repeats_and_steps_differ(tiny: Target, by: Any) -> None:
 def test_an_answer_does_not_depend_on_its_batch(tiny: Target, by: Any) -> None:
     """Each sequence's draws are its own: alone in a batch it is written the same, and no two share their draws."""
     drafter, source = make(tiny), Generated(1.0, by, temperature=2.0)
-    together = written(source.batch(Request(dataset()[EVERY], tiny, (), step=1, drafter=drafter)))
+    together = written(source.batch(BatchRequest(dataset()[EVERY], tiny, (), step=1, drafter=drafter)))
     for index in EVERY:
-        alone = source.batch(Request(dataset()[[index]], tiny, (), step=1, drafter=drafter))
+        alone = source.batch(BatchRequest(dataset()[[index]], tiny, (), step=1, drafter=drafter))
         assert alone.tokens[0, LENGTHS[index] :].tolist() == together[index]
     one = dataset().examples[1]
     other = Example([*one.tokens[:-1], 5], one.mask)  # the same prompt
-    twins = source.batch(Request([one, other], tiny, (), step=1, drafter=drafter)).tokens
+    twins = source.batch(BatchRequest([one, other], tiny, (), step=1, drafter=drafter)).tokens
     assert not torch.equal(twins[0], twins[1])
 
 
@@ -215,7 +220,7 @@ class Marked(Generated):
 def test_a_fraction_of_the_sequences_is_new(tiny: Target, fraction: float) -> None:
     """Each sequence is drawn by itself: the number of new ones in a batch of 4 has the binomial's mean and variance."""
     source, data, drafter = Marked(fraction), dataset(), make(tiny)
-    batches = [source.batch(Request(data[EVERY], tiny, (), step=step, drafter=drafter)) for step in range(400)]
+    batches = [source.batch(BatchRequest(data[EVERY], tiny, (), step=step, drafter=drafter)) for step in range(400)]
     new = torch.stack([(batch.tokens[:, 0] == 7) for batch in batches]).float()
     assert new.mean().item() == pytest.approx(fraction, abs=0.04)
     assert new.sum(1).var().item() == pytest.approx(4 * fraction * (1 - fraction), rel=0.25)
@@ -230,8 +235,10 @@ def test_only_what_was_drawn_is_written(tiny: Target) -> None:
     """In a mixed batch the other sequences are the data's, in their order."""
     drafter, data = make(tiny), dataset()
     for step in range(10):
-        batch = Generated(0.5, "target", temperature=COLD).batch(Request(data[EVERY], tiny, (), step=step, drafter=drafter))
-        marked = Marked(0.5).batch(Request(data[EVERY], tiny, (), step=step, drafter=drafter))
+        batch = Generated(0.5, "target", temperature=COLD).batch(
+            BatchRequest(data[EVERY], tiny, (), step=step, drafter=drafter)
+        )
+        marked = Marked(0.5).batch(BatchRequest(data[EVERY], tiny, (), step=step, drafter=drafter))
         for row, example in enumerate(data.examples):
             expected = example.tokens
             if marked.tokens[row, 0] == 7:
@@ -248,7 +255,7 @@ def test_the_drafters_mode_is_restored(tiny: Target, by: Any, training: bool) ->
     """It writes in evaluation mode, and comes back as it was."""
     drafter, modes = make(tiny).train(training), []
     handle = drafter.model.decoder.register_forward_hook(lambda *_: modes.append(drafter.training))
-    Generated(1.0, by).batch(Request(dataset()[EVERY], tiny, (), step=0, drafter=drafter))
+    Generated(1.0, by).batch(BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter))
     handle.remove()
     assert drafter.training is training and drafter.model.model.training is training
     assert not any(modes) and bool(modes) == (by != "target")
@@ -267,9 +274,9 @@ def test_a_family_that_cannot_write_is_refused(tiny: Target) -> None:
     """source.by=drafter wants a drafter that is a model by itself; the other ways take any."""
     drafter = Eagle3(tiny, vocab_size=2048)
     with pytest.raises(UserError, match=r"source\.by=drafter: this family cannot write"):
-        Generated(1.0, "drafter").batch(Request(dataset()[EVERY], tiny, (), step=0, drafter=drafter))
+        Generated(1.0, "drafter").batch(BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter))
     batch = Generated(1.0, "interleaved", temperature=COLD, top_k=1).batch(
-        Request(dataset()[EVERY], tiny, (), step=0, drafter=drafter)
+        BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter)
     )
     assert written(batch) == greedy(tiny, PROMPTS)
 

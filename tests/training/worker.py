@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter
-from spectrain.features.base import Request
+from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.loading import load_tiny
@@ -54,7 +54,7 @@ def make(family: str, target: Target) -> Drafter:
 class Slow(Live):
     """The second process reads its data slowly."""
 
-    def batch(self, request: Request) -> Batch:
+    def batch(self, request: BatchRequest) -> Batch:
         if os.environ.get("RANK") == "1":
             time.sleep(6)
         return super().batch(request)

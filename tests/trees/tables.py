@@ -49,8 +49,8 @@ def tied_scores(row: int, path: Path) -> list[float]:
 def context(rows: Sequence[int] = ROWS) -> Any:
     """A round of these rows: their roots, keys and lengths."""
     lengths = torch.tensor([length(row) for row in rows])
-    cache = SimpleNamespace(lengths=lengths, longest=int(lengths.max()))
-    return SimpleNamespace(root=torch.tensor([101 + row for row in rows]), rows=torch.tensor(rows), cache=cache)
+    root, keys = torch.tensor([101 + row for row in rows]), torch.tensor(rows)
+    return SimpleNamespace(root=root, sequence_ids=keys, lengths=lengths, longest=int(lengths.max()))
 
 
 def length(row: int) -> int:
@@ -127,7 +127,7 @@ def assert_q(tree: TokenTree, row: int, key: int, scores: Scores, temperature: f
 def grown(make: Callable[[], TreeBuilder], scores: Scores = random_scores) -> TokenTree:
     """The tree that a fresh builder grows, checked for what holds for all of them."""
     builder, table = make(), Table(scores)
-    tree = builder.grow(context(), table)
+    tree = builder.expand(context(), table)
     tree.check()
     assert tree.emitted.all() and tree.valid[:, 0].all() and tree.tokens[:, 0].tolist() == [101, 102]
     assert tree.tokens.shape[1] <= builder.budget and (tree.depths * tree.valid).max() <= builder.depth
@@ -135,7 +135,7 @@ def grown(make: Callable[[], TreeBuilder], scores: Scores = random_scores) -> To
     assert tree.valid.gather(1, tree.parents.clamp(min=0))[tree.valid].all()
     assert tree.draft_ids is not None and set(tree.tokens[:, 1:][tree.valid[:, 1:]].tolist()) <= set(tree.draft_ids.tolist())
     assert tree.children == builder.children and (tree.q is None) == (builder.children == "deterministic")
-    again = make().grow(context(), Table(scores))
+    again = make().expand(context(), Table(scores))
     assert torch.equal(again.tokens, tree.tokens) and torch.equal(again.parents, tree.parents)
     for row in ROWS:
         assert_q(tree, row, row, scores, builder.temperature)
@@ -144,8 +144,8 @@ def grown(make: Callable[[], TreeBuilder], scores: Scores = random_scores) -> To
 
 def assert_rows_alone(make: Callable[[], TreeBuilder], scores: Scores = random_scores) -> None:
     """Every row of a batch has the tree that it has alone."""
-    tree = make().grow(context(), Table(scores))
+    tree = make().expand(context(), Table(scores))
     for row in ROWS:
-        alone = make().grow(context([row]), Table(scores, [row]))
+        alone = make().expand(context([row]), Table(scores, [row]))
         assert paths(alone, 0) == paths(tree, row)
         assert_q(alone, 0, row, scores, make().temperature)

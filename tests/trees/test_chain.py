@@ -63,7 +63,7 @@ def test_rows_stop_at_different_places() -> None:
 def test_nothing_drafted_is_a_root_alone() -> None:
     """Where no row is sure enough of its first token, the tree is the root and the drafter runs no further node."""
     table = Table(soft_scores)
-    tree = Chain(3, stop=0.999).grow(context(), table)
+    tree = Chain(3, stop=0.999).expand(context(), table)
     assert tree.tokens.tolist() == [[101], [102]] and tree.valid.all() and len(table.given[0]) == 1
 
 
@@ -71,7 +71,7 @@ def test_nothing_drafted_is_a_root_alone() -> None:
 def test_sampled_chain_is_distributed_as_q(temperature: float) -> None:
     """Over many rows, the pairs of tokens come as often as q at the first times q at the second, by chi-squared."""
     rows = range(6000)
-    tree = Chain(2, "sampled", temperature).grow(context(rows), Table(lambda row, path: soft_scores(0, path), rows))
+    tree = Chain(2, "sampled", temperature).expand(context(rows), Table(lambda row, path: soft_scores(0, path), rows))
     observed, expected = torch.zeros(VOCAB, VOCAB), torch.zeros(VOCAB, VOCAB)
     first = (torch.tensor(soft_scores(0, ())) / temperature).softmax(-1)
     for v in range(VOCAB):

@@ -89,7 +89,7 @@ def test_eagle2_smaller_than_its_budget() -> None:
 )
 def test_certain_drafter_becomes_a_chain(make: Callable[[], TreeBuilder]) -> None:
     """Where one token is certain, ties with the root and with impossible tokens still give a well formed tree."""
-    tree = make().grow(context(), Table(lambda row, path: [0.0] + [float("-inf")] * (VOCAB - 1)))
+    tree = make().expand(context(), Table(lambda row, path: [0.0] + [float("-inf")] * (VOCAB - 1)))
     tree.check()
     for row in ROWS:
         assert paths(tree, row) == [(to_target(0),) * depth for depth in range(5)]
@@ -219,7 +219,7 @@ def test_dyspec_draws_without_replacement() -> None:
     """Over many rows the first two children come as often as q, and q without the first, say; by chi-squared."""
     rows = range(4000)
     q = torch.tensor(soft_scores(0, ())).softmax(-1)
-    tree = DySpec(depth=1, budget=3).grow(context(rows), Table(lambda row, path: soft_scores(0, path), rows))
+    tree = DySpec(depth=1, budget=3).expand(context(rows), Table(lambda row, path: soft_scores(0, path), rows))
     observed, expected = torch.zeros(VOCAB, VOCAB), torch.zeros(VOCAB, VOCAB)
     for one, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
         observed[one, two] += 1

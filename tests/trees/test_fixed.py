@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding.calibration import Calibration, Latency
 from spectrain.errors import UserError
 from spectrain.trees import Sequoia, Static
 from spectrain.trees.fixed import sequoia_paths, sequoia_table
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import Children
 from tests.trees.tables import (
     ROWS,
@@ -102,7 +102,9 @@ def test_drawn_siblings_are_distributed_as_q(children: Children) -> None:
     """Over many rows, pairs of siblings come as often as q times q, or q without the first, say; by chi-squared."""
     rows = range(4000)
     q = torch.tensor(soft_scores(0, ())).softmax(-1)
-    tree = Static(paths=[[0], [1]], children=children).grow(context(rows), Table(lambda row, path: soft_scores(0, path), rows))
+    tree = Static(paths=[[0], [1]], children=children).expand(
+        context(rows), Table(lambda row, path: soft_scores(0, path), rows)
+    )
     observed = torch.zeros(VOCAB, VOCAB)
     for one, two in ((tree.tokens[:, 1:] - 3) // 7).tolist():
         observed[one, two] += 1
@@ -229,4 +231,4 @@ def test_likeliest_children_may_skip_a_rank() -> None:
 def test_unprepared_trees_are_refused(builder: Static) -> None:
     """A shape that is still to be searched says that it is."""
     with pytest.raises(UserError, match=f"tree={builder.name}: its shape is not searched yet"):
-        builder.grow(context(), Table(random_scores))
+        builder.expand(context(), Table(random_scores))

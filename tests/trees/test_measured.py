@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from spectrain.decoding.calibration import Calibration, Latency
 from spectrain.errors import UserError
 from spectrain.trees import Auto, Cast, Eagle2
 from spectrain.trees.base import Round
 from spectrain.trees.measured import Measured, RunningFit, walk_up
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from tests.trees.tables import (
     ROWS,
@@ -115,7 +115,7 @@ def test_cast_equals_plain_python(step: float, node: float, depth: int, budget: 
             return random_scores(10 * turn + row, path)
 
         table = Table(scores)
-        tree = builder.grow(context(), table)
+        tree = builder.expand(context(), table)
         tree.check()
         assert tree.valid.all() and tree.tokens.shape[1] <= budget and len(table.given[0]) - 1 <= builder.drafted
         assert [paths(tree, row) for row in ROWS] == cast(builder, history, scores)
@@ -133,7 +133,7 @@ def test_cast_takes_everything_that_is_free(depth: int, budget: int, top_k: int)
 def test_cast_stays_small_where_nodes_cost_more_than_a_token() -> None:
     """No node is worth its cost: one is drafted, since a tree has one, and the drafter takes no further step."""
     builder, table = prepared(Cast(), step=2.0, base=0.0, node=1.0), Table(random_scores)
-    tree = builder.grow(context(), table)
+    tree = builder.expand(context(), table)
     assert tree.tokens.shape[1] == 2 and len(table.given[0]) == 1
 
 
@@ -163,7 +163,7 @@ def test_untimed_builders_are_refused(name: type[Measured]) -> None:
     """A builder that nothing was timed for says so."""
     builder = name()
     with pytest.raises(UserError, match=f"tree={builder.name}: nothing is timed yet"):
-        builder.grow(context(), Table(random_scores))
+        builder.expand(context(), Table(random_scores))
 
 
 def every_score(scores: Scores, row: int, depth: int) -> list[float]:
@@ -191,7 +191,7 @@ def test_auto_drafts_one_level_where_steps_are_dear() -> None:
     """Where a further step takes longer than the tokens it promises, none is taken; free steps go all the way."""
     for step, given in ((10.0, 0), (0.0, 9)):
         table = Table(random_scores)
-        prepared(Auto(depth=4, budget=30, top_k=3), step).grow(context(), table)
+        prepared(Auto(depth=4, budget=30, top_k=3), step).expand(context(), table)
         assert len(table.given[0]) - 1 == given
 
 
@@ -207,7 +207,7 @@ def test_auto_shrinks_where_nothing_is_kept() -> None:
     builder = prepared(Auto(depth=4, budget=40, top_k=4, memory=8), 0.01, 1.0, 0.03, 0.01)
     sizes = []
     for turn in range(240):
-        tree = builder.grow(context(), Table(random_scores))
+        tree = builder.expand(context(), Table(random_scores))
         sizes.append(tree.tokens.shape[1])
         observed(builder, tree, [1, 1] if turn < 80 else [int(tree.depths.max()) + 1] * 2, 0.03)
     assert sizes[0] > 4 and sizes[79] == 2 and sizes[-1] > 4
@@ -216,7 +216,7 @@ def test_auto_shrinks_where_nothing_is_kept() -> None:
 def test_auto_learns_how_often_each_depth_comes_true() -> None:
     """With a memory of one round the means are the last row's: its predicted and its kept nodes; done rows teach nothing."""
     builder = prepared(Auto(depth=3, budget=16, top_k=3, memory=1), 0.001, 1.0, 1e-4)
-    tree = builder.grow(context(), Table(soft_scores))
+    tree = builder.expand(context(), Table(soft_scores))
     observed(builder, tree, [2, 0], 1e-4)
     expected, kept = np.zeros(4), paths(tree, 0)
     for path in kept:

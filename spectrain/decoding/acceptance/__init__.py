@@ -1,6 +1,8 @@
 """Acceptance rules: which path of a verified tree is kept, and which token follows it."""
 
-from .base import AcceptanceRule, Accepted, Siblings
+from spectrain.trees.token_tree import Accepted
+
+from .base import AcceptanceRule, Siblings
 from .lossy import Interleaved, Typical
 from .matching import Greedy, Match, SamplingRule
 from .walking import Dice, VerifiedTree, Walking

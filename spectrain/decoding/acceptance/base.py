@@ -1,40 +1,20 @@
-"""What every acceptance rule says and gives. Shapes: B batch, N nodes, P path length, V vocabulary."""
+"""What every acceptance rule says and gives. Shapes: B batch, N nodes, V vocabulary."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.kernels.tree_verify import Nodes
-from spectrain.trees.token_tree import Children, TokenTree
+from spectrain.trees.token_tree import Accepted, Children, TokenTree
 
 Vector = Any  # [V] a distribution over the vocabulary: a tensor or, in a proof, a numpy array of fractions
 DRAWN: tuple[Children, ...] = ("sampled", "without_replacement")
 ANY: tuple[Children, ...] = ("deterministic", *DRAWN)
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """One round's result: `counts[b]` nodes of `path[b]` are kept, the root first, and `bonus[b]` follows them."""
-
-    path: Tensor  # [B, P] node indices, ascending, padded with the last one
-    counts: Tensor  # [B] nodes kept, the root included: so many tokens were emitted, the bonus included
-    bonus: Tensor  # [B] the next root
-
-    def emitted(self, tree: TokenTree) -> Tensor:
-        """[B, P] the tokens of the round: the kept nodes after the root, then the bonus, then padding."""
-        following = torch.cat([self.path[:, 1:], self.path[:, -1:]], dim=1)
-        tokens = tree.tokens.gather(1, following)
-        return tokens.scatter(1, (self.counts - 1)[:, None], self.bonus[:, None])
-
-    def trimmed(self) -> Accepted:
-        """Without what is padding in every sequence; finding that synchronises with the device."""
-        return replace(self, path=self.path[:, : int(self.counts.max())])
 
 
 def nodes_of(tree: TokenTree) -> Nodes:

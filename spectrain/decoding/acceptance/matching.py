@@ -12,9 +12,9 @@ from spectrain.kernels import counter
 from spectrain.kernels.counter import gumbel, host_key
 from spectrain.kernels.tree_verify import Draws, shape_logits, tree_greedy, tree_match
 from spectrain.randomness import SAMPLE
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.token_tree import Accepted, TokenTree
 
-from .base import AcceptanceRule, Accepted, Siblings, nodes_of
+from .base import AcceptanceRule, Siblings, nodes_of
 
 
 class FixedChoice(AcceptanceRule):

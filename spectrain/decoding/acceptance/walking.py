@@ -17,9 +17,9 @@ from torch import Tensor
 
 from spectrain.kernels.counter import fold, gumbel, host_key, uniform
 from spectrain.randomness import ACCEPT
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.token_tree import Accepted, TokenTree
 
-from .base import Accepted, Vector
+from .base import Vector
 from .matching import SamplingRule
 
 

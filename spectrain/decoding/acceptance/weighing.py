@@ -8,9 +8,9 @@ from torch import Tensor
 
 from spectrain.kernels.tree_verify import tree_recursive
 from spectrain.randomness import ACCEPT
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.token_tree import Accepted, TokenTree
 
-from .base import DRAWN, Accepted, Siblings, Vector, nodes_of
+from .base import DRAWN, Siblings, Vector, nodes_of
 from .walking import Dice, VerifiedTree, Walking, normalised, ratio, share, without
 
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from spectrain.errors import UserError
 from spectrain.models.partial_forward import Level, PartialForward
-from spectrain.trees.base import Rollout, TreeBuilder
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.base import Draft, Rollout
 
+from ..abilities import Abilities, Capture, DraftingCost
 from ..base import Drafter
+from ..context import Context
 
 if TYPE_CHECKING:
-    from spectrain.decoding.loop import Context
     from spectrain.models.head import Head
     from spectrain.models.target import Target
 
@@ -30,22 +30,22 @@ class SelfDrafter(Drafter):
     exit_layer: int  # layers that a draft step runs lie before it
     skipped: Collection[int] = ()  # but not these
     head: Head
-    is_captured = True
-    settles_drafts = True
+    abilities = Abilities(capture=Capture(keeps_drafts=True))
+    cost = DraftingCost(
+        weights=lambda drafter, target: drafter.drafting_layers(target),
+        verified_from=lambda drafter: min((drafter.exit_layer, *drafter.skipped)),
+    )
 
-    @property
-    def verified_from(self) -> int:  # type: ignore[override]
-        return min((self.exit_layer, *self.skipped))
-
-    def propose(self, context: Context, budget: TreeBuilder) -> TokenTree:
-        context.shallow = PartialForward(context.target, context.cache, self.exit_layer, self.skipped, self.layers)
-        return budget.grow(context, SelfRollout(self, context.shallow, context.root))
+    def draft(self, context: Context) -> Draft:
+        context.partial = PartialForward(context.target, context.cache, self.exit_layer, self.skipped, self.layers)
+        return Draft(SelfRollout(self, context.partial, context.root))
 
     def log_q(self, level: Level) -> Tensor:
         """[B, F, V] what is drafted after nodes: here the target's own head, on the final norm of the last layer run."""
         return self.head.logits(level.seen.at("final")).log_softmax(-1)
 
-    def drafting_weights(self, target: Target) -> nn.Module:
+    def drafting_layers(self, target: Target) -> nn.Module:
+        """What a draft step reads."""
         layers = [layer for index, layer in enumerate(target.layers[: self.exit_layer]) if index not in self.skipped]
         return nn.ModuleList([*layers, self.head.output, *self.children()])
 
@@ -53,14 +53,14 @@ class SelfDrafter(Drafter):
 class SelfRollout(Rollout):
     """One round: every node goes through the drafting layers once."""
 
-    def __init__(self, drafter: SelfDrafter, shallow: PartialForward, root: Tensor) -> None:
-        self.drafter, self.shallow, self.root = drafter, shallow, root
+    def __init__(self, drafter: SelfDrafter, partial: PartialForward, root: Tensor) -> None:
+        self.drafter, self.partial, self.root = drafter, partial, root
 
     def start(self) -> Tensor:
-        return self.drafter.log_q(self.shallow.start(self.root))
+        return self.drafter.log_q(self.partial.start(self.root))
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        return self.drafter.log_q(self.shallow.extend(tokens, parents))
+        return self.drafter.log_q(self.partial.extend(tokens, parents))
 
 
 def exit_of(target: Target, exit_layer: int | None) -> int:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import Projection, target_over
 
-from ..base import Abilities, Drafter, OnPolicy
+from ..abilities import Abilities, DraftingCost, OnPolicy
+from ..base import Drafter
 from .losses import UNNORMALISED, Teacher, head_loss
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class HeadsDrafter(VocabularyDrafter):
 
     heads: Any  # nn.ModuleList
     head_decay: float
+    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth / len(drafter.heads)))
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Choose the draft vocabulary and copy the target's output layer into every head."""
@@ -68,9 +70,6 @@ class HeadsDrafter(VocabularyDrafter):
         with torch.no_grad():
             for head in self.heads:
                 head.lm_head.weight.copy_(self.head.output.weight[ids])
-
-    def draft_passes(self, depth: float) -> float:
-        return min(1.0, depth / len(self.heads))
 
     def heads_loss(self, wanted: Supervision, inputs: Callable[[int], Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Each head's loss on `inputs` of its supervised indices, weighted by head_decay^k, k from 1; hits and counts [K]."""

@@ -7,7 +7,8 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spectrain.errors import UserError
-from spectrain.runs.run import drafter_directory, run_settings, saved_description
+from spectrain.runs.drafter_files import drafter_directory, saved_description
+from spectrain.runs.folder import run_settings
 
 
 def complete(config: DictConfig) -> tuple[DictConfig, Path]:

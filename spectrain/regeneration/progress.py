@@ -7,10 +7,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from spectrain.regeneration.shards import Lost, Row, Shard, Shards
+from spectrain.data.shards import Lost, Row, Shard, Shards
 
 
-class Progress:
+class WritingProgress:
     """Counts what this process writes; shows it, and what other processes have finished, where it is enabled."""
 
     def __init__(self, shards: Shards, faults: dict[str, str], enabled: bool) -> None:
@@ -28,7 +28,7 @@ class Progress:
         self.task = self.bar.add_task("", total=self.total, completed=self.first, line="")
         self.began = self.printed = time.monotonic()
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "WritingProgress":
         self.bar.__enter__()
         return self
 

@@ -16,9 +16,10 @@ from typing import Any, Literal, TextIO
 
 from filelock import FileLock, Timeout
 
-from spectrain.data.chat import Message
 from spectrain.errors import UserError
 from spectrain.files import write_text
+
+from .chat import Message
 
 MANIFEST = "manifest.json"
 Kind = Literal["failed", "too_long", "cut"]

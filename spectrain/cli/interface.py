@@ -1,0 +1,180 @@
+"""The Python interface: what the command line does, as functions. Each composes the configuration that the command would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from spectrain.data.chat import prompt_tokens
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.session import Session
+from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
+from spectrain.export.hub import push
+from spectrain.models.target import Target
+from spectrain.runs import train as training
+from spectrain.runs.candidate import Candidate
+from spectrain.runs.defaults import complete
+from spectrain.runs.drafter_files import load_drafter, save_drafter
+from spectrain.runs.folder import recipe_name, trained_target
+from spectrain.settings.build import build, register_resolvers
+from spectrain.settings.check import check_config
+from spectrain.settings.keys import TRAIN_KEYS
+from spectrain.trees import TreeBuilder
+
+from .overrides import allow_new_keys, check_words, config_groups
+
+Prompt = str | list[dict[str, str]]
+"""What a user says, or a chat of such messages as {"role": .., "content": ..}."""
+
+
+def train(recipe: str, run: str | Path | None = None, **settings: Any) -> Path:
+    """Train a recipe's drafter and, unless eval="none", score it; the run folder.
+
+    Settings are those of `spectrain train`: groups by keyword, dotted keys through a dictionary. A UserError says what is wrong
+    with one, a RunError what went wrong in training.
+    """
+    with composing():
+        config, words = composed("train", {"recipe": recipe, **({} if run is None else {"run": run}), **settings})
+    return training.train(check_config(config, TRAIN_KEYS), words)
+
+
+@contextmanager
+def composing() -> Iterator[None]:
+    """Let hydra find conf/, as the command line does."""
+    register_resolvers()
+    GlobalHydra.instance().clear()
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        yield
+
+
+def composed(command: str, settings: Mapping[str, Any]) -> tuple[DictConfig, list[str]]:
+    """The configuration that a command composes from such settings, and these as words; to be called while `composing`."""
+    words = [f"{key}={'null' if value is None else value}" for key, value in settings.items()]
+    check_words(command, words)
+    groups = config_groups(words)
+    config = compose(command, overrides=[allow_new_keys(word, groups) for word in words])
+    if "recipe" in settings:
+        with open_dict(config):
+            config.recipe_name = settings["recipe"]
+    return config, words
+
+
+@dataclass
+class PretrainedDrafter:
+    """A drafter with the tree and the rule that it is used with: `spectrain.Drafter`."""
+
+    module: Drafter
+    builder: TreeBuilder
+    rule: AcceptanceRule
+    config: DictConfig  # its description: drafter, target, tree, acceptance
+
+    @classmethod
+    def from_pretrained(cls, name: str | Path, target: Target, **settings: Any) -> PretrainedDrafter:
+        """The drafter of a run folder, a drafter directory, an export, another project's checkpoint, or of such a repository
+        on the hub. Settings change its tree or rule, as in tree="chain" and **{"tree.depth": 4}."""
+        place = Path(name).expanduser()
+        if not place.exists():
+            place = Path(snapshot_download(str(name)))
+        with composing():
+            asked, _ = composed("eval", {"run": place, "target": "hf", "target.model": target.path, **settings})
+            config, folder = complete(asked)
+        config = check_config(config, TRAIN_KEYS)
+        module = load_drafter(config, folder, target)
+        trained = trained_target(folder)
+        if module.abilities.target_training and trained is not None and Path(target.path) != trained.resolve():
+            raise UserError(f"target {target.name}: this drafter belongs to the target in {trained}; load that one")
+        return cls(module, build(config.tree), build(config.acceptance), config)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write config.json and model.safetensors."""
+        save_drafter(Path(directory), self.module, self.config)
+
+    def push_to_hub(self, name: str, private: bool = False) -> str:
+        """Upload it to a repository of the hub, made where there is none; its address."""
+        with TemporaryDirectory() as scratch:
+            self.save_pretrained(Path(scratch) / "drafter")
+            return push(Path(scratch) / "drafter", name, private)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What decoding one prompt gave."""
+
+    text: str  # without what ends it
+    tokens: list[int]  # the one that ends it included
+    statistics: dict[str, float]  # rounds, acceptance_length, tokens_per_second
+
+    @classmethod
+    def of(cls, generation: Generation, target: Target) -> Answer:
+        """An answer as text, with what its rounds gave and took."""
+        kept = [token for token in generation.output if token not in target.stop_ids]
+        rounds, seconds = generation.whole_rounds, generation.finish_seconds
+        statistics = {
+            "rounds": float(len(generation.accepted)),
+            "acceptance_length": sum(rounds) / len(rounds) if rounds else 1.0,
+            "tokens_per_second": (len(generation.output) - 1) / seconds if seconds else 0.0,
+        }
+        return cls(str(target.tokenizer.decode(kept)), generation.output, statistics)
+
+
+def generate(
+    target: Target,
+    drafter: PretrainedDrafter | None,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    seed: int = 0,
+    batch_size: int = 1,
+) -> list[Answer]:
+    """Answers to prompts, through a drafter or, with None, without one: the same text either way.
+
+    At a temperature above 0 each place of a text draws one token of the target's distribution by `seed`, drafted or not.
+    """
+    if isinstance(prompts, str):
+        raise UserError("prompts: this is one text; give a list of them")
+    rule: AcceptanceRule = Greedy() if temperature == 0 else Match(temperature, seed=seed)
+    tokens = [prompt_tokens(target.tokenizer, as_chat(prompt)) for prompt in prompts]
+    if drafter is None:
+        session = Session(target, rule, engine="auto")
+    else:
+        session = Session.prepare(target, drafter.module, drafter.builder, rule, lambda: tokens[:8])
+    answers: list[Answer] = []
+    for first in range(0, len(tokens), batch_size):
+        batch = tokens[first : first + batch_size]
+        found = session.decode(batch, max_new_tokens, list(range(first, first + len(batch))))
+        answers += [Answer.of(generation, target) for generation in found]
+    return answers
+
+
+def as_chat(prompt: Prompt) -> list[dict[str, str]]:
+    """A text as the first thing that a user says."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def evaluate(target: Target, drafter: PretrainedDrafter, out: str | Path | None = None, **settings: Any) -> dict[str, Any]:
+    """Score a drafter by really decoding, with settings of the group eval, as in limit=20; what summary.json holds.
+
+    Everything that `spectrain eval` writes goes to the folder `out`, if one is named.
+    """
+    with TemporaryDirectory() as scratch:
+        asked = {f"eval.{key}": value for key, value in settings.items()}
+        with composing():
+            config, _ = composed("train", {"drafter": "ngram", **asked})
+        evaluation = build(check_config(OmegaConf.create({"eval": config.eval}), ("eval",)).eval)
+        evaluation.check_prompts(target)
+        setting = {"target": target.name, "target_path": target.path, "recipe": recipe_name(drafter.config),
+                   "dtype": str(target.dtype).removeprefix("torch."), "device": str(target.device)}  # fmt: skip
+        candidate = Candidate(target, drafter.module, drafter.builder, drafter.rule, setting)
+        found: dict[str, Any] = evaluation.score(candidate, Path(scratch) if out is None else Path(out))
+        return found

@@ -1,0 +1,138 @@
+"""A target with a drafter, a tree builder and a rule, ready to decode: what is scored, chatted with and regenerated with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
+from spectrain.models.prepacked import pack_linears
+from spectrain.models.target import Target
+from spectrain.trees.base import RootAlone, TreeBuilder
+
+from .acceptance import AcceptanceRule, Greedy
+from .calibration import calibrate
+from .captured import Captured, why_not
+from .generation import Generation, Watch, unwatched
+from .guard import Guard, GuardedBuilder, GuardedDrafter
+from .loop import Eager, asked, decode, run
+from .pruning import PrunedDrafter, Pruning
+
+Choice = Literal["auto", "captured", "eager"]
+"""auto: captured where there is a GPU; captured: also without one, where it is slower and gives the same."""
+
+Prompts = Callable[[], list[list[int]]]
+"""Prompts that are not scored, read when they are asked for."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """Decodes prompts; without a drafter, autoregressively. What is captured for a batch serves the next of its size."""
+
+    target: Target
+    rule: AcceptanceRule
+    drafter: Drafter | None = None
+    builder: TreeBuilder | None = None
+    guard: Guard | None = None  # decode autoregressively while drafting does not pay
+    pruning: Pruning | None = None  # drop branches that the target's first layers find unlikely
+    engine: Choice = "eager"
+
+    @classmethod
+    def prepare(
+        cls,
+        target: Target,
+        drafter: Drafter,
+        builder: TreeBuilder,
+        rule: AcceptanceRule,
+        prompts: Prompts,
+        engine: Choice = "auto",
+    ) -> Session:
+        """A session whose drafter is on the target's device, tuned and, where the builder needs that, calibrated."""
+        check(drafter, builder, rule)
+        target.pack()
+        ready(drafter, target)
+        tune(drafter, target, prompts, builder.depth)
+        if builder.needs:
+            calibrate(target, drafter, [builder], rule, prompts())
+        return cls(target, rule, drafter, builder, engine=engine)
+
+    def decode(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        sequence_ids: list[int] | None = None,
+        ignore_eos: bool = False,
+        watch: Watch = unwatched,
+    ) -> list[Generation]:
+        """Continue every prompt; `sequence_ids` key each text's random draws."""
+        request = asked(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)
+        if self.why_eager is not None:
+            return run(self._eager(max_new_tokens), request, watch)
+        return self._captured.run(request, watch)
+
+    def warm_up(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None = None) -> None:
+        """Compile and capture what such a batch runs, where that is to come, so that decoding it can be timed."""
+        if self.why_eager is None and not self._captured.is_ready(prompts, max_new_tokens):
+            self._captured.decode(prompts, max_new_tokens, sequence_ids, ignore_eos=True)
+
+    @property
+    def wants_capture(self) -> bool:
+        return self.engine == "captured" or (self.engine == "auto" and self.target.device.type == "cuda")
+
+    @cached_property
+    def why_eager(self) -> str | None:
+        """Why rounds are run one by one; None where they are captured."""
+        if not self.wants_capture:
+            return "not asked for"
+        if self.guard is not None or self.pruning is not None:
+            return f"eval.{'guard' if self.guard is not None else 'prune_layer'} decides on the host"
+        return why_not(self.target, self.rule, self.drafter, self.builder)
+
+    @cached_property
+    def _captured(self) -> Captured:
+        return Captured(self.target, self.rule, self.drafter, self.builder)
+
+    def _eager(self, max_new_tokens: int) -> Eager:
+        runner = Eager(self.target, self.rule, self.drafter, self.builder)
+        if self.pruning is not None:
+            self.pruning.check(self.rule, self.target)
+            runner.plays = PrunedDrafter(runner.plays, self.pruning)
+        if self.guard is not None:
+            guarded = GuardedDrafter(runner.plays, self.guard)
+            runner.plays, runner.builder = guarded, GuardedBuilder(self.builder or RootAlone(), guarded)
+            runner.extra_slots = max_new_tokens  # a drafter that catches up writes as many slots as the text furthest behind
+        return runner
+
+
+def check(drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule) -> None:
+    """Refuse a rule that would be wrong about such trees."""
+    if not drafter.abilities.copies_text:  # otherwise nothing is drawn, whatever the builder is made for
+        rule.check(builder.children, builder.is_chain)
+
+
+def ready(drafter: Drafter, target: Target) -> Drafter:
+    """The drafter as it decodes: on the target's device, in its dtype, on the faster linears."""
+    drafter = drafter.to(target.device, target.dtype).eval()
+    pack_linears(drafter)
+    return drafter
+
+
+def tune(drafter: Drafter, target: Target, prompts: Prompts, depth: int) -> None:
+    """Let a drafter search its settings for trees so deep, where it has any to search."""
+    tuning = drafter.abilities.tuning
+    if tuning is None or not tuning.is_open(drafter):
+        return
+    texts = []
+    for prompt in prompts():
+        limit = min(tuning.answer_tokens(drafter), target.max_length - len(prompt))
+        texts.append((prompt, decode(target, [prompt], Greedy(), limit)[0].output))
+    tuning.search(drafter, target, texts, depth)
+
+
+def captured_or_refused(session: Session, key: str) -> None:
+    """Refuse where capture was asked for by name and cannot be."""
+    if session.engine == "captured" and session.why_eager is not None:
+        raise UserError(f"{key}=captured: {session.why_eager}; use {key}=eager")

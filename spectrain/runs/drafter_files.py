@@ -1,0 +1,159 @@
+"""The files of a drafter: written after training, and read from any layout."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spectrain.drafters.base import Drafter
+from spectrain.errors import RunError, UserError, first_line
+from spectrain.export.converter import read_drafter
+from spectrain.export.layout import PICKLED, Portable
+from spectrain.export.targets import TargetFiles
+from spectrain.files import AGAIN, written
+from spectrain.models.target import Target
+from spectrain.provenance import versions
+from spectrain.settings.build import build
+from spectrain.settings.choices import named
+from spectrain.settings.saved import read_json, read_object, saved_groups
+from spectrain.training.checkpoints import load_tensors, tensors_of
+from spectrain.training.job import Trained
+
+from .folder import plain, recipe_name, trained_target
+
+
+def save_drafter(
+    directory: Path, drafter: Drafter, config: DictConfig, trained: Trained | None = None, mend: str = AGAIN
+) -> None:
+    """Write config.json and model.safetensors: all that is needed to load the drafter again, and what its training took."""
+    kept = named(plain(config))
+    description = {key: kept.get(key) for key in ("drafter", "target", "tree", "acceptance")}
+    description["drafter"] = {**(description["drafter"] or {}), **drafter.saved.settings(drafter)}
+    description |= {"recipe": recipe_name(config), "spectrain_version": versions().get("spectrain")}
+    if trained is not None:
+        description["training"] = {"steps": trained.steps, "tokens": trained.tokens, "seconds": round(trained.seconds, 2),
+                                   "parameters": trained.parameters}  # fmt: skip
+    files: dict[str, dict[str, Tensor]] = {"model.safetensors": {}}
+    layout = drafter.saved.layout(drafter)
+    for name, tensor in tensors_of(drafter).items():
+        file, there = layout.get(name, ("model.safetensors", name))
+        files.setdefault(file, {})[there] = tensor
+    with written(directory, folder=True, mend=mend) as scratch:
+        for file, tensors in files.items():
+            save_file(tensors, scratch / file, metadata={"format": "pt"})
+        for file, text in drafter.saved.sidecars(drafter).items():
+            (scratch / file).write_text(text)
+        (scratch / "config.json").write_text(json.dumps(description, indent=2) + "\n")
+
+
+def load_drafter(config: DictConfig, run: Path, target: Target) -> Drafter:
+    """The drafter that `config` describes, with the weights of a run folder or of a drafter directory where it is one."""
+    drafter: Drafter = build(config.drafter, target=target)
+    directory = drafter_directory(run)
+    if directory is not None:
+        load_weights(drafter, directory, target)
+        if drafter.abilities.target_training and trained_target(run) is None:
+            raise UserError(
+                f"run={run}: the drafter belongs to the target that was trained with it; keep its folder target beside it"
+            )
+    return drafter
+
+
+def load_weights(drafter: Drafter, directory: Path, target: Target | None = None) -> None:
+    """Load what `save_drafter` or another project wrote; a tensor that is missing, unknown, misshapen or not finite stops with
+    its name, and nothing is loaded then."""
+    places = drafter.saved.layout(drafter)
+    weights: dict[str, Tensor] = {}
+    home = {name: file for name, (file, _) in places.items()}
+    if is_ours(directory):
+        names = {place: name for name, place in places.items()}
+        for file in dict.fromkeys(["model.safetensors", *(file for file, _ in names)]):
+            found = {names.get((file, there), there): tensor for there, tensor in tensors_in(directory / file).items()}
+            weights, home = weights | found, home | dict.fromkeys(found, file)
+    else:
+        ours = {there: name for name, (_, there) in places.items()}
+        foreign = read_drafter(directory, None if target is None else TargetFiles(target.path)).tensors
+        weights = {ours.get(there, there): tensor for there, tensor in foreign.items()}
+    for name, fault in misfits(drafter, weights):
+        path = directory / home.get(name, "model.safetensors")
+        raise UserError(f"{path}: it does not fit the drafter in config.json: {fault}")
+    for name, tensor in weights.items():
+        if not tensor.isfinite().all():
+            path = directory / home.get(name, "model.safetensors")
+            raise RunError(f"{path}: {name} holds NaN or infinity, so its training diverged; take an earlier checkpoint")
+    load_tensors(drafter, weights)
+
+
+def tensors_in(path: Path) -> dict[str, Tensor]:
+    try:
+        found: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: the drafter's weights cannot be read ({first_line(error)}); copy the file again") from error
+    return found
+
+
+def misfits(drafter: Drafter, weights: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Tensors that the drafter and the files do not share: the first of a kind, and what is wrong with it."""
+    wanted, known = tensors_of(drafter), drafter.state_dict()
+    kinds = {
+        "has another shape": [name for name in weights if name in known and weights[name].shape != known[name].shape],
+        "is missing": [name for name in wanted if name not in weights],
+        "is unknown": [name for name in weights if name not in known],
+    }
+    for what, names in kinds.items():
+        for name in names[:1]:
+            shapes = [list(of[name].shape) for of in (weights, known) if name in of]
+            told = f"{name} {what}" + (f", {shapes[0]} in place of {shapes[1]}" if len(shapes) > 1 else "")
+            yield name, told + (f", and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def is_ours(directory: Path) -> bool:
+    """Whether `save_drafter` wrote a directory; otherwise it is another project's, or an export."""
+    if not (directory / "config.json").exists():  # peft has no such file
+        return False
+    config = read_json(directory / "config.json")
+    return not isinstance(config, dict) or "drafter" in config
+
+
+def saved_description(directory: Path, target: Any) -> dict[str, Any]:
+    """What config.json says of a drafter and its surroundings; another project's is translated, with the `target` asked for."""
+    settings: Any = plain(target) if target else None
+    if is_ours(directory):
+        path = directory / "config.json"
+        found = saved_groups(read_json(path), path)
+        for group in ("drafter", "target", "tree", "acceptance"):
+            node, optional = found.get(group), group != "drafter"
+            if not (isinstance(node, dict) and "_target_" in node) and not (optional and node is None):
+                raise UserError(f"{path}: this is not a drafter's description: it names no {group}; copy the file again")
+        return found
+    foreign: Portable = read_drafter(directory, TargetFiles.of(settings) if settings else None)
+    if settings is None and foreign.target is not None:
+        settings = TargetFiles(foreign.target).settings
+        foreign = read_drafter(directory, TargetFiles(foreign.target))
+    if settings is None:
+        raise UserError(f"target: the files in {directory} do not say which target they are for; say it, as in target=tiny")
+    return {"drafter": foreign.drafter, "target": settings, **foreign.description}
+
+
+def drafter_directory(run: Path) -> Path | None:
+    """The drafter of a run folder, or the folder itself where it is a drafter directory, ours or another project's."""
+    for directory in (run / "drafter", run):
+        if not any((directory / name).exists() for name in ("config.json", "adapter_config.json")):
+            continue
+        if any(path.suffix in (".safetensors", *PICKLED) for path in directory.iterdir()):
+            return directory
+    return None
+
+
+def training_of(run: Path) -> dict[str, Any] | None:
+    """What the training of a run's drafter took: steps, tokens, seconds, parameters that learnt."""
+    directory = drafter_directory(run)
+    if directory is None or not is_ours(directory):
+        return None
+    found: dict[str, Any] | None = read_object(directory / "config.json").get("training")
+    return found

@@ -1,0 +1,127 @@
+"""Run folders: which one a run takes, what it keeps there from the first moment, and going on with one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from omegaconf import DictConfig, OmegaConf
+
+from spectrain.data.dataset import Dataset
+from spectrain.errors import UserError
+from spectrain.files import write_text
+from spectrain.models.target import Target
+from spectrain.provenance import provenance
+from spectrain.settings.choices import choice, named
+from spectrain.settings.saved import read_yaml, saved_groups
+from spectrain.training.checkpoints import latest_checkpoint
+
+RESUME = "go on with trainer.resume=auto"
+
+
+def choose_folder(config: DictConfig, accelerator: Any) -> Path:
+    """The run folder, the same on every process. A folder that holds a run is taken only with trainer.resume=auto."""
+    resume = config.trainer.get("resume") == "auto"
+    if config.run is None and resume:
+        raise UserError("trainer.resume=auto: say which run to go on with, as in run=runs/NAME")
+    if config.run is not None:
+        run = Path(config.run)
+        taken = [(run / "config.yaml").exists()]
+        if accelerator.num_processes > 1:
+            broadcast_object_list(taken)  # the first process may write it before another looks
+        if not resume and taken[0]:
+            raise UserError(f"run={run}: the folder holds a run already; choose another, or go on with trainer.resume=auto")
+        if run.exists() and not run.is_dir():
+            raise UserError(f"run={run}: this is a file; choose a folder")
+        return run
+    base = Path("runs") / f"{recipe_name(config)}-{target_name(config)}"
+    chosen = [base]
+    number = 1
+    while chosen[0].exists():
+        number += 1
+        chosen = [base.with_name(f"{base.name}-{number}")]
+    return broadcast_object_list(chosen)[0] if accelerator.num_processes > 1 else chosen[0]
+
+
+def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) -> None:
+    """Create the folder with its configuration and provenance; a resumed run keeps its own."""
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        if (run / "config.yaml").exists():
+            resumable(run, config)
+            return
+        facts = {
+            "data": dataset.facts(),
+            "target": target.path,
+            "target_name": target.name,
+            **provenance(),
+        }
+        write_text(run / "provenance.json", json.dumps(facts, indent=2) + "\n")
+        write_text(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(named(plain(config)))))
+    except OSError as error:
+        raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
+
+
+FREE = {
+    "trainer": ("resume", "save_every", "log_every", "keep_checkpoints", "patience", "max_skipped", "gradient_checkpointing",
+                "sharding", "accumulate"),
+    "target": ("device", "sharding", "trust_remote_code"),
+}  # fmt: skip
+"""Settings that a resumed run may change, for they change nothing that is learnt; a step goes on taking as many batches."""
+
+
+def resumable(run: Path, config: DictConfig) -> None:
+    """Refuse to go on with other settings than a run began with."""
+    before, now = named(run_settings(run)), named(plain(config))
+    if latest_checkpoint(run) is None:
+        return
+    for group in ("target", "drafter", "data", "trainer"):
+        free = FREE.get(group, ())
+        old = {k: v for k, v in (before.get(group) or {}).items() if k not in free}
+        new = {k: v for k, v in (now.get(group) or {}).items() if k not in free}
+        for key in sorted({*old, *new}):
+            if old.get(key) != new.get(key):
+                name = group if key == "choice" else f"{group}.{key}"
+                raise UserError(
+                    f"{name}={new.get(key)}: the run in {run} began with {old.get(key)}; use that, or another run folder"
+                )
+
+
+def run_settings(run: Path) -> dict[str, Any]:
+    """What config.yaml of a run folder holds, the groups as nodes to construct."""
+    path = run / "config.yaml"
+    return saved_groups(read_yaml(path), path)
+
+
+def trained_target(run: Path) -> Path | None:
+    """The target that was trained with a drafter: in its run folder, or beside its directory."""
+    return next((place for place in (run / "target", run.parent / "target") if place.is_dir()), None)
+
+
+def keep_earlier(folder: Path) -> None:
+    """Move an earlier score of the same name aside, to NAME.1, NAME.2 and so on: the newest has the plain name."""
+    if not (folder / "summary.json").exists():
+        return
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(aside)
+
+
+def plain(config: Any) -> Any:
+    """Settings as plain containers."""
+    return OmegaConf.to_container(config, resolve=True) if OmegaConf.is_config(config) else config
+
+
+def recipe_name(config: DictConfig) -> str:
+    """The recipe that the command named, else the drafter's choice."""
+    return str(config.get("recipe_name") or choice("drafter", config.drafter))
+
+
+def target_name(config: DictConfig) -> str:
+    name = choice("target", config.target)
+    return Path(str(config.target.get("model", name))).name if name == "hf" else name
+
+
+def evaluation_name(config: DictConfig) -> str:
+    return str(config.eval.get("name", "heldout"))

@@ -1,0 +1,67 @@
+"""A drafter as training starts from it: new, or with drafter.init the one that another directory holds."""
+
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Drafter, has_weights
+from spectrain.errors import UserError
+from spectrain.models.target import Target
+from spectrain.settings.build import build, constructor
+from spectrain.settings.choices import choice
+
+from .drafter_files import drafter_directory, load_weights, saved_description
+
+
+def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Drafter:
+    """A drafter as training starts from it: prepared on the data, or with drafter.init the weights of another one."""
+    torch.manual_seed(config.trainer.get("seed", 0))
+    drafter: Drafter = build(config.drafter, target=target)
+    if config.drafter.get("init") and not has_weights(drafter):
+        raise UserError(
+            f"drafter.init={config.drafter.init}: this family has no weights beside the target's; go on from a trained target, "
+            "as in target=hf target.model=RUN/target"
+        )
+    adapts = drafter.abilities.adapts_layers and target.sharding == "tensor"
+    if target.sharding != "none" and (drafter.abilities.target_training or adapts):
+        raise UserError(
+            f"target.sharding={target.sharding}: this family changes what the target's layers compute, so each process needs "
+            "them whole; leave it out, or use trainer.sharding=zero3 where the target trains"
+        )
+    drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
+    if config.drafter.get("init"):
+        load_weights(drafter, initial_directory(config), target)
+    return drafter
+
+
+def initial_directory(config: DictConfig) -> Path:
+    """The drafter directory that drafter.init names."""
+    directory = drafter_directory(Path(config.drafter.init))
+    if directory is None:
+        raise UserError(
+            f"drafter.init={config.drafter.init}: there is no drafter in it; give a run folder or a drafter directory"
+        )
+    return directory
+
+
+def take_shape(config: DictConfig, asked: list[str]) -> None:
+    """With drafter.init, settings that its weights fix come from there; `asked` are the command's own settings."""
+    if not config.drafter.get("init"):
+        return
+    directory = initial_directory(config)
+    saved = saved_description(directory, config.target)["drafter"]
+    if saved["_target_"] != config.drafter["_target_"]:
+        family = choice("drafter", saved)
+        raise UserError(f"drafter.init={directory}: it holds drafter={family}; choose the recipe of that family")
+    for key in constructor(saved).saved.shape:
+        given = any(override.lstrip("+").startswith(f"drafter.{key}=") for override in asked)
+        if given and config.drafter.get(key) != saved.get(key):
+            raise UserError(
+                f"drafter.{key}={config.drafter.get(key)}: the drafter in {directory} has {saved.get(key)}; leave it out"
+            )
+        if key in saved:
+            config.drafter[key] = saved[key]
+        else:
+            config.drafter.pop(key, None)

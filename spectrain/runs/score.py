@@ -1,0 +1,120 @@
+"""Scoring a drafter in its run folder, or beside its directory."""
+
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from omegaconf import DictConfig, OmegaConf
+
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.base import Drafter, has_weights
+from spectrain.errors import UserError
+from spectrain.models.target import Target
+from spectrain.provenance import processor, provenance
+from spectrain.settings.build import build
+from spectrain.settings.choices import named
+from spectrain.settings.saved import read_object
+from spectrain.training.metrics import Tracker
+
+from .candidate import Candidate
+from .drafter_files import drafter_directory, load_drafter, save_drafter, training_of
+from .folder import keep_earlier, plain, recipe_name, run_settings, target_name, trained_target
+from .fresh import fresh_drafter
+from .tracking import tracked
+
+
+def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracker: Tracker | None = None) -> dict[str, Any]:
+    """Score the drafter of a run folder or of a drafter directory; without a run's own `tracker`, as a tracked run of its own.
+
+    Of several processes the main one does it alone; where the target is spread over them, all do the same and it writes.
+    """
+    state = PartialState(cpu=not torch.cuda.is_available())
+    sharded = config.target.get("sharding", "none") != "none"
+    if not state.is_main_process and not sharded:
+        return {}  # it waits for nobody: scoring may take longer than processes wait for each other
+    evaluation = build(config.eval)
+    own = build(config.get("tracker")) if tracker is None and state.is_main_process else None
+    target = target or load_target(config, run)
+    if sharded and (evaluation.guard or build(config.tree).goes_by_clock):
+        raise UserError(
+            f"target.sharding={target.sharding}: processes must draft the same trees, so no tree or guard can go by the clock; "
+            "use tree=eagle2 and no eval.guard"
+        )
+    evaluation.check_prompts(target)
+    dataset = None
+    if "untrained" in evaluation.baselines and config.get("data") and "_target_" in config.data:
+        dataset = build(config.data).dataset(target.tokenizer)
+    drafter = load_drafter(config, run, target)
+    if state.is_main_process:
+        settings: Any = OmegaConf.to_container(config)
+        with nullcontext(tracker) if tracker is not None else tracked(own, run, settings, "eval") as tracker:
+            return score(config, run, target, drafter, evaluation, dataset, tracker)
+    with TemporaryDirectory() as scratch, redirect_stdout(StringIO()):
+        return score(config, run, target, drafter, evaluation, dataset, Tracker(), Path(scratch))
+
+
+def load_target(config: DictConfig, run: Path) -> Target:
+    """The target of a run folder or of a drafter directory: the one trained with the drafter, else what `config` names."""
+    saved_target = trained_target(run)
+    if saved_target is None:
+        return build(config.target)
+    kept = {key: value for key, value in config.target.items() if key in ("dtype", "device", "trust_remote_code")}
+    target: Target = build({**kept, "_target_": "spectrain.models.loading.load_hf", "model": str(saved_target)})
+    facts = saved_target.parent / "provenance.json"
+    known = read_object(facts).get("target_name") if facts.exists() else None
+    target.name = f"{known or target_name(config)}, trained"
+    return target
+
+
+def score(
+    config: DictConfig,
+    run: Path,
+    target: Target,
+    drafter: Drafter,
+    evaluation: Any,
+    dataset: Dataset | None,
+    tracker: Tracker,
+    place: Path | None = None,
+) -> dict[str, Any]:
+    """Run an evaluation and write its results below the run folder, or `place`."""
+    folder = (place or run) / "eval" / evaluation.name
+    keep_earlier(folder)
+    summary: dict[str, Any] = evaluation.score(candidate(config, run, target, drafter, dataset, folder), folder)
+    print(f"written to {folder}")
+    tracker.scored(summary, folder)
+    return summary
+
+
+def candidate(
+    config: DictConfig, run: Path, target: Target, drafter: Drafter, dataset: Dataset | None, folder: Path
+) -> Candidate:
+    """What is scored, with everything that the run knows about it."""
+    trained, training = trained_target(run), drafter.abilities.target_training
+    setting = {
+        "target": target.name,
+        "target_path": str(trained.resolve()) if training and trained is not None else target.path,
+        "recipe": recipe_name(config),
+        **{group: named(plain(config))[group] for group in ("drafter", "acceptance")},
+        "trained": drafter_directory(run) is not None,
+        "training": training_of(run),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
+        **provenance(),
+    }
+    began: Any = OmegaConf.create(run_settings(run)) if (run / "config.yaml").exists() else config
+    trainable = dataset is not None and has_weights(drafter) and not training
+    trainable = trainable and (began is not config or not drafter.saved.settings(drafter))  # it no longer says how it began
+    return Candidate(
+        target,
+        drafter,
+        build(config.tree),
+        build(config.acceptance),
+        setting,
+        (lambda: fresh_drafter(began, target, dataset)) if dataset is not None and trainable else None,
+        (lambda: build(config.target)) if training and trained is not None else None,
+        lambda learnt: save_drafter(folder / "drafter", learnt, config),
+    )

@@ -1,0 +1,169 @@
+"""Settings against the constructors that they are for, whose sources are read: nothing of them is imported."""
+
+from __future__ import annotations
+
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+
+from spectrain.errors import UserError, nearest
+
+from .choices import choice_of
+from .saved import orders
+from .schema import Schema, choice_files, chosen, conf_folders, load, owners
+from .signatures import Key, is_found, keys
+
+BOUNDS = {"greater_than_equal": "use {ge} or more", "greater_than": "use more than {gt}", "less_than_equal": "use {le} or less",
+          "less_than": "use less than {lt}"}  # fmt: skip
+"""What is said of a number out of bounds, by pydantic's name of it."""
+
+
+def check_config(config: DictConfig, known: Iterable[str]) -> DictConfig:
+    """The resolved configuration; stops at an unknown key, a missing one or a value of the wrong type."""
+    known = list(known)
+    for key in map(str, config):
+        if key not in known:
+            raise UserError(f"{key}: there is no such key; {nearest(key, known)}")
+    try:
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException as error:
+        where = str(error.full_key or "configuration")
+        raise UserError(f"{where}: {str(error).splitlines()[0]}") from error
+    for group, node in plain.items():
+        if isinstance(node, dict) and "_target_" in node:
+            plain[group] = check_node(str(group), node)
+    return OmegaConf.create(plain)
+
+
+def check_node(group: str, node: Mapping[str, Any]) -> dict[str, Any]:
+    """One group's settings against the constructor that its choice names, values converted to the declared types."""
+    target = str(node["_target_"])
+    if choice_of(group, target) is None:
+        raise UserError(f"{group}._target_={target}: no choice of this group names it; write {group}=CHOICE")
+    if not is_found(target):
+        raise UserError(
+            f"{group}={choice_of(group, target)}: {target} is not found; PYTHONPATH says where the folder of its module lies"
+        )
+    known = settable(target)
+    checked: dict[str, Any] = {"_target_": target}
+    for name, value in node.items():
+        if name == "init" and group == "drafter":
+            checked[name] = value
+        elif name != "_target_":
+            checked[name] = check_value(group, name, value, known)
+    for name, key in known.items():
+        if key.default is None and name not in checked:
+            raise UserError(f"{group}.{name}: it must be given, as in {group}.{name}=VALUE")
+    return checked
+
+
+def settable(target: str) -> dict[str, Key]:
+    """A constructor's settings by name."""
+    return {key.name: key for key in keys(target)}
+
+
+def check_value(group: str, name: str, value: Any, known: Mapping[str, Key]) -> Any:
+    """A setting's value as its declared type has it; nothing in it is an order, and every number is a finite one."""
+    full = f"{group}.{name}"
+    if name not in known:
+        raise UserError(f"{full}: there is no such key; {elsewhere(group, name) or nearest(name, known)}")
+    if value == "???":
+        raise UserError(f"{full}: it must be given, as in {full}=VALUE")
+    order = next(orders(value, full), None)
+    if order is not None:
+        raise UserError(f"{order}; delete it")
+    hint = known[name].hint
+    try:
+        found = TypeAdapter(hint).validate_python(value)
+    except ValidationError as error:
+        raise UserError(f"{full}={value}: {reason(error, hint)}{plainly(value, hint)}") from error
+    if not is_finite(found):
+        raise UserError(f"{full}={value}: use a finite number")
+    return found
+
+
+def check_given(asked: Schema, words: list[str]) -> None:
+    """Stop at the first setting among a command's words that its constructor does not know, or whose value is wrong.
+
+    What only hydra can tell, references and sweeps, is left to it.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    choices, folders, parser = chosen(asked, words), conf_folders(words), OverridesParser.create()
+    for word in words:
+        setting = re.fullmatch(r"(?:\+\+|\+)?(\w+)\.(\w+)=(.*)", word, re.DOTALL)
+        if setting is None:
+            continue
+        group, name, value = setting.groups()
+        path = choice_files(group, folders).get(choices.get(group, ""))
+        target = asked.nodes.get(group) or (load(path).get("_target_") if path else None)
+        if target is None or not keys(target) or (group, name) == ("drafter", "init"):
+            continue
+        try:
+            override = parser.parse_override(f"{group}.{name}={value}")
+            if override.is_sweep_override():
+                continue
+            given: Any = override.value()
+        except HydraException:
+            given = value
+        if "${" not in value:
+            check_value(group, name, given, settable(target))
+
+
+def is_finite(value: Any) -> bool:
+    """Whether no number in a value is infinite or none at all."""
+    if isinstance(value, Mapping):
+        return all(map(is_finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def reason(error: ValidationError, hint: Any) -> str:
+    """What is wrong with a value: the bounds that it should keep, else the type that it should have."""
+    first = error.errors()[0]
+    if first["type"] in BOUNDS:
+        return BOUNDS[first["type"]].format(**first["ctx"])
+    if first["type"] == "predicate_failed":
+        return f"use {predicate(hint).__doc__}"
+    return f"{first['msg'][0].lower() + first['msg'][1:]} ({said(hint)})"
+
+
+def predicate(hint: Any) -> Any:
+    """The function of ours that a value was to satisfy."""
+    return next(note.func for note in getattr(hint, "__metadata__", ()) if hasattr(note, "func"))
+
+
+def said(hint: Any) -> str:
+    """A type as one writes it, without bounds."""
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return said(typing.get_args(hint)[0])
+    if origin in (typing.Union, types.UnionType):
+        return " | ".join(map(said, typing.get_args(hint)))
+    if hint is types.NoneType:
+        return "null"
+    return hint.__name__ if isinstance(hint, type) and origin is None else str(hint).replace("typing.", "")
+
+
+def elsewhere(group: str, key: str) -> str:
+    """Which choices of a group have a setting that this one has not; empty where none has."""
+    owners_of_key = owners(group, key)
+    return f"it is a setting of {group}={', '.join(owners_of_key)}" if owners_of_key else ""
+
+
+def plainly(value: Any, hint: Any) -> str:
+    """How a value of the wrong type is mended, where that can be told."""
+    if value == "None" and "null" in said(hint):
+        return "; write null"
+    if isinstance(value, str) and re.fullmatch(r"[-+]?[\d.,_]+\s*[A-Za-z%]+", value):
+        return "; write a plain number, without a unit"
+    return ""

@@ -1,0 +1,70 @@
+"""Rounds by hand: contexts to draft in, what a drafter proposes there, and a builder that keeps what it grew."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import asked, empty_context, prefill
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.context import Context
+from spectrain.models.features import Features
+from spectrain.models.target import Target
+from spectrain.trees.base import Draft, Prefix, Rollout, TreeBuilder, WrappedBuilder
+from spectrain.trees.token_tree import TokenTree
+
+
+def begun(target: Target, prompts: list[list[int]], drafter: Drafter | None, builder: TreeBuilder, limit: int = 20) -> Context:
+    """The first round of these prompts, which were read."""
+    return prefill(target, Greedy(), asked(target, prompts, limit, ignore_eos=True), drafter, builder)
+
+
+def placed(
+    target: Target, texts: list[list[int]], builder: TreeBuilder, news: list[int] | None = None, round: int = 0
+) -> Context:
+    """A context of committed `texts`, their roots included, of which the last `news` tokens are new in this round; nothing was
+    run."""
+    news = [0] * len(texts) if news is None else news
+    context = empty_context(target, builder, target.new_cache(len(texts), 256), (), 0)
+    for row, text in enumerate(texts):
+        context.tokens[row, : len(text)] = torch.tensor(text)
+    context.cache.lengths.copy_(torch.tensor([len(text) - 1 for text in texts]))
+    context.sequence_ids.copy_(torch.arange(len(texts)))
+    context.fresh = Features(context.tokens[:, : max(news)], (), torch.zeros(len(texts), max(news), 0, 1))
+    context.counts, context.round = torch.tensor(news), round
+    return context
+
+
+def proposed(drafter: Drafter, context: Context, builder: TreeBuilder) -> TokenTree:
+    """The tree that a drafter and a builder make in a round."""
+    context.builder = builder
+    return builder.grow(context, drafter.draft(context))
+
+
+Listen = Callable[[Rollout, Prefix], Rollout]
+
+
+class Keeping(WrappedBuilder):
+    """Another builder, whose trees are checked and kept, each with the texts that it hangs below, their roots included.
+
+    Rounds without a draft, as a guard has them, leave nothing. `listen` may put another rollout around every one.
+    """
+
+    def __init__(self, builder: TreeBuilder, listen: Listen | None = None) -> None:
+        super().__init__(builder)
+        self.is_fixed, self.listen = builder.is_fixed, listen
+        self.trees: list[TokenTree] = []
+        self.texts: list[list[list[int]]] = []
+
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        if draft == Draft():
+            return super().grow(prefix, draft)
+        if draft.rollout is not None and self.listen is not None:
+            draft = replace(draft, rollout=self.listen(draft.rollout, prefix))
+        tree = super().grow(prefix, draft)
+        tree.check()
+        assert torch.equal(tree.tokens[:, 0], prefix.root)
+        self.texts.append([tokens[: end + 1] for tokens, end in zip(prefix.tokens.tolist(), prefix.lengths.tolist())])
+        self.trees.append(tree)
+        return tree

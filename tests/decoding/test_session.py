@@ -1,0 +1,77 @@
+"""A session decodes by whichever runner it may, and is prepared as what is scored is."""
+
+import pytest
+
+from spectrain.decoding.acceptance import Greedy, Match, Recursive
+from spectrain.decoding.guard import Guard
+from spectrain.decoding.loop import decode
+from spectrain.decoding.pruning import Pruning
+from spectrain.decoding.session import Session, captured_or_refused
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.layer_skip import LayerSkipping
+from spectrain.drafters.ngram import Ngram
+from spectrain.errors import UserError
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, Static
+from tests.decoding.test_captured import facts
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 10], [100, 3, 44, 8]]
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_captured_and_eager_sessions_give_the_same(tiny: Target, drafted: bool) -> None:
+    """Warmed up or not, and again by what the first batch left; without capture nothing is held."""
+    drafter, builder = (Eagle3(tiny, vocab_size=512).eval(), Eagle2(3, 8, 3)) if drafted else (None, None)
+    rule = Match(0.8, seed=4)
+    expected = facts(decode(tiny, PROMPTS, rule, 12, drafter, builder, [4, 9, 2]))
+    eager, captured = (Session(tiny, rule, drafter, builder, engine=engine) for engine in ("eager", "captured"))
+    assert captured.why_eager is None and eager.why_eager is not None
+    for session in (eager, captured, captured):
+        assert facts(session.decode(PROMPTS, 12, [4, 9, 2])) == expected
+        session.warm_up(PROMPTS, 12)
+    assert len(captured._captured.states) == 1 and "_captured" not in vars(eager)
+
+
+def test_what_cannot_be_captured_is_decoded_by_the_loop(tiny: Target) -> None:
+    """With the reason, and refused by name where capture was asked for."""
+    eagle3 = Eagle3(tiny, vocab_size=64).eval()
+    sessions = {
+        "eval.guard decides": Session(tiny, Greedy(), eagle3, Chain(2), guard=Guard(), engine="captured"),
+        "eval.prune_layer decides": Session(tiny, Greedy(), eagle3, Chain(2), pruning=Pruning(4, 2), engine="captured"),
+        "drafter=ngram asks": Session(tiny, Greedy(), Ngram(tiny), Chain(2), engine="captured"),
+    }
+    plain = [one.output for one in decode(tiny, PROMPTS, Greedy(), 8)]
+    for words, session in sessions.items():
+        assert session.why_eager is not None and words in session.why_eager
+        with pytest.raises(UserError, match=f"writer.engine=captured: {words}.*use writer.engine=eager"):
+            captured_or_refused(session, "writer.engine")
+        assert [one.output for one in session.decode(PROMPTS, 8)] == plain
+
+
+def test_guard_and_pruning_go_together(tiny: Target) -> None:
+    """Rounds that the guard lets draft are pruned, the others are one node, and the output is the target's."""
+    drafter, guard = LayerSkipping(tiny, skipped=[5]), Guard(cost=lambda nodes: 1.0)
+    session = Session(tiny, Greedy(), drafter, Eagle2(3, 8, 3), guard, Pruning(6, 2))
+    found = session.decode(PROMPTS, 12, ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in decode(tiny, PROMPTS, Greedy(), 12, ignore_eos=True)]
+    assert guard.num_plain == 2 and guard.num_drafted > 0
+    for one in found:
+        assert one.nodes[:2] == [1, 1] and one.pruned[:2] == one.depths[:2] == [0, 0] and sum(one.pruned) > 0
+
+
+def test_preparing_searches_calibrates_and_refuses(tiny: Target) -> None:
+    """Settings are searched and trees measured on the prompts that are asked for; a rule that would be wrong is refused."""
+    asked = []
+
+    def prompts() -> list[list[int]]:
+        asked.append(1)
+        return PROMPTS[:1]
+
+    drafter, builder = LayerSkipping(tiny, search_steps=2, answer_tokens=4), Static(depth=2, budget=4)
+    session = Session.prepare(tiny, drafter, builder, Greedy(), prompts, engine="eager")
+    assert drafter.searched and len(builder.paths) == 3 and len(asked) == 2 and not drafter.training
+    assert [one.output for one in session.decode(PROMPTS, 6)] == [one.output for one in decode(tiny, PROMPTS, Greedy(), 6)]
+    Session.prepare(tiny, Ngram(tiny), Chain(2), Recursive(), prompts)
+    assert len(asked) == 2
+    with pytest.raises(UserError, match="acceptance=recursive"):
+        Session.prepare(tiny, Eagle3(tiny, vocab_size=64), Chain(2), Recursive(), prompts)

@@ -1,0 +1,129 @@
+"""A speedup that cannot be, or that was measured beside something else, is not to be quoted."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.decoding.generation import PARTS, Generation
+from spectrain.eval.metrics import Turn, speedup
+from spectrain.eval.noise import Noise, is_possible, is_unsteady, judge, load_of, median_pairs, most_possible, spread
+from spectrain.eval.report import noise_of, speed_text
+from spectrain.eval.turns import Interleaving
+
+QUIET = Noise(0.02, 0.5)
+
+
+def generation(rounds: list[int], seconds: float) -> Generation:
+    """Rounds that emit so many tokens each, all of them in this time."""
+    times = [dict.fromkeys(PARTS, seconds / len(rounds) / 4) for _ in rounds]
+    total = {part: sum(one[part] for one in times) for part in PARTS}
+    return Generation([1], list(range(1 + sum(rounds))), rounds, [3] * len(rounds), [4] * len(rounds), times=times, done=True,
+                      seconds={"prefill": 9.0, **total})  # fmt: skip
+
+
+def turn(name: str, plain: float, drafted: float, rounds: list[int]) -> Turn:
+    """An answer that took so many seconds without a drafter, and with one in these rounds."""
+    return Turn(name, 0, "all", generation([1] * sum(rounds), plain), generation(rounds, drafted))
+
+
+def test_a_speedup_above_the_tokens_a_forward_cannot_be() -> None:
+    """1.66 at 1.43 tokens a forward is no number to quote, in words and in the JSON; with a quiet baseline it is one."""
+    rounds = [2, 1, 1, 2, 1, 2, 1]  # 10 tokens in 7 rounds
+    slowed = [turn(str(n), 10 * 0.0166, 0.1, rounds) for n in range(8)]
+    assert speedup(slowed) == pytest.approx(1.66) and most_possible(slowed) == pytest.approx(10 / 7)
+    found = judge({"ratio": 1.66, "ci95": [1.6, 1.7]}, slowed, QUIET)
+    assert found["quotable"] is False and "above 1.43 tokens a forward" in found["reason"] and found["at_most"] == 1.4286
+    assert speed_text(found) == "not to be quoted" and not is_possible(found)
+    quiet = [turn(str(n), 10 * 0.0121, 0.1, rounds) for n in range(8)]
+    found = judge({"ratio": 1.21, "ci95": [1.2, 1.3]}, quiet, QUIET)
+    assert found["quotable"] is True and found["reason"] is None and speed_text(found, "x") == "1.21x"
+
+
+def test_earlier_results_are_read_as_they_are() -> None:
+    """A summary that says nothing of it is shown with its number."""
+    assert is_possible({"ratio": 9.0}) and speed_text({"ratio": 9.0}) == "9.00"
+
+
+def test_the_spread_of_the_baselines_steps() -> None:
+    """Steps of one time have no spread, however long answers are; times that differ by e are 0.5 apart from their mean."""
+    same = [turn(str(n), 0.1 * sum(rounds), 1.0, rounds) for n, rounds in enumerate(([1, 2], [3, 3, 1], [2]))]
+    assert spread(same) == pytest.approx(0) and spread(same[:1]) == 0
+    apart = [turn("a", 2.0, 1.0, [1, 1]), turn("b", 2.0 * 2.718281828, 1.0, [1, 1])]
+    assert spread(apart) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("noise", "said"),
+    [(QUIET, []), (Noise(0.4, 0.5), ["40%"]), (Noise(0.1, 3.0), ["3.0 processes"]), (Noise(0.5, 2.0), ["50%", "2.0 processes"]),
+     (Noise(0.2, None), [])],
+)  # fmt: skip
+def test_a_busy_machine_is_told(noise: Noise, said: list[str]) -> None:
+    """Unsteady steps and a load above the cores are reasons; a number stands with a mark, and the reason below it."""
+    assert len(noise.reasons) == len(said) and all(part in reason for part, reason in zip(said, noise.reasons))
+    found = judge({"ratio": 1.2, "ci95": None}, [turn("a", 1.2, 1.0, [2, 1])], noise)
+    assert found["quotable"] is not bool(said) and speed_text(found) == ("1.20?" if said else "1.20")
+    summary: dict[str, Any] = {"label": "drafter", "speedup": found, "noise": noise.summary(), "compared": {}}
+    sentences = list(noise_of(summary))
+    assert len(sentences) == bool(said) and all(part in sentences[0] for part in said)
+
+
+def test_the_load_counts_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else runs on the cores decides little about an accelerator's times; one process is the evaluation's own."""
+    monkeypatch.setattr("os.getloadavg", lambda: (9.0, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert load_of(torch.device("cpu")) == 2.0 and load_of(torch.device("cuda")) is None
+
+
+def test_median_pairs_stay_pairs() -> None:
+    """Of three runs of each turn the one with the median ratio counts, both its times together."""
+    fast, slow = [2, 1], [1, 1, 1]
+    runs = [
+        [turn("a", 3.0, 1.0, fast), turn("b", 1.0, 1.0, slow)],
+        [turn("a", 9.0, 1.0, fast), turn("b", 5.0, 1.0, slow)],  # something slowed the baseline
+        [turn("a", 3.2, 1.1, fast), turn("b", 1.2, 1.0, slow)],
+    ]
+    assert median_pairs(runs) == [runs[0][0], runs[2][1]]
+
+
+class Scripted:
+    """Stands for a decoder whose autoregressive steps are slowed now and then, as by another process."""
+
+    def __init__(self, slow: set[int]) -> None:
+        self.slow, self.calls = slow, 0
+
+    def __call__(self, system: Any, prompts: Any, limit: int, sequence_ids: list[int]) -> list[Generation]:
+        self.calls += system is None
+        if system is None:
+            return [generation([1] * 6, 6.0 * (4.0 if self.calls in self.slow else 1.0))]
+        return [generation([2, 2, 2], 5.0)]
+
+
+def interleaved(decoder: Scripted, count: int) -> Interleaving:
+    """Eight turns, or so many, decoded once by a stand-in."""
+    from types import SimpleNamespace
+
+    decoding = Interleaving(decoder, [SimpleNamespace(name="drafter")], [], None, 8, 1)  # type: ignore[arg-type, list-item]
+    for number in range(count):
+        asked: Any = SimpleNamespace(prompt=SimpleNamespace(id=str(number), category="all"), turn=0, tokens=[1], sequence_id=1)
+        decoding.batches.append([asked])
+        runs = decoding._decode([asked], number)
+        decoding.turns["drafter"].append(Turn(str(number), 0, "all", runs["autoregressive"][0], runs["drafter"][0]))
+    return decoding
+
+
+def test_unsteady_times_are_measured_again() -> None:
+    """Where two of eight baselines were slowed, every pair is decoded three times and the medians are free of it; steady times
+    are measured once, and so are few turns and what must not be repeated."""
+    decoding = interleaved(Scripted({3, 5}), 8)
+    assert speedup(decoding.turns["drafter"]) == pytest.approx(1.2 * 14 / 8)
+    assert is_unsteady([decoding.turns["drafter"]])
+    decoding.repeat(1)
+    assert decoding.repeats == 1
+    decoding.repeat(3)
+    assert decoding.repeats == 3 and speedup(decoding.turns["drafter"]) == pytest.approx(1.2)
+    assert len(decoding.turns["drafter"]) == 8 and spread(decoding.turns["drafter"]) == pytest.approx(0)
+    steady, few = interleaved(Scripted(set()), 8), interleaved(Scripted({1}), 4)
+    for one in (steady, few):
+        one.repeat(3)
+        assert one.repeats == 1

@@ -1,0 +1,36 @@
+"""The table that scoring prints fits where it is read."""
+
+from typing import Any
+
+import pytest
+
+from spectrain.eval.report import WIDTH, print_table
+
+
+def entry(label: str) -> dict[str, Any]:
+    return {
+        "label": label,
+        "acceptance_length": {"pooled": 12.345, "ci95": [10.111, 13.222]},
+        "speedup": {"ratio": 11.66, "ci95": [10.5, 12.9], "predicted": 11.7},
+        "tokens_per_second": {"autoregressive": 1014.2, "drafted": 12024.9},
+        "lossless": {"checked": 100, "identical": 100, "differences": [], "near_ties": [], "lossless": True, "rule": "greedy",
+                     "reference": "transformers generate"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("label", ["chain of 5", "a family with a wide name, cartesian, 128 nodes, drawn", "w" * 150])
+def test_the_table_is_no_wider_than_it_says(label: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """However wide a name or a number is, all of it is printed, in lines of at most 100 columns."""
+    setting = {"recipe": "eagle3", "target": "smollm2-135m-q4_1", "prompts": 20, "max_new_tokens": 64, "batch_size": 1,
+               "device": "a processor with a name as long as processors have them @ 2.70GHz, 2 threads", "dtype": "float32",
+               "drafter": {}}  # fmt: skip
+    share = {"draft": 0.2, "verify": 0.7, "accept": 0.05, "other": 0.05}
+    told = {"setting": setting, "time_share": share, "acceptance_by_depth": [0.8] * 30, "compared": {"other": entry(label)}}
+    print_table({**entry("drafter, eagle2, 16 nodes"), **told})
+    shown = capsys.readouterr().out
+    assert WIDTH == 100 and max(map(len, shown.splitlines())) <= WIDTH
+    row = next(line for line in shown.splitlines() if line.startswith(label[:8]))
+    for number in ("12.35", "10.11 to 13.22", "12024.9", "11.66", "10.50 to 12.90", "11.70", "100 of 100"):
+        assert number in row
+    first = "".join(line[:WIDTH].split("  ")[0] for line in shown.splitlines())
+    assert label.replace(" ", "") in first.replace(" ", "")

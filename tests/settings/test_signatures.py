@@ -1,0 +1,110 @@
+"""Constructors' settings, read from their sources, are those that python finds when it imports them."""
+
+import inspect
+import re
+import subprocess
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spectrain.errors import UserError
+from spectrain.settings import values
+from spectrain.settings.build import constructor
+from spectrain.settings.check import check_given, check_node, said
+from spectrain.settings.choices import _constructors
+from spectrain.settings.schema import schema
+from spectrain.settings.signatures import ROOT, choices_of, keys
+
+FOUND = sorted({path for group in _constructors((ROOT / "conf",)).values() for path in group.values()})
+PLAIN = (int, float, str, bool, type(None), list, tuple, dict, Any)
+
+
+def is_plain(hint: Any) -> bool:
+    """Whether a parameter is a setting, as opposed to a runtime object such as the target."""
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return is_plain(typing.get_args(hint)[0])
+    if origin in (typing.Union, types.UnionType):
+        return all(is_plain(part) for part in typing.get_args(hint))
+    return origin in (list, tuple, dict, typing.Literal) or hint in PLAIN
+
+
+def hints_of(found: Any) -> dict[str, Any]:
+    """Type hints; names that are imported for them alone stand for runtime objects."""
+    module = inspect.getmodule(found)
+    assert module is not None
+    names = dict(vars(module))
+    for block in re.findall(r"if TYPE_CHECKING:\n((?:[ \t]+.*\n|\n)+)", inspect.getsource(module)):
+        for name in re.findall(r"import (.+)", block):
+            names |= {part.split(" as ")[-1].strip(): object for part in name.split(",") if part.strip() not in names}
+    made = found.__init__ if inspect.isclass(found) else found
+    return typing.get_type_hints(made, names, include_extras=True)
+
+
+@pytest.mark.parametrize("target", FOUND)
+def test_settings_are_those_that_python_finds(target: str) -> None:
+    """Names in their order, types with their bounds, which must be given, and the values that may be chosen."""
+    found = constructor({"_target_": target})
+    hints = hints_of(found)
+    expected = {name: p for name, p in inspect.signature(found).parameters.items() if is_plain(hints.get(name))}
+    assert [key.name for key in keys(target)] == list(expected)
+    for key in keys(target):
+        assert key.hint == hints[key.name], key.name
+        assert (key.default is None) == (expected[key.name].default is inspect.Parameter.empty)
+        assert key.choices == choices_of(hints[key.name])
+
+
+WRONG = {
+    "trainer.lr=nan": "finite",
+    "trainer.lr=inf": "finite",
+    "trainer.lr=abc": "float",
+    "trainer.lrr=1": "nearest is lr",
+    "drafter.ttt_stepz=1": "ttt_steps",
+    "drafter.loss=forward_kll": "forward_kl",
+    "drafter.architecture={a: {_target_: os.system}}": "architecture.a._target_ is an order",
+    "tree.depth=1.5": "int",
+    "data.limit=10k": "without a unit",
+    "data.limit=None": "write null",
+    "eval.name=../escape": "one folder",
+    "target.network=x": "there is no such key",
+}
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_a_wrong_setting_is_told_by_its_word_alone(word: str) -> None:
+    """What the sources of constructors show needs no composition."""
+    with pytest.raises(UserError) as told:
+        check_given(schema("train"), ["recipe=eagle3", word])
+    assert str(told.value).startswith(word.split("=")[0]) and WRONG[word] in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "word", ["trainer.lr=1e-3,2e-3", "tree.depth=${drafter.ttt_steps}", "drafter.init=runs/x", "data.limit=null",
+             "eval.baselines=[ngram]", "eval.prompts='a b'", "tree.budget='16'"],
+)  # fmt: skip
+def test_what_may_be_right_is_left_to_the_composition(word: str) -> None:
+    """Sweeps, references and values that fit pass."""
+    check_given(schema("train"), ["recipe=eagle3", word])
+
+
+def test_a_wrong_setting_is_told_before_torch_is_imported() -> None:
+    """Reading the sources imports neither torch nor transformers."""
+    program = (
+        "import sys\nfrom spectrain.settings.check import check_given\nfrom spectrain.settings.schema import schema\n"
+        "try:\n    check_given(schema('train'), ['recipe=eagle3', 'trainer.lrr=1'])\nexcept ValueError as error:\n"
+        "    print(error, {'torch', 'transformers'} & sys.modules.keys())\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=Path(ROOT).parent)
+    assert "trainer.lrr" in ran.stdout and ran.stdout.endswith("set()\n"), ran.stdout + ran.stderr
+
+
+def test_bounds_are_told_as_one_writes_them() -> None:
+    """A bound broken is said by what to write; a wrong type by the type without its bounds."""
+    assert said(values.Count | None) == "int | null" and said(typing.Literal["a", "b"]) == "Literal['a', 'b']"
+    node = {"_target_": "spectrain.eval.run.Evaluation", "name": ""}
+    with pytest.raises(UserError, match="eval.name=: use the name of one folder, without slashes"):
+        check_node("eval", node)
