@@ -59,7 +59,7 @@ class FullyShard(Replicated):
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
         first = {id(tensor): name for name, tensor in reversed(module.state_dict(keep_vars=True).items())}  # of tied ones
-        whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        whole: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         return {name: tensor for name, tensor in whole.items() if name in first.values()}
 
     def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
