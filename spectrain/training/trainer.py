@@ -22,7 +22,7 @@ from .checkpoints import checkpoint_path
 from .job import Job, Trained
 from .metrics import MetricsFile, Tracker
 from .parallel import Sharding, connect, parallel
-from .progress import Progress
+from .progress import TrainingProgress
 from .signals import StopSignals
 
 
@@ -126,8 +126,8 @@ class Trainer:
         with Report(job, tracker) as report, StopSignals() as stop, job.watch:
             while job.step < job.num_steps:
                 self._next_step(job, stop)
-                if job.step % self.log_every == 0 or job.step in (1, job.num_steps):
-                    report.log(job.metrics())
+                is_logged = job.step % self.log_every == 0 or job.step in (1, job.num_steps)
+                report.step(job.metrics() if is_logged else None)
                 if self.save_every is not None and job.step % self.save_every == 0 and job.step < job.num_steps:
                     job.save()
                     report.saved(checkpoint_path(run, job.step))
@@ -179,7 +179,7 @@ class Report:
     def __init__(self, job: Job, tracker: Tracker | None) -> None:
         self.job, self.tracker = job, tracker or Tracker()
         self.file = MetricsFile(job.run / "metrics.jsonl", job.step) if job.shared.is_main else None
-        self.progress = Progress(job.num_steps, job.step, enabled=job.shared.is_main)
+        self.progress = TrainingProgress(job.num_steps, job.step, enabled=job.shared.is_main)
 
     def __enter__(self) -> "Report":
         self.progress.__enter__()
@@ -188,11 +188,12 @@ class Report:
     def __exit__(self, *raised: Any) -> None:
         self.progress.__exit__(*raised)
 
-    def log(self, metrics: dict[str, Any]) -> None:
-        if self.file is not None:
+    def step(self, metrics: dict[str, Any] | None) -> None:
+        """A step is done; `metrics` where it was one that is logged."""
+        if self.file is not None and metrics is not None:
             self.file.write(metrics)
             self.tracker.log({key: value for key, value in metrics.items() if key != "step"}, self.job.step)
-            self.progress.update(self.job.step, metrics)
+        self.progress.update(self.job.step, metrics)
 
     def saved(self, checkpoint: Path) -> None:
         if self.file is not None:
