@@ -20,7 +20,8 @@ from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
-from spectrain.training.trainer import Trainer, trained_groups
+from spectrain.training.job import trained_groups
+from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import Keeping
 
