@@ -120,11 +120,7 @@ def explanation(summary: dict[str, Any]) -> Iterator[str]:
     if forced and "forecast" in forced:
         ahead = forced["forecast"]
         yield (
-<<<<<<< HEAD
-            f"there, drawn tokens would be kept at {_rates(forced['overlap_by_depth'])} (the sum of min(p, q)), likeliest ones "
-=======
             f"there, drawn tokens would be kept at {_rates(forced['overlap_by_depth'])} (the sum of min(p, q)), the likeliest "
->>>>>>> evaluator
             f"at {_rates(forced['likeliest_by_depth'])}: {ahead['sampled']:.2f} and {ahead['greedy']:.2f} tokens a forward "
             "of a chain so deep"
         )

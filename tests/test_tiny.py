@@ -22,15 +22,8 @@ LENGTH = 48
 @pytest.fixture(scope="module")
 def prompts(tiny: Target) -> list[list[int]]:
     """The held-out prompts, on subjects that the tiny target has never seen."""
-<<<<<<< HEAD
-    return [
-        prompt_tokens(tiny.tokenizer, [{"role": "user", "content": prompt.turns[0]}])
-        for prompt in read_prompts(None, 30).prompts
-    ]
-=======
     openings = [[{"role": "user", "content": prompt.turns[0]}] for prompt in read_prompts(None, 30).prompts]
     return [prompt_tokens(tiny.tokenizer, opening) for opening in openings]
->>>>>>> evaluator
 
 
 def acceptance(tiny: Target, prompts: list[list[int]], drafter: Drafter, builder: Chain | Eagle2) -> float:

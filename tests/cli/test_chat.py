@@ -25,10 +25,6 @@ from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-<<<<<<< HEAD
-=======
-from spectrain.eval.systems import System
->>>>>>> evaluator
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 
