@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.features.base import BatchRequest
 from spectrain.features.live import Live
-from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
-from spectrain.training.trainer import Trainer, trained_groups
+from spectrain.training.job import trained_groups
+from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import Keeping
+from tests.targets import cut_tiny
 
 from .toys import FrozenHeads, Independent
 
@@ -37,7 +39,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa full": ("medusa", {"adapt": "full"}),
     "early exit lora": ("early_exit", {"adapt": "lora", "rotate": 2}),
     "early exit gradual": ("early_exit", {"curriculum": "gradual", "dropout_schedule": "exponential"}),
-    "skipping the middle": ("layer_skip", {"skipped": [3, 4]}),
+    "skipping the middle": ("layer_skip", {"skipped": [1]}),
     "eagle3 with norms": (
         "eagle3",
         {"architecture": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}},
@@ -50,14 +52,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent}
 
 
+@cache
+def composed(*overrides: str) -> Any:
+    """The settings of a command, which nothing here changes."""
+    with initialize_config_module("spectrain.conf", version_base="1.3"):
+        return compose("train", overrides=list(overrides))
+
+
+@cache
+def whole() -> Target:
+    return cut_tiny(3)
+
+
 def make(name: str, target: Target) -> Drafter:
     """A drafter by the name of its yaml or of a variant, or one of the toys."""
     torch.manual_seed(0)
     if name in TOYS:
         return TOYS[name](target)  # type: ignore[call-arg]
     family, options = VARIANTS.get(name, (name, {}))
-    with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config = compose("train", overrides=[f"drafter={family}"])
+    config = composed(f"drafter={family}")
     drafter: Drafter = build({**config.drafter, **SMALL.get(family, {}), **options}, target=target)
     return drafter
 
@@ -76,7 +89,7 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def target() -> Target:
     """A target of its own, for a drafter may train it."""
-    return load_tiny()
+    return copy.deepcopy(whole())
 
 
 def prepared(name: str, target: Target) -> tuple[Drafter, Dataset]:
@@ -115,6 +128,7 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
             assert (parameter.grad is not None) == (id(parameter) in named)
 
 
+@pytest.mark.parametrize("name", [*FAMILIES, *TOYS, *(pytest.param(variant, marks=pytest.mark.slow) for variant in VARIANTS)])
 def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
     """Twenty steps on a few sequences lower the loss, in every stage by itself."""
     drafter, dataset = prepared(name, target)
@@ -129,6 +143,7 @@ def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
         assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(depth=3, budget=8, top_k=3)], ids=["chain", "eagle2"])
 def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: TreeBuilder) -> None:
@@ -147,9 +162,7 @@ def test_reloaded_equals_saved(name: str, target: Target, tmp_path: Path) -> Non
     drafter, dataset = prepared(name, target)
     if trainable(drafter):
         Trainer(lr=3e-3, max_steps=3, batch_tokens=512).fit(drafter, target, dataset, Live(), tmp_path)
-    with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config = compose("train", overrides=["drafter=ngram", "target=tiny"])
-    save_drafter(tmp_path / "drafter", drafter, config)
+    save_drafter(tmp_path / "drafter", drafter, composed("drafter=ngram", "target=tiny"))
     if drafter.abilities.target_training:
         target.save(tmp_path / "target")
         again = build({"_target_": "spectrain.models.loading.load_hf", "model": str(tmp_path / "target")})

@@ -35,7 +35,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.loading import load_tiny
+from spectrain.models.loading import load_hf
 from spectrain.models.plain import plain_model
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
@@ -45,11 +45,12 @@ from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import Accepted, TokenTree
 from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
+from tests.targets import cut_tiny
 
 MASKS, LIMIT = 3, 24
 STRATEGIES = ("quadratic", "linear")
 STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
-EVERY: tuple[Any, ...] = (*range(9), "final")
+EVERY: tuple[Any, ...] = (*range(4), "final")
 Fitted = tuple[GatedLora, list[list[int]], list[list[int]]]
 
 
@@ -109,20 +110,20 @@ def open_gate(drafter: GatedLora, patch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def check_packed(tiny: Target, drafter: GatedLora, batch: Batch) -> None:
+def check_packed(shallow: Target, drafter: GatedLora, batch: Batch) -> None:
     """Training's forward: features of all layers, and logits, of ordinary tokens with and without the adapter."""
     blocks, width = add_blocks(batch, drafter.prefixes(batch, 0)), batch.tokens.shape[1]
 
     def run() -> Features:
-        with drafter.gated(tiny, blocks.numbers):
-            return tiny.run(
+        with drafter.gated(shallow, blocks.numbers):
+            return shallow.run(
                 blocks.tokens, ForwardPlan(layers=EVERY, logits=True, positions=blocks.positions, mask=blocks.visible)
             )
 
     on = run()
     with adapter_off(drafter):
         off = run()
-    plain = tiny.run(batch.tokens, ForwardPlan(layers=EVERY, logits=True))
+    plain = shallow.run(batch.tokens, ForwardPlan(layers=EVERY, logits=True))
     assert on.logits is not None and off.logits is not None and plain.logits is not None
     masks = blocks.numbers >= 0
     assert masks.sum() >= len(batch.tokens) * MASKS
@@ -133,7 +134,7 @@ def check_packed(tiny: Target, drafter: GatedLora, batch: Batch) -> None:
         torch.testing.assert_close(found[:, :width][real], wanted[real], rtol=1e-4, atol=1e-4)
 
 
-def check_rounds(tiny: Target, drafter: GatedLora, builder: TreeBuilder, batch: int) -> None:
+def check_rounds(shallow: Target, drafter: GatedLora, builder: TreeBuilder, batch: int) -> None:
     """Decoding's forward in every round: features, logits, keys and values of a tree's own nodes, on, off and without masks."""
     verify, rounds = drafter.verify, []
 
@@ -153,7 +154,7 @@ def check_rounds(tiny: Target, drafter: GatedLora, builder: TreeBuilder, batch: 
             off, asleep = run(), cast(Tensor, drafter.states)
         on, awake = run(), cast(Tensor, drafter.states)
         own = TokenTree.of(tree.tokens[:, :count], tree.parents[:, :count], tree.valid[:, :count])
-        plain = tiny.verify(own, cache, ("final",))
+        plain = shallow.verify(own, cache, ("final",))
         assert plain.logits is not None
         cache.forget()
         real = own.valid
@@ -166,25 +167,26 @@ def check_rounds(tiny: Target, drafter: GatedLora, builder: TreeBuilder, batch: 
 
     drafter.verify = watched  # type: ignore[method-assign]
     prompts = [torch.randint(3, 2000, (4 + 3 * n % 7,)).tolist() for n in range(batch)]
-    decode(tiny, prompts, Greedy(), 5, drafter, builder, ignore_eos=True)
+    decode(shallow, prompts, Greedy(), 5, drafter, builder, ignore_eos=True)
     assert len(rounds) >= 2 and max(rounds) > 2
 
 
 @pytest.mark.parametrize("count", [1, 8])
-def test_ordinary_tokens_are_untouched_in_training(tiny: Target, count: int) -> None:
+def test_ordinary_tokens_are_untouched_in_training(shallow: Target, count: int) -> None:
     """Bit by bit, what is computed at ordinary tokens is the same with the adapter and without, and 1e-4 from the plain."""
-    check_packed(tiny, make(tiny), ragged(count))
+    check_packed(shallow, make(shallow), ragged(count))
 
 
+@pytest.mark.sweep(4)
 @STRATEGY
 @pytest.mark.parametrize("count", [1, 8])
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 6, 2)], ids=["chain", "eagle2"])
-def test_ordinary_nodes_are_untouched_in_decoding(tiny: Target, builder: TreeBuilder, count: int, strategy: str) -> None:
+def test_ordinary_nodes_are_untouched_in_decoding(shallow: Target, builder: TreeBuilder, count: int, strategy: str) -> None:
     """The same of the nodes of every round's tree, and of the keys and values that they leave in the cache."""
-    drafter = make(tiny, strategy=strategy)
+    drafter = make(shallow, strategy=strategy)
     if strategy == "linear":
         drafter.commit = everywhere(drafter)  # type: ignore[method-assign]
-    check_rounds(tiny, drafter, builder, count)
+    check_rounds(shallow, drafter, builder, count)
 
 
 def everywhere(drafter: GatedLora) -> Callable[[Context, Accepted], None]:
@@ -197,26 +199,26 @@ def everywhere(drafter: GatedLora) -> Callable[[Context, Accepted], None]:
     return commit
 
 
-def test_an_open_gate_is_noticed(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_gate_is_noticed(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """With LoRA acting at every token, both proofs above fail, and not because the adapter was idle."""
-    drafter = make(tiny)
+    drafter = make(shallow)
     open_gate(drafter, monkeypatch)
     with pytest.raises(AssertionError, match="torch.equal"):
-        check_packed(tiny, drafter, ragged(2))
+        check_packed(shallow, drafter, ragged(2))
     with pytest.raises(AssertionError, match="all"):
-        check_rounds(tiny, drafter, Chain(3), 2)
+        check_rounds(shallow, drafter, Chain(3), 2)
 
 
-def test_the_gate_leaves_nothing_behind(tiny: Target) -> None:
+def test_the_gate_leaves_nothing_behind(shallow: Target) -> None:
     """After a forward, and after one that fails, the target's own forward is what it was, bit by bit."""
-    drafter, tokens = make(tiny), torch.randint(3, 2000, (2, 7))
-    before = tiny.run(tokens, ForwardPlan(logits=True)).logits
-    with drafter.gated(tiny, torch.zeros_like(tokens)):
-        assert not torch.equal(before, tiny.run(tokens, ForwardPlan(logits=True)).logits)
-    assert torch.equal(before, tiny.run(tokens, ForwardPlan(logits=True)).logits)
-    with pytest.raises(ZeroDivisionError), drafter.gated(tiny, torch.zeros_like(tokens)):
+    drafter, tokens = make(shallow), torch.randint(3, 2000, (2, 7))
+    before = shallow.run(tokens, ForwardPlan(logits=True)).logits
+    with drafter.gated(shallow, torch.zeros_like(tokens)):
+        assert not torch.equal(before, shallow.run(tokens, ForwardPlan(logits=True)).logits)
+    assert torch.equal(before, shallow.run(tokens, ForwardPlan(logits=True)).logits)
+    with pytest.raises(ZeroDivisionError), drafter.gated(shallow, torch.zeros_like(tokens)):
         raise ZeroDivisionError
-    assert torch.equal(before, tiny.run(tokens, ForwardPlan(logits=True)).logits)
+    assert torch.equal(before, shallow.run(tokens, ForwardPlan(logits=True)).logits)
 
 
 # An independent forward, on transformers' own model
@@ -235,9 +237,9 @@ class GatedLinear(nn.Module):
         return product + added * (torch.arange(x.shape[1]) >= self.gate[0])[:, None]
 
 
-def reference(tiny: Target, drafter: GatedLora) -> Callable[[list[int], int], Tensor]:
+def reference(shallow: Target, drafter: GatedLora) -> Callable[[list[int], int], Tensor]:
     """Final states [T + M, D] of a prefix and the first M masks behind it."""
-    with plain_model(tiny) as model:
+    with plain_model(shallow) as model:
         plain: Any = copy.deepcopy(model)
     gate = [0]
     for number, name in enumerate(drafter.names):
@@ -267,20 +269,22 @@ def sampled_state(drafter: GatedLora, state: Tensor, previous: Tensor) -> Tensor
     return state + x @ sampler.second.weight.T + sampler.second.bias
 
 
-def output(tiny: Target, states: Tensor) -> Tensor:
+def output(shallow: Target, states: Tensor) -> Tensor:
     """log p of the target's head."""
-    return (states @ tiny.head.output.weight.T).log_softmax(-1)
+    return (states @ shallow.head.output.weight.T).log_softmax(-1)
 
 
 # Training
 
 
-def independent_loss(tiny: Target, drafter: GatedLora, batch: Batch, detach: bool = True) -> tuple[dict[str, Tensor], Any, Any]:
+def independent_loss(
+    shallow: Target, drafter: GatedLora, batch: Batch, detach: bool = True
+) -> tuple[dict[str, Tensor], Any, Any]:
     """Terms, hits and counts, prefix by prefix and mask by mask."""
-    run = reference(tiny, drafter)
+    run = reference(shallow, drafter)
     terms: dict[str, Any] = {}
     hits, counts = [0.0] * drafter.num_masks, [0.0] * drafter.num_masks
-    embedding = tiny.head.embedding.weight
+    embedding = shallow.head.embedding.weight
     for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch, 0)):
         ordinary, asked = run(tokens, 0), 0
         own: dict[str, Any] = {}  # of this sequence, which counts as many terms as it has supervised tokens
@@ -291,12 +295,12 @@ def independent_loss(tiny: Target, drafter: GatedLora, batch: Batch, detach: boo
                 if answer >= len(tokens) or not mask[answer]:
                     continue
                 anchor = ordinary[answer - 1].detach() if detach else ordinary[answer - 1]
-                log_p, asked = output(tiny, anchor), asked + 1
+                log_p, asked = output(shallow, anchor), asked + 1
                 heads = {"masks": states[j]}
                 if drafter.sampler is not None:
                     heads["sampler"] = sampled_state(drafter, states[j], embedding[tokens[answer - 1]])
                 for name, read in heads.items():
-                    log_q = output(tiny, read)
+                    log_q = output(shallow, read)
                     if drafter.divergence == "cross_entropy":
                         term = -log_q[tokens[answer]]
                     else:
@@ -322,11 +326,11 @@ def independent_loss(tiny: Target, drafter: GatedLora, batch: Batch, detach: boo
     ],
     ids=["default", "kl", "no sampler", "five masks", "one mask"],
 )
-def test_loss_is_that_of_every_prefix_alone(tiny: Target, options: dict[str, Any]) -> None:
+def test_loss_is_that_of_every_prefix_alone(shallow: Target, options: dict[str, Any]) -> None:
     """Each term, its hits and counts equal a sum over prefixes and masks; so does the gradient of every parameter."""
-    drafter, batch = make(tiny, **options), ragged(3)
-    losses = drafter.loss(batch, tiny, TrainingState())
-    terms, hits, counts = independent_loss(tiny, drafter, batch)
+    drafter, batch = make(shallow, **options), ragged(3)
+    losses = drafter.loss(batch, shallow, TrainingState())
+    terms, hits, counts = independent_loss(shallow, drafter, batch)
     assert losses.terms.keys() == terms.keys() == {"masks", "consistency"} | ({"sampler"} if drafter.sampler else set())
     for name, term in terms.items():
         torch.testing.assert_close(losses.terms[name].detach(), term.detach(), rtol=1e-4, atol=1e-3)
@@ -336,34 +340,34 @@ def test_loss_is_that_of_every_prefix_alone(tiny: Target, options: dict[str, Any
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
 
 
-def test_no_consistency_no_term(tiny: Target) -> None:
+def test_no_consistency_no_term(shallow: Target) -> None:
     """consistency=0 leaves the other terms as they are."""
     batch = ragged(2)
-    with_term, without = (make(tiny, consistency=value).loss(batch, tiny, TrainingState()).terms for value in (1.0, 0.0))
+    with_term, without = (make(shallow, consistency=value).loss(batch, shallow, TrainingState()).terms for value in (1.0, 0.0))
     assert with_term.pop("consistency") > 0
     assert {name: term.item() for name, term in with_term.items()} == {name: term.item() for name, term in without.items()}
 
 
-def test_hits_count_what_the_target_would_say(tiny: Target) -> None:
+def test_hits_count_what_the_target_would_say(shallow: Target) -> None:
     """A sampler head that gives the target's own states is right everywhere, with the divergence of p from itself."""
-    drafter, batch = make(tiny, loss="forward_kl"), ragged(2)
+    drafter, batch = make(shallow, loss="forward_kl"), ragged(2)
     blocks = add_blocks(batch, drafter.prefixes(batch, 0))
-    final = tiny.features(batch.tokens, ("final",)).at("final")
-    wanted = final.gather(1, blocks.positions[..., None].expand(-1, -1, tiny.width))[blocks.supervised]
+    final = shallow.features(batch.tokens, ("final",)).at("final")
+    wanted = final.gather(1, blocks.positions[..., None].expand(-1, -1, shallow.width))[blocks.supervised]
     drafter.sampler.forward = lambda state, previous: wanted  # type: ignore[union-attr, method-assign]
-    losses = drafter.loss(batch, tiny, TrainingState())
+    losses = drafter.loss(batch, shallow, TrainingState())
     assert torch.equal(losses.hits, losses.counts) and losses.counts.sum() == len(wanted)
     assert losses.terms["sampler"].abs() < 1e-3 * len(wanted) < losses.terms["masks"]
 
 
-def test_an_untrained_sampler_adds_nothing(tiny: Target) -> None:
+def test_an_untrained_sampler_adds_nothing(shallow: Target) -> None:
     """A fresh sampler head gives the mask's own state, bit by bit, whatever came before; one step later it no longer does."""
-    drafter, batch = GatedLora(tiny, num_masks=MASKS, consistency=0.0), ragged(2)
-    drafter.prepare(tiny, torch.zeros(tiny.head.vocab_size))
+    drafter, batch = GatedLora(shallow, num_masks=MASKS, consistency=0.0), ragged(2)
+    drafter.prepare(shallow, torch.zeros(shallow.head.vocab_size))
     assert drafter.sampler is not None
-    state, previous = torch.randn(2, 5, tiny.width), tiny.head.embed(torch.randint(3, 2000, (2, 5)))
+    state, previous = torch.randn(2, 5, shallow.width), shallow.head.embed(torch.randint(3, 2000, (2, 5)))
     assert torch.equal(drafter.sampler(state, previous), state)
-    losses = drafter.loss(batch, tiny, TrainingState())
+    losses = drafter.loss(batch, shallow, TrainingState())
     assert torch.equal(losses.terms["sampler"], losses.terms["masks"])
     losses.total.backward()
     torch.optim.SGD(drafter.parameters(), lr=0.1).step()
@@ -373,7 +377,7 @@ def test_an_untrained_sampler_adds_nothing(tiny: Target) -> None:
 @pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl"])
 def test_gradients_reach_the_drafter_only(loss: str) -> None:
     """Factors, masks and sampler have gradients that are not zero, the target none, and its weights stay."""
-    target = load_tiny()
+    target = cut_tiny(3)
     drafter, batch = make(target, loss=loss), ragged(3)
     before = {name: tensor.clone() for name, tensor in target.model.state_dict().items()}
     drafter.loss(batch, target, TrainingState()).total.backward()
@@ -388,9 +392,9 @@ def test_gradients_reach_the_drafter_only(loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl"])
-def test_nothing_flows_into_the_anchors(tiny: Target, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
+def test_nothing_flows_into_the_anchors(shallow: Target, monkeypatch: pytest.MonkeyPatch, loss: str) -> None:
     """The loss has no gradient for any state but those of masks that carry loss."""
-    drafter, batch, run = make(tiny, loss=loss), ragged(3), tiny.run
+    drafter, batch, run = make(shallow, loss=loss), ragged(3), shallow.run
     leaves: list[Tensor] = []
 
     def leaf(*args: Any, **options: Any) -> Features:
@@ -398,8 +402,8 @@ def test_nothing_flows_into_the_anchors(tiny: Target, monkeypatch: pytest.Monkey
         leaves.append(seen.hidden.detach().requires_grad_())
         return Features(seen.tokens, seen.layers, leaves[-1])
 
-    monkeypatch.setattr(tiny, "run", leaf)
-    losses = drafter.loss(batch, tiny, TrainingState())
+    monkeypatch.setattr(shallow, "run", leaf)
+    losses = drafter.loss(batch, shallow, TrainingState())
     asked = add_blocks(batch, drafter.prefixes(batch, 0)).supervised
     assert len(leaves) == 1 and leaves[0].shape[:2] == asked.shape
     for term in losses.terms.values():
@@ -416,9 +420,9 @@ def rows_of(batch: Batch, rows: list[int], padding: int = 0) -> Batch:
 
 
 @pytest.mark.parametrize("num_masks, mask_ratio", [(3, 1.0), (4, 0.5), (8, 0.1), (2, 3.0), (1, 100.0)])
-def test_prefixes_are_bounded_and_supervised(tiny: Target, num_masks: int, mask_ratio: float) -> None:
+def test_prefixes_are_bounded_and_supervised(shallow: Target, num_masks: int, mask_ratio: float) -> None:
     """Distinct prefixes whose first mask is asked; at most mask_ratio masks to a token, or one block; as many as fit."""
-    drafter, batch = make(tiny, num_masks=num_masks, mask_ratio=mask_ratio), ragged(5)
+    drafter, batch = make(shallow, num_masks=num_masks, mask_ratio=mask_ratio), ragged(5)
     for step in range(4):
         for tokens, mask, row in zip(batch.tokens, batch.loss_mask, drafter.prefixes(batch, step)):
             length, ends = int((tokens > 0).sum()), [end for end, _ in row]
@@ -429,9 +433,9 @@ def test_prefixes_are_bounded_and_supervised(tiny: Target, num_masks: int, mask_
             assert len(ends) == len(possible) or total + num_masks > mask_ratio * length
 
 
-def test_prefixes_are_drawn_for_a_sequence_and_a_step(tiny: Target) -> None:
+def test_prefixes_are_drawn_for_a_sequence_and_a_step(shallow: Target) -> None:
     """They don't depend on what else is in the batch, its order or padding; another step or seed draws others, and all come."""
-    drafter, batch = make(tiny, mask_ratio=0.5), ragged(5)
+    drafter, batch = make(shallow, mask_ratio=0.5), ragged(5)
     drawn = []
     for step in range(40):
         together = drafter.prefixes(batch, step)
@@ -442,39 +446,39 @@ def test_prefixes_are_drawn_for_a_sequence_and_a_step(tiny: Target) -> None:
         assert len({tuple(rows[row]) for rows in drawn}) > 20
         possible = set((batch.loss_mask[row, 2:].nonzero()[:, 0]).tolist())
         assert {end for rows in drawn for end, _ in rows[row]} == possible
-    other = make(tiny, mask_ratio=0.5, seed=1)
+    other = make(shallow, mask_ratio=0.5, seed=1)
     assert other.prefixes(batch, 39) != drawn[-1]
 
 
-def test_rows_without_an_answer_have_no_prefix(tiny: Target) -> None:
+def test_rows_without_an_answer_have_no_prefix(shallow: Target) -> None:
     """An empty row, and one whose assistant tokens are the first two, are given no masks; the loss is still finite."""
     batch = ragged(3)
     batch.tokens[0], batch.loss_mask[0], batch.loss_mask[1] = 0, False, False
     batch.loss_mask[1, :2] = True
-    drafter = make(tiny)
+    drafter = make(shallow)
     first, second, third = drafter.prefixes(batch, 0)
     assert (first, second) == ([], []) and third
-    assert torch.isfinite(drafter.loss(batch, tiny, TrainingState()).total)
-    assert drafter.loss(rows_of(batch, [0, 1]), tiny, TrainingState()).total == 0
+    assert torch.isfinite(drafter.loss(batch, shallow, TrainingState()).total)
+    assert drafter.loss(rows_of(batch, [0, 1]), shallow, TrainingState()).total == 0
 
 
 # Decoding
 
 
 @pytest.fixture(scope="module")
-def fitted(tiny: Target) -> Fitted:
+def fitted(shallow: Target) -> Fitted:
     """A drafter fitted to the target's greedy answers; the prompts; the answers."""
     torch.manual_seed(1)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (9, 4, 6)]
-    answers = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in prompts]
+    answers = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in prompts]
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
-    drafter = GatedLora(tiny, num_masks=MASKS, rank=8, mask_ratio=3.0)
-    drafter.prepare(tiny, torch.zeros(tiny.head.vocab_size))
-    batch = Live().batch(BatchRequest(Dataset(rows, 3, 0, 0)[[0, 1, 2]], tiny, ()))
+    drafter = GatedLora(shallow, num_masks=MASKS, rank=8, mask_ratio=3.0)
+    drafter.prepare(shallow, torch.zeros(shallow.head.vocab_size))
+    batch = Live().batch(BatchRequest(Dataset(rows, 3, 0, 0)[[0, 1, 2]], shallow, ()))
     optimizer = torch.optim.Adam(drafter.parameters(), lr=5e-3)
     for step in range(6):  # so that some drafts are right
         optimizer.zero_grad()
-        drafter.loss(batch, tiny, TrainingState(step)).total.backward()
+        drafter.loss(batch, shallow, TrainingState(step)).total.backward()
         nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
     return drafter.eval(), prompts, answers
@@ -550,9 +554,9 @@ class Witness(Keeping):
 
 
 @torch.no_grad()
-def check_proposals(tiny: Target, drafter: GatedLora, witness: Witness) -> None:
+def check_proposals(shallow: Target, drafter: GatedLora, witness: Witness) -> None:
     """log q after a path is the sampler head's, for the mask of its depth in a forward of the committed text and the masks."""
-    run, states = reference(tiny, drafter), {}
+    run, states = reference(shallow, drafter), {}
     assert witness.seen
     for text, path, log_q in witness.seen:
         key = tuple(text)
@@ -560,8 +564,8 @@ def check_proposals(tiny: Target, drafter: GatedLora, witness: Witness) -> None:
             states[key] = run(text, drafter.num_masks)[len(text) :]
         state = states[key][min(len(path), drafter.num_masks) - 1]
         if drafter.sampler is not None:
-            state = sampled_state(drafter, state, tiny.head.embedding.weight[path[-1]])
-        torch.testing.assert_close(log_q, output(tiny, state), rtol=1e-3, atol=2e-3)
+            state = sampled_state(drafter, state, shallow.head.embedding.weight[path[-1]])
+        torch.testing.assert_close(log_q, output(shallow, state), rtol=1e-3, atol=2e-3)
 
 
 def nodes_of(tree: TokenTree, row: int) -> list[int]:
@@ -604,17 +608,18 @@ def check_ready(drafter: GatedLora, witness: Witness) -> set[tuple[bool, bool]]:
     return outcomes
 
 
+@pytest.mark.sweep(6)
 @STRATEGY
 @BUILDER
 @pytest.mark.parametrize("count", [1, 3])
-def test_drafted_equals_greedy(tiny: Target, fitted: Fitted, strategy: str, builder: TreeBuilder, count: int) -> None:
+def test_drafted_equals_greedy(shallow: Target, fitted: Fitted, strategy: str, builder: TreeBuilder, count: int) -> None:
     """Output is greedy; proposals are those of an independent forward; masks stay inside; drafts are ready as they must be."""
     drafter, prompts, answers = like(fitted, strategy), *fitted[1:]
     witness = Witness(drafter, builder, prompts[:count])
-    found = decode(tiny, prompts[:count], Greedy(), LIMIT, drafter, witness, ignore_eos=True)
+    found = decode(shallow, prompts[:count], Greedy(), LIMIT, drafter, witness, ignore_eos=True)
     assert [generation.output for generation in found] == answers[:count]
     assert max(kept for generation in found for kept in generation.accepted) > 1
-    check_proposals(tiny, drafter, witness)
+    check_proposals(shallow, drafter, witness)
     check_masks(drafter, witness)
     linear = {(True, True), (False, True)} if count == 3 else {(False, True)}
     assert check_ready(drafter, witness) >= ({(True, True)} if strategy == "quadratic" else linear | {(True, False)})
@@ -624,11 +629,11 @@ def test_drafted_equals_greedy(tiny: Target, fitted: Fitted, strategy: str, buil
 
 
 @pytest.mark.parametrize("sampler", [True, False])
-def test_a_chain_is_drafted_greedily_mask_by_mask(tiny: Target, sampler: bool) -> None:
+def test_a_chain_is_drafted_greedily_mask_by_mask(shallow: Target, sampler: bool) -> None:
     """Each draft is the likeliest token after the mask of its depth and, with a sampler, the draft before."""
-    drafter, prompt = make(tiny, sampler=sampler), [[5, 6, 7, 8]]
-    witness, run, rounds = Witness(drafter, Chain(MASKS), prompt), reference(tiny, drafter), 0
-    (found,) = decode(tiny, prompt, Greedy(), LIMIT, drafter, witness, ignore_eos=True)
+    drafter, prompt = make(shallow, sampler=sampler), [[5, 6, 7, 8]]
+    witness, run, rounds = Witness(drafter, Chain(MASKS), prompt), reference(shallow, drafter), 0
+    (found,) = decode(shallow, prompt, Greedy(), LIMIT, drafter, witness, ignore_eos=True)
     text = prompt[0]
     for tree, accepted, _ in witness.rounds:
         real, root = nodes_of(tree, 0), int(tree.tokens[0, 0])
@@ -637,23 +642,26 @@ def test_a_chain_is_drafted_greedily_mask_by_mask(tiny: Target, sampler: bool) -
             with torch.no_grad():
                 states, drafts = run(text, MASKS)[len(text) :], [root]
                 for state in states:
-                    read = sampled_state(drafter, state, tiny.head.embedding.weight[drafts[-1]]) if sampler else state
-                    drafts.append(int(output(tiny, read).argmax()))
+                    read = sampled_state(drafter, state, shallow.head.embedding.weight[drafts[-1]]) if sampler else state
+                    drafts.append(int(output(shallow, read).argmax()))
             assert tree.tokens[0, real].tolist() == drafts
         kept = accepted.path[0, : int(accepted.counts[0])]
         text = text + tree.tokens[0, kept].tolist()
     assert rounds == len(found.accepted) - 1 > 5 and text[: len(prompt[0]) + LIMIT - 1] == prompt[0] + found.output[:-1]
 
 
+@pytest.mark.sweep(4)
 @STRATEGY
 @pytest.mark.parametrize("builder", [BUILDERS["chain"], BUILDERS["eagle2"]], ids=["chain", "eagle2"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_drafted_equals_matched_sampling(tiny: Target, fitted: Fitted, strategy: str, builder: TreeBuilder, count: int) -> None:
+def test_drafted_equals_matched_sampling(
+    shallow: Target, fitted: Fitted, strategy: str, builder: TreeBuilder, count: int
+) -> None:
     """With the same seed, drafted sampling draws the tokens of autoregressive sampling."""
     drafter, prompts, _ = like(fitted, strategy), *fitted[1:]
     rule = Match(temperature=0.3, top_k=50, seed=5)
-    plain = decode(tiny, prompts[:count], rule, LIMIT, ignore_eos=True)
-    found = decode(tiny, prompts[:count], rule, LIMIT, drafter, builder, ignore_eos=True)
+    plain = decode(shallow, prompts[:count], rule, LIMIT, ignore_eos=True)
+    found = decode(shallow, prompts[:count], rule, LIMIT, drafter, builder, ignore_eos=True)
     assert [one.output for one in found] == [one.output for one in plain]
     assert any(max(one.depths) > 0 for one in found)
 
@@ -666,21 +674,22 @@ DRAWN: list[tuple[TreeBuilder, Callable[..., AcceptanceRule]]] = [
 ]
 
 
+@pytest.mark.sweep(4)
 @STRATEGY
 @pytest.mark.parametrize("builder, rule", DRAWN, ids=["chain", "recursive chain", "without replacement", "with replacement"])
 def test_drawn_children(
-    tiny: Target, fitted: Fitted, strategy: str, builder: TreeBuilder, rule: Callable[..., AcceptanceRule]
+    shallow: Target, fitted: Fitted, strategy: str, builder: TreeBuilder, rule: Callable[..., AcceptanceRule]
 ) -> None:
     """Rules that weigh p against q: where p allows one token only, output is greedy; proposals and masks are as above."""
     drafter, prompts, answers = like(fitted, strategy), *fitted[1:]
     witness = Witness(drafter, builder, prompts)
-    found = decode(tiny, prompts, rule(top_k=1), LIMIT, drafter, witness, ignore_eos=True)
+    found = decode(shallow, prompts, rule(top_k=1), LIMIT, drafter, witness, ignore_eos=True)
     assert [one.output for one in found] == answers
-    check_proposals(tiny, drafter, witness)
+    check_proposals(shallow, drafter, witness)
     check_masks(drafter, witness)
     check_ready(drafter, witness)
     assert max(kept for one in found for kept in one.accepted) > 1
-    free = decode(tiny, prompts, rule(), 8, drafter, builder, ignore_eos=True)
+    free = decode(shallow, prompts, rule(), 8, drafter, builder, ignore_eos=True)
     assert all(len(one.output) == 8 for one in free) and [one.output for one in free] != [answer[:8] for answer in answers]
 
 
@@ -699,12 +708,12 @@ class Always(Greedy):
 
 
 @STRATEGY
-def test_masks_are_never_kept_whatever_the_target_wants(tiny: Target, fitted: Fitted, strategy: str) -> None:
+def test_masks_are_never_kept_whatever_the_target_wants(shallow: Target, fitted: Fitted, strategy: str) -> None:
     """A target that says nothing but the token which masks hold in the tree's place keeps drafted nodes only."""
     drafter, builder, prompts = like(fitted, strategy), Chain(2), fitted[1]
     witness = Witness(drafter, builder, prompts)
     token = 0
-    found = decode(tiny, prompts, Always(token), LIMIT, drafter, witness, ignore_eos=True)
+    found = decode(shallow, prompts, Always(token), LIMIT, drafter, witness, ignore_eos=True)
     for tree, _, _ in witness.rounds:
         assert set(tree.tokens[tree.valid & ~tree.emitted].tolist()) == {token}
     check_masks(drafter, witness)
@@ -713,14 +722,15 @@ def test_masks_are_never_kept_whatever_the_target_wants(tiny: Target, fitted: Fi
         assert all(kept <= depth + 1 for kept, depth in zip(one.accepted, one.depths))
 
 
+@pytest.mark.sweep(5)
 @STRATEGY
 @pytest.mark.parametrize(("pattern", "count"), [(".d", 3), ("dd.", 1), ("dd.", 3), (".d..ddd", 3), ("....", 3)])
-def test_rounds_without_a_draft(tiny: Target, fitted: Fitted, strategy: str, pattern: str, count: int) -> None:
+def test_rounds_without_a_draft(shallow: Target, fitted: Fitted, strategy: str, pattern: str, count: int) -> None:
     """Whichever rounds draft, the output is greedy, and states are used in the round after theirs or not at all."""
     drafter, prompts, answers, switch = like(fitted, strategy), *fitted[1:], Switch(pattern)
     builder = Chain(3)
     witness = Witness(drafter, builder, prompts[:count])
-    session = Session(tiny, Greedy(), drafter, witness, guard=cast(Guard, switch))
+    session = Session(shallow, Greedy(), drafter, witness, guard=cast(Guard, switch))
     found = session.decode(prompts[:count], LIMIT, ignore_eos=True)
     assert [one.output for one in found] == answers[:count]
     drafted = [recorded for recorded, _ in switch.recorded]
@@ -730,16 +740,16 @@ def test_rounds_without_a_draft(tiny: Target, fitted: Fitted, strategy: str, pat
             ready = before and (strategy == "quadratic" or one.accepted[turn - 1] == one.depths[turn - 1] + 1)
             assert (one.depths[turn] > 0) == ready
     if "dd" in pattern:
-        check_proposals(tiny, drafter, witness)
+        check_proposals(shallow, drafter, witness)
     check_masks(drafter, witness)
 
 
-def test_a_second_decode_starts_afresh(tiny: Target, fitted: Fitted) -> None:
+def test_a_second_decode_starts_afresh(shallow: Target, fitted: Fitted) -> None:
     """States of earlier prompts are never used: the same prompts, alone or in another batch, give the same rounds."""
     drafter, prompts = like(fitted, "quadratic"), fitted[1]
 
     def rounds(rows: list[int]) -> list[tuple[list[int], list[int], list[int]]]:
-        found = decode(tiny, [prompts[row] for row in rows], Greedy(), LIMIT, drafter, Chain(3), ignore_eos=True)
+        found = decode(shallow, [prompts[row] for row in rows], Greedy(), LIMIT, drafter, Chain(3), ignore_eos=True)
         return [(one.output, one.accepted, one.depths) for one in found]
 
     together = rounds([0, 1, 2])
@@ -749,49 +759,50 @@ def test_a_second_decode_starts_afresh(tiny: Target, fitted: Fitted) -> None:
 
 
 @STRATEGY
-def test_masks_are_not_recorded_as_drafts(tiny: Target, fitted: Fitted, strategy: str) -> None:
+def test_masks_are_not_recorded_as_drafts(shallow: Target, fitted: Fitted, strategy: str) -> None:
     """A recorder of chains remembers as many tokens as were drafted, in rounds without a draft none."""
     recorder = Recorder(Chain(2))
-    found = decode(tiny, fitted[1], Greedy(), LIMIT, like(fitted, strategy), recorder, ignore_eos=True)
+    found = decode(shallow, fitted[1], Greedy(), LIMIT, like(fitted, strategy), recorder, ignore_eos=True)
     assert [[len(drafted) for drafted, _ in rounds] for rounds in recorder.rounds] == [one.depths for one in found]
 
 
 # Builders that measure
 
 
+@pytest.mark.sweep(4)
 @STRATEGY
 @pytest.mark.parametrize("builder", [Sequoia(depth=4, budget=6), Static(depth=4, budget=6), Auto(4, 6, 2), Cast(4, 6, 2)],
                          ids=lambda builder: builder.name)  # fmt: skip
-def test_builders_that_need_calibration(tiny: Target, fitted: Fitted, builder: TreeBuilder, strategy: str) -> None:
+def test_builders_that_need_calibration(shallow: Target, fitted: Fitted, builder: TreeBuilder, strategy: str) -> None:
     """After calibration on this drafter every builder's output is greedy, from trees no deeper than the masks reach."""
     drafter, prompts, answers = like(fitted, strategy), *fitted[1:]
     builder = copy.deepcopy(builder)
-    calibration = calibrate(tiny, drafter, [builder], Greedy(), prompts[:1], 16)
+    calibration = calibrate(shallow, drafter, [builder], Greedy(), prompts[:1], 16)
     assert calibration is not None
     if "hits" in builder.needs:
         assert 1 <= len(calibration.hits) <= MASKS and len(calibration.counts) == len(calibration.hits)
-    found = decode(tiny, prompts, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    found = decode(shallow, prompts, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
     assert [one.output for one in found] == answers
     assert ("latency" not in builder.needs) <= max(depth for one in found for depth in one.depths) <= MASKS
 
 
 @STRATEGY
-def test_forced_counts_what_the_masks_would_have_said(tiny: Target, fitted: Fitted, strategy: str) -> None:
+def test_forced_counts_what_the_masks_would_have_said(shallow: Target, fitted: Fitted, strategy: str) -> None:
     """hits[d][k] is how often the k-th likeliest token after mask d and the right tokens before is the right one."""
     drafter, prompts, _ = like(fitted, strategy), *fitted[1:]
-    forced = run_forced(tiny, drafter, Chain(MASKS), Greedy(), prompts, LIMIT)
-    run = reference(tiny, drafter)
+    forced = run_forced(shallow, drafter, Chain(MASKS), Greedy(), prompts, LIMIT)
+    run = reference(shallow, drafter)
     sums, counts = torch.zeros(MASKS, forced.width), [0] * MASKS
     for prompt in prompts:
-        text = prompt + decode(tiny, [prompt], Greedy(), LIMIT)[0].output
+        text = prompt + decode(shallow, [prompt], Greedy(), LIMIT)[0].output
         length, ready = len(prompt), False  # committed tokens; nothing is ready at first
         while length + 1 < len(text):
             known = text[length + 1 : length + 1 + MASKS] if ready else []
             with torch.no_grad():
                 states = run(text[:length], len(known))[length:]
                 for d, (state, token) in enumerate(zip(states, known)):
-                    read = sampled_state(drafter, state, tiny.head.embedding.weight[text[length + d]])
-                    sums[d] += (output(tiny, read).topk(forced.width).indices == token).float()
+                    read = sampled_state(drafter, state, shallow.head.embedding.weight[text[length + d]])
+                    sums[d] += (output(shallow, read).topk(forced.width).indices == token).float()
                     counts[d] += 1
             length, ready = length + 1 + len(known), True
     assert forced.counts == counts and sum(counts) > 20
@@ -799,7 +810,7 @@ def test_forced_counts_what_the_masks_would_have_said(tiny: Target, fitted: Fitt
 
 
 @STRATEGY
-def test_probe_times_trees_of_the_size_that_it_notes(tiny: Target, fitted: Fitted, strategy: str) -> None:
+def test_probe_times_trees_of_the_size_that_it_notes(shallow: Target, fitted: Fitted, strategy: str) -> None:
     """Every verification time that is used was that of a tree with so many nodes to be judged."""
     drafter, sizes = like(fitted, strategy), [1, 2, 4, 8]
     probe, noted = Probe(sizes), dict[int, list[int]]()
@@ -813,18 +824,18 @@ def test_probe_times_trees_of_the_size_that_it_notes(tiny: Target, fitted: Fitte
                 noted.setdefault(size, []).append(len(nodes_of(round.tree, 0)))
 
     probe.observe = watched  # type: ignore[method-assign]
-    decode(tiny, fitted[1][:1], Greedy(), 20, drafter, probe, ignore_eos=True)
+    decode(shallow, fitted[1][:1], Greedy(), 20, drafter, probe, ignore_eos=True)
     for size in sizes:  # of several times the first is left out
         assert set(noted[size][1:] or noted[size]) == {size}
 
 
 @STRATEGY
-def test_auto_learns_from_rounds_that_drafted(tiny: Target, fitted: Fitted, strategy: str) -> None:
+def test_auto_learns_from_rounds_that_drafted(shallow: Target, fitted: Fitted, strategy: str) -> None:
     """How often its first draft came true is a running mean over rounds that had one; where none was ready, none was wrong."""
     drafter, prompts = like(fitted, strategy), fitted[1]
     builder, verify = Auto(MASKS, 6, 2, memory=8), {1: 1.0, 8: 1.01}
     builder.prepare(Calibration(latency=Latency({0: verify}, {0: {1: 1e-4, 8: 1e-4}}, 1e-4)))
-    (found,) = decode(tiny, prompts[:1], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    (found,) = decode(shallow, prompts[:1], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
     wanted = 1.0
     for depth, kept in zip(found.depths, found.accepted):
         if depth:
@@ -843,33 +854,33 @@ def save(drafter: GatedLora, directory: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"rank": 7, "alpha": 3.0, "sampler": False}], ids=["sampler", "none"])
 def test_peft_reads_the_saved_adapter(
-    tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """transformers' model with the adapter in peft has the logits that ours has with the gate open at every token."""
-    drafter, tokens = make(tiny, **options), torch.randint(3, 2000, (2, 9))
+    drafter, tokens = make(shallow, **options), torch.randint(3, 2000, (2, 9))
     save(drafter, tmp_path / "drafter")
-    plain: Any = AutoModelForCausalLM.from_pretrained(tiny.path, dtype=torch.float32).eval()
+    plain: Any = AutoModelForCausalLM.from_pretrained(shallow.path, dtype=torch.float32).eval()
     with torch.no_grad():
         unadapted = plain(tokens).logits
         adapted: Any = PeftModel.from_pretrained(plain, str(tmp_path / "drafter")).eval()
         logits = adapted(tokens).logits
-    assert adapted.peft_config["default"].base_model_name_or_path == tiny.path
+    assert adapted.peft_config["default"].base_model_name_or_path == shallow.path
     open_gate(drafter, monkeypatch)
-    with torch.no_grad(), drafter.gated(tiny, torch.full_like(tokens, -1)):
-        ours = tiny.run(tokens, ForwardPlan(logits=True)).logits
+    with torch.no_grad(), drafter.gated(shallow, torch.full_like(tokens, -1)):
+        ours = shallow.run(tokens, ForwardPlan(logits=True)).logits
     torch.testing.assert_close(logits, ours, rtol=1e-4, atol=1e-3)
     assert (logits - unadapted).abs().mean() > 0.1
 
 
-def test_reloaded_equals_saved(tiny: Target, tmp_path: Path) -> None:
+def test_reloaded_equals_saved(shallow: Target, tmp_path: Path) -> None:
     """On another copy of the unmodified target, every tensor and all that is drafted is as before; each is in one file only."""
-    drafter, prompts = make(tiny), [[5, 6, 7, 8], [40, 41]]
+    drafter, prompts = make(shallow), [[5, 6, 7, 8], [40, 41]]
     save(drafter, tmp_path)
     files = {name: set(load_file(tmp_path / name)) for name in ("model.safetensors", "adapter_model.safetensors")}
-    assert len(files["adapter_model.safetensors"]) == 2 * 7 * 8
+    assert len(files["adapter_model.safetensors"]) == 2 * 7 * 3
     assert all(name.startswith("base_model.model.model.layers.") for name in files["adapter_model.safetensors"])
     assert files["model.safetensors"] == {name for name in drafter.state_dict() if not name.startswith("factors.")}
-    again = load_tiny()
+    again = load_hf(shallow.path)
     again.pack()
     torch.manual_seed(99)
     other = GatedLora(again, num_masks=MASKS, rank=4, alpha=6.0)
@@ -877,34 +888,34 @@ def test_reloaded_equals_saved(tiny: Target, tmp_path: Path) -> None:
     first, second = drafter.state_dict(), other.eval().state_dict()
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     trees: list[list[TokenTree]] = []
-    for target, loaded in ((tiny, drafter), (again, other)):
+    for target, loaded in ((shallow, drafter), (again, other)):
         witness = Witness(loaded, Chain(3), prompts)
         decode(target, prompts, Greedy(), 12, loaded, witness, ignore_eos=True)
         trees.append(witness.trees)
     assert all(torch.equal(one.tokens, same.tokens) for one, same in zip(*trees, strict=True))
 
 
-def test_a_missing_file_is_refused(tiny: Target, tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(shallow: Target, tmp_path: Path) -> None:
     """Both files are needed, and the one that is missing is named."""
-    drafter = make(tiny)
+    drafter = make(shallow)
     for name in ("adapter_model.safetensors", "model.safetensors"):
         save(drafter, tmp_path / name)
         (tmp_path / name / name).unlink()
         with pytest.raises(UserError, match=rf"{name}/{name}: the drafter's weights cannot be read"):
-            load_weights(make(tiny), tmp_path / name)
+            load_weights(make(shallow), tmp_path / name)
 
 
 @pytest.mark.parametrize(("file", "there", "name"), [
-    ("adapter_model.safetensors", "base_model.model.model.layers.3.mlp.up_proj.lora_B.weight", "lora_B.weight"),
+    ("adapter_model.safetensors", "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight", "lora_B.weight"),
     ("model.safetensors", "masks", "masks"),
     ("model.safetensors", "sampler.first.weight", "sampler.first.weight"),
 ])  # fmt: skip
 @pytest.mark.parametrize("change", ["missing", "unknown", "misshapen"])
 def test_a_tensor_that_does_not_fit_is_refused(
-    tiny: Target, tmp_path: Path, file: str, there: str, name: str, change: str
+    shallow: Target, tmp_path: Path, file: str, there: str, name: str, change: str
 ) -> None:
     """A missing, unknown or misshapen tensor is named, and so is the file that it should be in or is in."""
-    drafter = make(tiny)
+    drafter = make(shallow)
     save(drafter, tmp_path / "drafter")
     path = tmp_path / "drafter" / file
     tensors = load_file(path)
@@ -919,7 +930,7 @@ def test_a_tensor_that_does_not_fit_is_refused(
     if change != "unknown" and name == "lora_B.weight":
         name = next(ours for ours, place in drafter.adapter_layout().items() if place == (file, there))
     with pytest.raises(UserError) as caught:
-        load_weights(make(tiny), tmp_path / "drafter")
+        load_weights(make(shallow), tmp_path / "drafter")
     assert name in str(caught.value)
     assert f"drafter/{file}: it does not fit" in str(caught.value)
 
@@ -932,7 +943,7 @@ def test_a_tensor_that_does_not_fit_is_refused(
     ({"consistency": -1.0}, r"drafter\.consistency=-1\.0: use 0 or more"),
     ({"consistency": float("nan")}, r"drafter\.consistency=nan"),
 ])  # fmt: skip
-def test_wrong_settings_are_refused(tiny: Target, options: dict[str, Any], sentence: str) -> None:
+def test_wrong_settings_are_refused(shallow: Target, options: dict[str, Any], sentence: str) -> None:
     """The key, the value and what to use."""
     with pytest.raises(UserError, match=sentence):
-        GatedLora(tiny, **options)
+        GatedLora(shallow, **options)
