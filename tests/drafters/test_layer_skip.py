@@ -130,13 +130,16 @@ def test_answers_end_with_the_context(tiny: Target) -> None:
     assert tokens.shape[1] <= 64 and 1 <= int(mask.sum()) <= 4
 
 
+PLAIN = ForwardPlan()
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
     """The sets that a search runs the target without, in order."""
     runs: list[frozenset[int]] = []
     run = Target.run
 
-    def watched(self: Target, tokens: torch.Tensor, plan: ForwardPlan = ForwardPlan()) -> Any:
+    def watched(self: Target, tokens: torch.Tensor, plan: ForwardPlan = PLAIN) -> Any:
         if plan.span.skipped:
             runs.append(frozenset(plan.span.skipped))
         return run(self, tokens, plan)
