@@ -158,9 +158,9 @@ class Evaluation:
         results = self._results(candidate, decoding, folder)
         folder.mkdir(parents=True, exist_ok=True)
         summary = self._summary(results, decoding)
-        rules = rules or (oracle and oracle.forced.rules) or (calibration and calibration.rules)
-        if rules:
-            summary["rules"] = rules.summary()
+        measured = [oracle.forced.rules if oracle else None, calibration.rules if calibration else None]
+        if known := next((one for one in (rules, *measured) if one is not None), None):
+            summary["rules"] = known.summary()
         for part in parts:
             summary |= part.report(results)
         if self.report:

@@ -12,8 +12,8 @@ from spectrain.decoding.acceptance import (
     Block,
     Greedy,
     Match,
+    OpenSampling,
     Recursive,
-    Sample,
     SpeculativeSampling,
     Traversal,
 )
@@ -249,7 +249,7 @@ def test_an_open_rule_is_settled(
     """acceptance=sample becomes recursive rejection over the same tree, drawn, where that promises more, else sample-and-match;
     a tree that cannot be drawn stays, one that is drawn already is weighed, and other rules are left alone."""
     monkeypatch.setattr(RuleForecast, "weighing_pays", pays)
-    rule, sampling = Sample(0.7, 9, 0.9, 4), (0.7, 9, 0.9, 4)
+    rule, sampling = OpenSampling(0.7, 9, 0.9, 4), (0.7, 9, 0.9, 4)
     for builder in (Chain(2, seed=6), Static(2, 5, [[0], [1], [0, 0]], seed=6)):
         found, tree, forecast = settle(tiny, eagle3, builder, rule, lambda: prompts[:1])
         assert forecast is not None and found.shaping == sampling and tree.depth == 2 and tree.seed == 6

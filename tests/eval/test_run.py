@@ -15,8 +15,8 @@ from spectrain.decoding.acceptance import (
     Block,
     Greedy,
     Match,
+    OpenSampling,
     Recursive,
-    Sample,
     SpeculativeSampling,
     Traversal,
     Typical,
@@ -239,7 +239,7 @@ def test_the_rule_that_keeps_more_is_used(
     name; n-gram lookup beside it is sample-and-match either way."""
     monkeypatch.setattr(RuleForecast, "weighing_pays", pays)
     summary = evaluation(tmp_path, ("ngram",)).score(
-        Candidate(tiny, eagle3, Static(2, 5), Sample(0.8, seed=2), SETTING), tmp_path / "out"
+        Candidate(tiny, eagle3, Static(2, 5), OpenSampling(0.8, seed=2), SETTING), tmp_path / "out"
     )
     assert summary["setting"]["rule"] == "sample" and summary["lossless"]["rule"] == ("recursive" if pays else "match")
     assert summary["rules"]["better"] == summary["lossless"]["rule"]

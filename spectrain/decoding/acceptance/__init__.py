@@ -4,7 +4,7 @@ from spectrain.trees.token_tree import Accepted
 
 from .base import AcceptanceRule, Siblings
 from .lossy import Interleaved, Typical
-from .matching import Greedy, Match, Sample, SamplingRule
+from .matching import Greedy, Match, OpenSampling, SamplingRule
 from .walking import Dice, VerifiedTree, Walking
 from .weighing import Block, Recursive, SpeculativeSampling, Traversal
 
@@ -16,8 +16,8 @@ __all__ = [
     "Greedy",
     "Interleaved",
     "Match",
+    "OpenSampling",
     "Recursive",
-    "Sample",
     "SamplingRule",
     "Siblings",
     "SpeculativeSampling",

@@ -102,7 +102,7 @@ class Match(FixedChoice, SamplingRule):
         return Accepted(*tree_match(nodes_of(tree), logits, self.draws(SAMPLE, sequence_ids, positions)))
 
 
-class Sample(Match):
+class OpenSampling(Match):
     """Sampling by whichever rule keeps more of this drafter, measured before decoding: sample-and-match or, where the drafter
     is unsure and the tree's children can be drawn, recursive rejection. The output has the target's distribution either way."""
 
