@@ -232,7 +232,7 @@ RUNS: dict[str, tuple[str, str, str]] = {
     ),
     "the environment": ("config.yaml", "eval: {choice: default, prompts: '${oc.env:HOME}'}\n", "eval.prompts"),
     "aliases": ("config.yaml", "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "alias"),
-    "nested to no end": ("config.yaml", "data: " + "[" * 5_000, "nested"),
+    "nested to no end": ("config.yaml", "data: " + "[" * 2_000, "nested"),
     "a list": ("config.yaml", "- data\n", "settings"),
     "no key of a trainer": ("config.yaml", "trainer: {choice: default, callback: x}\n", "trainer.callback"),
     "a name that leads away": ("config.yaml", "eval: {choice: default, name: ../../escape}\n", "eval.name"),
