@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spectrain.drafters.eagle3 import default_layers
 from spectrain.errors import UserError, first_line
+from spectrain.settings.saved import read_yaml, saved_groups
 
 from .eagle3_settings import Settings, rope_of
 from .layout import PICKLED, Expected, Files, Finding, Layout
@@ -82,6 +83,9 @@ def read_as_data(files: Files, layout: Layout) -> Iterator[Finding]:
     """Whatever in the settings would run something, or names what there is not."""
     readers: list[Callable[[], Any]] = [partial(layout.check_data, files), files.kept]
     readers += [partial(files.sidecar, name) for name in ("adapter_config.json", "gated_lora.json")]
+    run = files.directory.parent / "config.yaml"
+    if files.directory.name == "drafter" and run.exists():
+        readers.append(lambda: saved_groups(read_yaml(run), run))
     for read in readers:
         try:
             read()

@@ -26,11 +26,13 @@ from spectrain.runs.drafter_files import load_drafter, save_drafter
 from spectrain.runs.fresh import take_shape
 from spectrain.settings.build import build
 from spectrain.settings.check import check_config
+from spectrain.settings.choices import looked_up
 from spectrain.settings.keys import TRAIN_KEYS
 
 TINY = TargetFiles("tiny")
 EVIL = "from pathlib import Path\nPath({canary!r}).touch()\nclass Drafter:\n    def __init__(self, **_): pass\n"
-WAYS = ("eval", "chat", "train", "export", "convert", "lint", "lint --target")
+WAYS = ("eval", "train", "convert", "lint --target")  # each reads files by functions of its own
+ALL = (*WAYS, "chat", "export", "lint")
 DEEP = 100_000
 
 
@@ -160,6 +162,9 @@ FILES: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
 }  # fmt: skip
 
 
+EVERY_WAY = ("an order as architecture", "a module as choice", "an export's tree", "transformers")
+
+
 def settings(name: str, *overrides: str) -> Any:
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose(name, overrides=list(overrides))
@@ -177,9 +182,8 @@ def go(way: str, directory: Path, out: Path, tiny: Target) -> None:
     if way in ("eval", "chat"):
         opened(way, directory, tiny)
     elif way == "train":
-        family = directory.name.split("-")[0]
-        config = settings("train", f"drafter={family}", "target=tiny", f"++drafter.init={directory}")
-        OmegaConf.set_struct(config, False)
+        drafter = {**looked_up("drafter", {"choice": directory.name.split("-")[0]}, ""), "init": str(directory)}
+        config = OmegaConf.create({"drafter": drafter, "target": looked_up("target", {"choice": "tiny"}, "")})
         take_shape(config, [])
         load_drafter(check_config(config, TRAIN_KEYS), directory, tiny)
     elif way == "export":
@@ -187,7 +191,7 @@ def go(way: str, directory: Path, out: Path, tiny: Target) -> None:
     elif way == "convert":
         convert(directory, out, "spectrain", TINY)
     else:
-        target = {"target": settings("train", "drafter=ngram", "target=tiny").target} if "--" in way else {}
+        target = {"target": looked_up("target", {"choice": "tiny"}, "")} if "--" in way else {}
         lint_command(OmegaConf.create({"run": str(directory), **target}))
 
 
@@ -209,7 +213,8 @@ def test_nothing_of_a_stranger_runs(
     (directory / "evil.py").write_text(EVIL.format(canary=str(canary)))
     monkeypatch.chdir(directory)
     monkeypatch.syspath_prepend(str(directory))
-    for way in WAYS[3:] if case.startswith("an adapter") else WAYS:  # nobody else reads it
+    ways = ALL if case in EVERY_WAY else WAYS
+    for way in ways[2:4] if case.startswith("an adapter") else ways:  # nobody else reads it
         with pytest.raises((UserError, RunError)) as told:
             go(way, directory, tmp_path / "out", tiny)
         sentence = str(told.value)
@@ -227,7 +232,7 @@ RUNS: dict[str, tuple[str, str, str]] = {
     ),
     "the environment": ("config.yaml", "eval: {choice: default, prompts: '${oc.env:HOME}'}\n", "eval.prompts"),
     "aliases": ("config.yaml", "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "alias"),
-    "nested to no end": ("config.yaml", "data: " + "[" * 5_000, "nested"),
+    "nested to no end": ("config.yaml", "data: " + "[" * 2_000, "nested"),
     "a list": ("config.yaml", "- data\n", "settings"),
     "no key of a trainer": ("config.yaml", "trainer: {choice: default, callback: x}\n", "trainer.callback"),
     "a name that leads away": ("config.yaml", "eval: {choice: default, name: ../../escape}\n", "eval.name"),
@@ -245,6 +250,16 @@ def test_a_run_folder_holds_data(case: str, good: Path, canary: Path, tmp_path: 
         build(check_config(config, TRAIN_KEYS).eval)
     assert named in str(told.value) and "\n" not in str(told.value)
     assert not canary.exists()
+
+
+def test_lint_reads_the_run_around_a_drafter(good: Path, tmp_path: Path, tiny: Target, capsys: Any) -> None:
+    """config.yaml of the run folder is linted with the drafter in it."""
+    shutil.copytree(good / "run", tmp_path / "run")
+    go("lint", tmp_path / "run", tmp_path, tiny)
+    (tmp_path / "run" / "config.yaml").write_text("trainer: {_target_: evil.Drafter}\n")
+    with pytest.raises(RunError):
+        go("lint", tmp_path / "run", tmp_path, tiny)
+    assert "error not-data" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["[]", "{", "\0\1", "[" * DEEP], ids=["list", "cut", "binary", "deep"])
