@@ -101,12 +101,12 @@ class TopK(NamedTuple):
 class Judged(NamedTuple):
     loss: Tensor  # scalar, the sum over rows; the only one with a gradient
     best: Tensor  # [R] the drafter's most likely entry
-    wanted: Tensor  # [R] the target's among the same entries, or the token
+    labels: Tensor  # [R] the target's among the same entries, or the token
 
 
 Theirs = tuple[Tensor | None, Tensor | None, Tensor | None]
 """What a target says of a chunk: log p [r, V], or ids and p of a few tokens [r, K]."""
-Wanted = Tensor | TopK | Callable[[slice], Tensor]
+Labels = Tensor | TopK | Callable[[slice], Tensor]
 """What the target says: tokens [R], kept tokens, or for the rows of a slice log p [r, V], such as a `HeadTarget` gives."""
 
 
@@ -162,12 +162,12 @@ def row_kl_reference(
     log_q = logits.log_softmax(-1)
     best = log_q.argmax(-1)
     if log_p is not None:
-        p, wanted = log_p.exp(), log_p.argmax(-1)
+        p, labels = log_p.exp(), log_p.argmax(-1)
         # p log p is 0 where p is; autograd, which would add six passes to these, is spared
         losses = (p * (log_p.clamp(min=torch.finfo(log_p.dtype).min) - log_q)).sum(-1)
     else:
         assert ids is not None and p is not None
-        wanted = ids.gather(-1, p.argmax(-1, keepdim=True))[:, 0]
+        labels = ids.gather(-1, p.argmax(-1, keepdim=True))[:, 0]
         losses = (torch.xlogy(p, p) - p * log_q.gather(-1, ids)).sum(-1)
     counts = row_weight != 0
     if with_grad:
@@ -182,7 +182,7 @@ def row_kl_reference(
         if softcap is not None:
             grad *= 1 - (logits / softcap).square()
         product.copy_(grad).masked_fill_(~counts[:, None], 0)  # also where it is not finite
-    return torch.where(counts, losses * row_weight, 0.0), best, wanted
+    return torch.where(counts, losses * row_weight, 0.0), best, labels
 
 
 if triton is not None:
@@ -207,7 +207,7 @@ if triton is not None:
         row_weight_ptr,
         loss_ptr,
         best_ptr,
-        wanted_ptr,
+        labels_ptr,
         product_stride,
         log_p_stride,
         scale,
@@ -227,7 +227,7 @@ if triton is not None:
         row_weight = tl.load(row_weight_ptr + row).to(tl.float32)
         mass = 0.0  # sum p
         cross = 0.0  # sum p (log p - z)
-        wanted = 0
+        labels = 0
         if KEPT:
             kept = tl.arange(0, BLOCK_KEPT)
             is_kept = kept < KEPT
@@ -237,7 +237,7 @@ if triton is not None:
             mass = tl.sum(p_kept, 0)
             cross = tl.sum(tl.where(p_kept > 0, p_kept * (tl.log(tl.where(p_kept > 0, p_kept, 1.0)) - z_kept), 0.0), 0)
             likeliest = tl.argmax(tl.where(is_kept, p_kept, -1.0), 0)
-            wanted = tl.sum(tl.where(kept == likeliest, ids, 0), 0)
+            labels = tl.sum(tl.where(kept == likeliest, ids, 0), 0)
         top = float("-inf")
         top_log_p = float("-inf")
         total = 0.0  # sum exp(z - top)
@@ -260,12 +260,12 @@ if triton is not None:
                 mass += tl.sum(p, 0)
                 cross += tl.sum(p * (tl.where(is_possible, log_p, 0.0) - tl.where(is_possible, z, 0.0)), 0)
                 block_top_log_p = tl.max(log_p, 0)
-                wanted = tl.where(block_top_log_p > top_log_p, start + tl.argmax(log_p, 0), wanted)
+                labels = tl.where(block_top_log_p > top_log_p, start + tl.argmax(log_p, 0), labels)
                 top_log_p = tl.maximum(top_log_p, block_top_log_p)
         log_z = top + tl.log(total)
         tl.store(loss_ptr + row, tl.where(row_weight != 0, row_weight * (cross + mass * log_z), 0.0))
         tl.store(best_ptr + row, best)
-        tl.store(wanted_ptr + row, wanted)
+        tl.store(labels_ptr + row, labels)
         if WITH_GRAD:
             if KEPT:
                 tl.debug_barrier()  # every thread has read the products of kept tokens
@@ -308,17 +308,17 @@ def row_kl(
     assert product.stride(1) == 1
     log_p, ids, p = (None if x is None else x.contiguous() for x in (log_p, ids, p))
     loss = product.new_empty(rows, dtype=torch.float32)
-    best, wanted = (product.new_empty(rows, dtype=torch.int64) for _ in range(2))
+    best, labels = (product.new_empty(rows, dtype=torch.int64) for _ in range(2))
     kept = 0 if ids is None else ids.shape[1]
     block, warps = next((block, warps) for largest, block, warps in BLOCKS if vocab <= largest)
     with torch.cuda.device_of(product):
         _row_kl_kernel[(rows,)](
-            product, log_p, ids, p, row_weight.contiguous(), loss, best, wanted,
+            product, log_p, ids, p, row_weight.contiguous(), loss, best, labels,
             product.stride(0), 0 if log_p is None else log_p.stride(0), scale, softcap or 1.0,
             VOCAB=vocab, KEPT=kept, BLOCK=block, BLOCK_KEPT=triton.next_power_of_2(max(1, kept)),
             SOFTCAPPED=softcap is not None, WITH_GRAD=with_grad, num_warps=warps,
         )  # fmt: skip
-    return loss, best, wanted
+    return loss, best, labels
 
 
 @row_kl.register_fake
@@ -366,11 +366,11 @@ def target_over(
 
 
 @torch.no_grad()
-def total_entropy(said: Callable[[slice], Tensor], count: int, chunk: int | None = None) -> Tensor | float:
+def total_entropy(log_probs: Callable[[slice], Tensor], count: int, chunk: int | None = None) -> Tensor | float:
     """-sum p log p over the `count` rows of a target, from log p [r, V] of a chunk at a time."""
     total: Tensor | float = 0.0
     for rows in _chunks(count, chunk):
-        log_p = said(rows)
+        log_p = log_probs(rows)
         total = total - (log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum()
     return total
 
@@ -385,7 +385,7 @@ def _chunks(count: int, chunk: int | None) -> list[slice]:
 def linear_divergence(
     hidden: Tensor,
     head: Projection,
-    wanted: Wanted,
+    labels: Labels,
     divergence: Callable[..., Tensor] | None = None,
     row_weight: Tensor | None = None,
     per_row: tuple[Tensor, ...] = (),
@@ -397,17 +397,17 @@ def linear_divergence(
     log q, *per_row) of a chunk, [r, V] and the rows' own [r, ...], to losses [r]. Gradients reach hidden [R, D] and the
     head's weight and bias, where these ask for any. Rows of weight 0 add nothing, to the loss or to a gradient.
     """
-    if divergence is not None and not callable(wanted):
-        raise ValueError("a divergence needs the whole log p: wanted=tokens and wanted=TopK are for divergence=None")
+    if divergence is not None and not callable(labels):
+        raise ValueError("a divergence needs the whole log p: labels=tokens and labels=TopK are for divergence=None")
     assert row_weight is None or not row_weight.requires_grad, "row weights are constants"
-    job = _Job(head, wanted, divergence, row_weight, per_row, _chunks(len(hidden), chunk), torch.is_grad_enabled())
+    job = _Job(head, labels, divergence, row_weight, per_row, _chunks(len(hidden), chunk), torch.is_grad_enabled())
     return Judged(*_LinearDivergence.apply(hidden, head.weight, head.bias, job))
 
 
 @dataclass(frozen=True)
 class _Job:
     head: Projection
-    wanted: Wanted
+    labels: Labels
     divergence: Callable[..., Tensor] | None
     row_weight: Tensor | None
     per_row: tuple[Tensor, ...]
@@ -430,12 +430,12 @@ class _Job:
 
     def theirs(self, rows: slice, dtype: torch.dtype) -> Theirs:
         """log p [r, V], or ids and p of a few tokens [r, K]."""
-        if isinstance(self.wanted, Tensor):
-            ids = self.wanted[rows, None]
+        if isinstance(self.labels, Tensor):
+            ids = self.labels[rows, None]
             return None, ids, torch.ones_like(ids, dtype=dtype)
-        if isinstance(self.wanted, TopK):
-            return None, self.wanted.ids[rows], self.wanted.p[rows].to(dtype)
-        return self.wanted(rows), None, None
+        if isinstance(self.labels, TopK):
+            return None, self.labels.ids[rows], self.labels.p[rows].to(dtype)
+        return self.labels(rows), None, None
 
     def _judge_block(
         self,
@@ -467,7 +467,7 @@ class _LinearDivergence(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
-        best, wanted = (torch.empty(len(hidden), dtype=torch.int64, device=hidden.device) for _ in range(2))
+        best, labels = (torch.empty(len(hidden), dtype=torch.int64, device=hidden.device) for _ in range(2))
         of_hidden = torch.zeros_like(hidden) if asked[0] else None
         of_weight: Tensor | None = None
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and asked[2] else None
@@ -475,7 +475,7 @@ class _LinearDivergence(torch.autograd.Function):
             h = hidden[rows].to(dtype)
             theirs = job.theirs(rows, wide)  # first, for it takes more memory on the way than it keeps
             product = linear(h, w, b)  # [r, V]
-            losses, best[rows], wanted[rows] = job.judge(product, theirs, rows, any(asked))
+            losses, best[rows], labels[rows] = job.judge(product, theirs, rows, any(asked))
             del theirs
             loss += losses.sum()
             if of_hidden is not None:
@@ -489,8 +489,8 @@ class _LinearDivergence(torch.autograd.Function):
             of_weight = torch.zeros_like(weight)
         of_weight, of_bias = (g if g is None else g.to(weight.dtype) for g in (of_weight, of_bias))
         ctx.save_for_backward(of_hidden, of_weight, of_bias)
-        ctx.mark_non_differentiable(best, wanted)
-        return loss, best, wanted
+        ctx.mark_non_differentiable(best, labels)
+        return loss, best, labels
 
     @staticmethod
     def backward(ctx: Any, incoming: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -71,7 +71,7 @@ class Recurrent(VocabularyDrafter):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
-        wanted = Supervision(self, batch)  # what the target says, and at which indices each step is judged
+        supervision = Supervision(self, batch)  # what the target says, and at which indices each step is judged
         final = batch.features.at("final").to(self.lm_head.weight.dtype)
         hidden, terms = self.start(final), {}
         hits, counts = torch.zeros(2, self.num_steps, device=final.device)
@@ -79,8 +79,8 @@ class Recurrent(VocabularyDrafter):
             hidden = state.checkpointed(
                 self.read, batch.tokens.roll(-1 - step, dims=1), hidden
             )  # never judged beyond a text's end
-            rows = wanted.rows(step)
-            found, right = wanted.judge(self.hidden(final[rows], hidden[rows]), self.lm_head, wanted.answers(step))
+            rows = supervision.rows(step)
+            found, right = supervision.judge(self.hidden(final[rows], hidden[rows]), self.lm_head, supervision.answers(step))
             terms[f"step{step}"] = self.step_decay**step * found
             hits[step], counts[step] = right.sum(), len(right)
         return Losses(terms, hits, counts)

@@ -7,6 +7,7 @@ A conversation is a list of {"role", "content"}. Both common layouts are read: O
 import gzip
 import importlib.util
 import json
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from glob import glob
@@ -45,6 +46,10 @@ class Data(ABC):
     @abstractmethod
     def read(self) -> Iterator[list[Message]]:
         """Every conversation of the source, in its order."""
+
+    def num_bytes(self) -> float:
+        """What reading all of it takes from this machine's disk; infinite where it comes from elsewhere, or as a stream."""
+        return 0.0
 
     def conversations(self) -> list[list[Message]]:
         """The conversations to use, read once; a mistake in any of them stops here, before anything is written."""
@@ -94,6 +99,9 @@ class Jsonl(Data):
         for path in self.files():
             yield from self._read(path)
 
+    def num_bytes(self) -> float:
+        return float(sum(path.stat().st_size for path in self.files()))
+
     def files(self) -> list[Path]:
         """The files to read."""
         if self.path.is_file():
@@ -140,6 +148,9 @@ class Hub(Data):
         super().__init__(limit, max_length)
         self.path, self.split, self.subset = path, split, subset
         self.name = path
+
+    def num_bytes(self) -> float:
+        return math.inf
 
     def read(self) -> Iterator[list[Message]]:
         import datasets

@@ -9,6 +9,7 @@ whose batches are its own, every n-th where n processes divide S; and S windows 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from array import array
 from collections.abc import Callable, Iterator
@@ -61,6 +62,9 @@ class Stream(Data):
         self.shards, self.window, self.sample = shards, window, sample
         self.name = path
         self.first_reason = ""  # why the first row was left out that was
+
+    def num_bytes(self) -> float:
+        return math.inf
 
     def open(self) -> datasets.IterableDataset:
         """The rows, none of them read yet."""

@@ -37,7 +37,8 @@ class TrainingState:
     def checkpointed(self, part: Callable[..., Any], *inputs: Any) -> Any:
         """part(*inputs); with gradient checkpointing only the inputs are kept until the backward pass, which runs it again.
 
-        A family calls what repeats in its loss, a draft step or a layer, through this.
+        A family calls what repeats in its loss, a draft step or a layer, through this. torch's `checkpoint_wrapper` does the
+        same for a whole module and for good, renaming it; a draft step is a function, and is run again in training only.
         """
         if not self.recompute or not torch.is_grad_enabled():
             return part(*inputs)

@@ -87,10 +87,10 @@ class Causal(Drafter):
             head.projection.entries(slice(self.vocab_size)).at_temperature(self.loss_temperature)
             for head in (self.model.head, self.head)
         )
-        teacher = HeadTarget(batch.features.at("final")[predicts], theirs)
-        found = head_loss(self.divergence, states, mine, following, teacher, distance, self.beta)
-        hits = (found.best == found.wanted).sum()[None].float()
-        return Losses({self.divergence: found.loss}, hits, torch.full_like(hits, len(following)))
+        log_probs = HeadTarget(batch.features.at("final")[predicts], theirs)
+        judged = head_loss(self.divergence, states, mine, following, log_probs, distance, self.beta)
+        hits = (judged.best == judged.labels).sum()[None].float()
+        return Losses({self.divergence: judged.loss}, hits, torch.full_like(hits, len(following)))
 
     # Decoding
 

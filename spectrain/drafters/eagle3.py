@@ -130,7 +130,7 @@ class Eagle3(VocabularyDrafter):
         the steps is weighted by step_decay^i.
         """
         assert batch.features is not None
-        wanted = Supervision(self, batch)
+        supervision = Supervision(self, batch)
         hidden = self.fuse(batch.features)
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -139,8 +139,8 @@ class Eagle3(VocabularyDrafter):
             hidden, k, v = state.checkpointed(self._unroll, batch, hidden, step, keys[:], values[:])
             keys.append(k)
             values.append(v)
-            states.append(hidden[wanted.rows(step)])
-        return self._judge(wanted, states)
+            states.append(hidden[supervision.rows(step)])
+        return self._judge(supervision, states)
 
     def _unroll(
         self, batch: Batch, hidden: Tensor, step: int, keys: list[Tensor], values: list[Tensor]
@@ -152,13 +152,13 @@ class Eagle3(VocabularyDrafter):
         attended = unrolled_attention(q, [*keys, k], [*values, v], batch.lengths)
         return self.outputs(residual + self.self_attn.output(attended)), k, v
 
-    def _judge(self, wanted: Supervision, states: list[Tensor]) -> Losses:
+    def _judge(self, supervision: Supervision, states: list[Tensor]) -> Losses:
         """All steps at once, ordered by the answers that they share, so that the target is asked once for each of these."""
-        answers = [wanted.answers(step) for step in range(len(states))]
+        answers = [supervision.answers(step) for step in range(len(states))]
         answer, order = torch.cat(answers).sort(stable=True)
         step = torch.cat([torch.full_like(found, number) for number, found in enumerate(answers)])[order]
         hidden = self.read_by_head(torch.cat(states).index_select(0, order))
-        loss, right = wanted.judge(hidden, self.lm_head, answer, self.step_decay**step)
+        loss, right = supervision.judge(hidden, self.lm_head, answer, self.step_decay**step)
         hits = torch.zeros(self.ttt_steps, device=hidden.device).index_add(0, step, right.float())
         counts = torch.zeros_like(hits).index_add(0, step, torch.ones_like(right, dtype=hits.dtype))
         return Losses({self.divergence: loss}, hits, counts)

@@ -24,7 +24,7 @@ from spectrain.randomness import LAYER_DROPOUT, sequence_generator
 
 from .abilities import Exits, SavedFiles
 from .base import Losses, Stage, TrainingState
-from .shared.losses import Teacher, head_loss
+from .shared.losses import TargetLogProbs, head_loss
 from .shared.self_speculation import SelfDrafter, exit_of
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class EarlyExit(SelfDrafter):
         opened = [number for number, weight in enumerate(weights) if weight > 0]
         asked = sorted({*opened, self.exit_layer - 1})
         predicts, grad = batch.predicts, torch.is_grad_enabled()
-        tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._wanted(batch, target)
+        tokens, original = batch.tokens.roll(-1, dims=1)[predicts], self._original_log_probs(batch, target)
         layers = tuple(number + 1 for number in asked)
         span = LayerSpan(dropped=self.dropped(batch, target, state))
         plan = ForwardPlan(layers=layers, grad=grad, recompute=state.recompute, lengths=batch.lengths, span=span)
@@ -127,7 +127,7 @@ class EarlyExit(SelfDrafter):
         hits = (best[drafted] == best[opened[-1]]).sum()[None].float()
         return Losses(terms, hits, torch.full_like(hits, len(tokens)))
 
-    def _judge(self, final: list[Tensor], weights: list[float], tokens: Tensor, original: Teacher | None) -> Judged:
+    def _judge(self, final: list[Tensor], weights: list[float], tokens: Tensor, original: TargetLogProbs | None) -> Judged:
         """Exits with states [R, D] each, side by side: rows of one position together, so that the original is asked once.
 
         The divergence from the original is KL, which has the gradient of the cross-entropy and is less by the entropy.
@@ -139,8 +139,8 @@ class EarlyExit(SelfDrafter):
         if original is not None and count > 1:
             theirs = original.at(torch.arange(len(tokens)).repeat_interleave(count))
         name = "cross_entropy" if original is None else "forward_kl"
-        wanted = tokens.repeat_interleave(count)
-        return head_loss(name, hidden, self.head.projection, wanted, theirs, row_weight=row_weight)
+        labels = tokens.repeat_interleave(count)
+        return head_loss(name, hidden, self.head.projection, labels, theirs, row_weight=row_weight)
 
     def exit_weights(self, num_layers: int, state: TrainingState) -> list[float]:
         """What every exit's loss is multiplied by at this step, [L], summing to 1; 0 where the curriculum keeps it closed."""
@@ -179,10 +179,10 @@ class EarlyExit(SelfDrafter):
         return torch.stack(columns, dim=1)
 
     @torch.no_grad()
-    def _wanted(self, batch: Batch, target: Target) -> Teacher | None:
+    def _original_log_probs(self, batch: Batch, target: Target) -> TargetLogProbs | None:
         """What the original says at the supervised positions [R]; None where exits learn the data's tokens."""
         if not self.self_distillation:
             return None
         with self.target_training.off(target) as original:
             final = original.features(batch.tokens, ("final",), batch.lengths)
-        return Teacher(HeadTarget(final.at("final")[batch.predicts], original.head.projection))
+        return TargetLogProbs(HeadTarget(final.at("final")[batch.predicts], original.head.projection))

@@ -30,7 +30,7 @@ from spectrain.trees.token_tree import Accepted, TokenTree
 from .abilities import Abilities, Capture, DraftingCost, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
 from .context import Context
-from .shared.losses import Loss, Teacher, head_loss
+from .shared.losses import Loss, TargetLogProbs, head_loss
 from .shared.masks import add_blocks, mask_embeddings, start_masks
 
 if TYPE_CHECKING:
@@ -217,18 +217,18 @@ class GatedLora(Drafter):
         if self.sampler is not None:
             read["sampler"] = self.sampler(states, previous).to(states.dtype)
         head = self.head.projection
-        theirs = Teacher(HeadTarget(anchors, head))
+        theirs = TargetLogProbs(HeadTarget(anchors, head))
         weights = blocks.weights(asked, batch)
         terms = {}
         for name, hidden in read.items():
-            found = head_loss(self.divergence, hidden, head, answers, theirs, row_weight=weights)
-            terms[name] = found.loss
+            judged = head_loss(self.divergence, hidden, head, answers, theirs, row_weight=weights)
+            terms[name] = judged.loss
         if self.consistency:
             terms["consistency"] = self.consistency * (weights * (states - anchors).float().pow(2).mean(-1)).sum()
         if not len(answers):  # no mask to learn from: other processes still wait for gradients
             terms["masks"] = terms["masks"] + 0 * torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
         tokens = self.divergence == "cross_entropy"
-        right = (found.best == (most_likely(anchors, head)[0] if tokens else found.wanted)).float()
+        right = (judged.best == (most_likely(anchors, head)[0] if tokens else judged.labels)).float()
         hits = torch.zeros(self.num_masks, device=right.device).index_add(0, numbers, right)
         counts = torch.zeros_like(hits).index_add(0, numbers, torch.ones_like(right))
         return Losses(terms, hits, counts)

@@ -123,17 +123,17 @@ class Hydra(HeadsDrafter):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
-        wanted = Supervision(self, batch)
+        supervision = Supervision(self, batch)
         states = batch.features.at("final").to(next(self.parameters()).dtype)
         if self.prefix is not None:
             states = self.prefix(states, batch.positions, lengths=batch.lengths)
         embedded = self.embed(batch.tokens)
 
         def read(k: int) -> Tensor:
-            rows = wanted.rows(k)
+            rows = supervision.rows(k)
             return torch.cat([states[rows], *(embedded.roll(-1 - j, dims=1)[rows] for j in range(k + 1))], dim=-1)
 
-        return Losses(*self.heads_loss(wanted, read))
+        return Losses(*self.heads_loss(supervision, read))
 
     def embed(self, tokens: Tensor) -> Tensor:
         with torch.no_grad():

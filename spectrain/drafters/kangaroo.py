@@ -77,11 +77,11 @@ class Kangaroo(SelfDrafter):
         states = self.norm(x + self.self_attn.causal(q, k, v, batch.lengths))[predicts]
         following, head = batch.tokens.roll(-1, dims=1)[predicts], self.head.projection
         distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
-        found = head_loss(
+        judged = head_loss(
             self.divergence, states, head, following, HeadTarget(batch.features.at("final")[predicts], head), distance
         )
-        hits = (found.best == found.wanted).sum()[None].float()
-        return Losses({self.divergence: found.loss}, hits, torch.full_like(hits, len(following)))
+        hits = (judged.best == judged.labels).sum()[None].float()
+        return Losses({self.divergence: judged.loss}, hits, torch.full_like(hits, len(following)))
 
     # Decoding
 

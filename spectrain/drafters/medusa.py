@@ -134,9 +134,9 @@ class Medusa(HeadsDrafter):
         return Losses({"language_model": self._language_model_loss(batch, final, target), **heads}, hits, counts)
 
     def _heads_loss(self, batch: Batch, final: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """All heads read the same state. Gradients flow into `final`; what is wanted has none."""
-        wanted = Supervision(self, batch, final.detach())
-        return self.heads_loss(wanted, lambda k: final[wanted.rows(k)])
+        """All heads read the same state. Gradients flow into `final`; labels have none."""
+        supervision = Supervision(self, batch, final.detach())
+        return self.heads_loss(supervision, lambda k: final[supervision.rows(k)])
 
     def _scheduled(self, progress: float) -> float:
         """The schedule's factor, from 0 to 1 over the second stage; constant is 1."""

@@ -106,15 +106,15 @@ class Pard(Drafter):
         final = final.gather(1, blocks.places[..., None].expand(-1, -1, final.shape[-1]))[asked]
         mine, theirs = (head.projection.entries(slice(self.vocab_size)) for head in (self.model.head, self.head))
         weights = blocks.weights(asked, batch)
-        found = head_loss(
+        judged = head_loss(
             self.divergence, seen.at("final")[asked], mine, answers, HeadTarget(final, theirs), row_weight=weights
         )
         tokens = self.divergence == "cross_entropy"
-        likeliest = most_likely(final, theirs)[0] if tokens else found.wanted
-        right = (found.best == likeliest).float()
+        likeliest = most_likely(final, theirs)[0] if tokens else judged.labels
+        right = (judged.best == likeliest).float()
         hits = torch.zeros(self.num_drafts, device=right.device).index_add(0, depths, right)
         counts = torch.zeros_like(hits).index_add(0, depths, torch.ones_like(right))
-        return Losses({self.divergence: found.loss}, hits, counts)
+        return Losses({self.divergence: judged.loss}, hits, counts)
 
     def prefixes(self, batch: Batch, step: int) -> list[list[tuple[int, int]]]:
         """Every prefix that the assistant goes on from, with as many masks as the conditional drop leaves it."""

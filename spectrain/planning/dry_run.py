@@ -55,6 +55,7 @@ class DryRun:
     checkpoints: list[int] = field(default_factory=list)  # bytes of each that is kept
     drafter_bytes: int = 0
     trained_target_bytes: int = 0
+    adapts_layers: bool = False  # the family changes what layers of the target compute
     assumed: int = 0  # how often a size or a branch hung on values that nobody knows
 
     @property
@@ -179,6 +180,7 @@ def measure_sizes(found: DryRun, drafter: Drafter, target: Target, stage: Stage)
     own = {id(parameter) for parameter in drafter.parameters()}
     trained = [p for group in stage.groups for p in group["params"]]
     theirs = [p for p in target.parameters() if id(p) not in own]
+    found.adapts_layers = drafter.abilities.adapts_layers
     found.trained = sum(p.numel() for p in trained)
     found.drafter = sum(p.numel() for p in drafter.parameters())
     found.target = sum(p.numel() for p in theirs)

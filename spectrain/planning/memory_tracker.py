@@ -69,7 +69,7 @@ EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.defau
          aten.new_empty_strided.default}  # fmt: skip
 
 
-class Held:
+class Storage:
     """One storage, for as long as a tensor is left that uses it."""
 
     def __init__(self, tracker: MemoryTracker, size: int, known: bool, part: str) -> None:
@@ -86,16 +86,16 @@ class FakeTensor(Tensor):
     """A tensor without data, or with values that are followed; it says that it is on the planned device."""
 
     body: Tensor  # on the device "meta", or real where values are known
-    held: Held
+    held: Storage
 
     @staticmethod
-    def __new__(cls, inner: Tensor, held: Held) -> FakeTensor:
+    def __new__(cls, inner: Tensor, held: Storage) -> FakeTensor:
         size, stride, offset = inner.shape, inner.stride(), inner.storage_offset()
         wrapper: Any = Tensor._make_wrapper_subclass
         found: FakeTensor = wrapper(cls, size, stride, offset, dtype=inner.dtype, device="cpu")
         return found
 
-    def __init__(self, inner: Tensor, held: Held) -> None:
+    def __init__(self, inner: Tensor, held: Storage) -> None:
         self.body, self.held = inner, held
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -276,7 +276,7 @@ class MemoryTracker(TorchDispatchMode):
             part = "packed copies of weights"
         elif out.dim() > 1 and out.shape[-1] in self.vocabularies:
             part = "logits"
-        return FakeTensor(out, Held(self, -(-size // BLOCK) * BLOCK if self.device.type == "cuda" else size, known, part))
+        return FakeTensor(out, Storage(self, -(-size // BLOCK) * BLOCK if self.device.type == "cuda" else size, known, part))
 
     def _selected(self, indices: Any) -> list[Any]:
         """Masks as the numbers of the rows that they select."""

@@ -91,7 +91,8 @@ def gathered(tensor: Any) -> Tensor:
 
 
 def flatten_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Optimiser state as named tensors and named numbers."""
+    """Optimiser state as tensors and numbers, named by a parameter's place in the groups: unlike the names of
+    `torch.distributed.checkpoint.state_dict`, which are those of one module, places reach into a target that is trained too."""
     tensors, numbers = {}, {}
     for index, entry in optimizer.state_dict()["state"].items():
         for key, value in entry.items():

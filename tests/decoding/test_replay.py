@@ -182,20 +182,21 @@ def test_causal_loss_equals_brute_force(tiny: Target, loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_teachers_rows_are_the_targets_after_the_draft(tiny: Target, loss: str) -> None:
+def test_supervised_rows_are_the_targets_after_the_draft(tiny: Target, loss: str) -> None:
     """Row by row, log p over the draft vocabulary is the target's after the drafted tokens, and the distance the token's."""
     drafter = make("eagle3", tiny, loss)
     assert isinstance(drafter, Eagle3)
     batch = replayed(tiny, drafter)
-    teacher = Supervision(drafter, batch)
-    assert batch.distance is not None and teacher.distance is not None and teacher.teacher is not None
-    log_p = teacher.teacher(slice(0, len(teacher.best)))
+    supervision = Supervision(drafter, batch)
+    assert batch.distance is not None and supervision.distance is not None and supervision.target_log_probs is not None
+    log_p = supervision.target_log_probs(slice(0, len(supervision.best)))
     places = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2]
     assert len(log_p) == len(places)
     for row, (b, t) in enumerate(places):
         logits = after(tiny, batch.tokens[b, :t].tolist())
         torch.testing.assert_close(log_p[row], logits[drafter.draft_ids].log_softmax(-1), rtol=1e-3, atol=1e-3)
-        assert int(teacher.best[row]) == int(logits.argmax()) and int(teacher.distance[row]) == int(batch.distance[b, t])
+        assert int(supervision.best[row]) == int(logits.argmax())
+        assert int(supervision.distance[row]) == int(batch.distance[b, t])
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -66,9 +66,9 @@ def test_supervised_positions_are_those_whose_prediction_is_the_assistants(tiny:
     dataset = examples()
     drafter = make(tiny)
     batch = batch_of(dataset, [0, 1, 2, 3], tiny, drafter)
-    teacher = Supervision(drafter, batch)
+    supervision = Supervision(drafter, batch)
     for step in range(3):
-        rows = teacher.rows(step)
+        rows = supervision.rows(step)
         for b, example in enumerate(dataset.examples):
             for t in range(batch.tokens.shape[1]):
                 predicted = t + 2 + step
@@ -76,19 +76,19 @@ def test_supervised_positions_are_those_whose_prediction_is_the_assistants(tiny:
                 assert bool(rows[b, t]) == wanted
 
 
-def test_teacher_judges_the_predicted_token(tiny: Target) -> None:
+def test_supervision_judges_the_predicted_token(tiny: Target) -> None:
     """Step i at index t is compared with what the unmodified target says after token t + 1 + i."""
     dataset = examples()
     drafter = make(tiny)
     batch = batch_of(dataset, [0, 1], tiny, drafter)
     logits = tiny.run(batch.tokens, ForwardPlan(logits=True)).logits
     assert logits is not None
-    teacher = Supervision(drafter, batch)
+    supervision = Supervision(drafter, batch)
     for step in range(3):
-        assert teacher.teacher is not None
-        rows = teacher.answers(step)
-        log_p, best = teacher.teacher.at(rows)(slice(None)), teacher.best[rows]
-        after = [logits[b, t + 1 + step] for b, t in teacher.rows(step).nonzero().tolist()]
+        assert supervision.target_log_probs is not None
+        rows = supervision.answers(step)
+        log_p, best = supervision.target_log_probs.at(rows)(slice(None)), supervision.best[rows]
+        after = [logits[b, t + 1 + step] for b, t in supervision.rows(step).nonzero().tolist()]
         expected = torch.stack(after)
         assert torch.equal(best, expected.argmax(-1))
         torch.testing.assert_close(log_p, expected[:, drafter.draft_ids].log_softmax(-1), rtol=1e-4, atol=1e-4)
@@ -141,9 +141,9 @@ def test_token_outside_the_draft_vocabulary_is_a_miss(tiny: Target) -> None:
     drafter = make(tiny, vocab_size=16)
     batch = batch_of(dataset, [0], tiny, drafter)
     losses = drafter.loss(batch, tiny, TrainingState())
-    teacher = Supervision(drafter, batch)
-    inside = drafter.t2d[teacher.best[teacher.answers(0)]]
-    assert losses.counts[0] == int(teacher.rows(0).sum()) and losses.hits[0] <= inside.sum() < losses.counts[0]
+    supervision = Supervision(drafter, batch)
+    inside = drafter.t2d[supervision.best[supervision.answers(0)]]
+    assert losses.counts[0] == int(supervision.rows(0).sum()) and losses.hits[0] <= inside.sum() < losses.counts[0]
 
 
 def test_draft_vocabulary_is_the_most_used_tokens_as_sorted_offsets(tiny: Target) -> None:

@@ -363,9 +363,9 @@ def test_self_distillation_asks_the_original(tiny: Target, adapt: Any) -> None:
 
 def original(drafter: EarlyExit, batch: Batch, target: Target) -> Tensor:
     """[R, V] what the exits should say."""
-    teacher = drafter._wanted(batch, target)
-    assert teacher is not None
-    return teacher(slice(0, int(batch.predicts.sum()))).exp()
+    log_probs = drafter._original_log_probs(batch, target)
+    assert log_probs is not None
+    return log_probs(slice(0, int(batch.predicts.sum()))).exp()
 
 
 @pytest.mark.parametrize("adapt", ["full", "lora"])

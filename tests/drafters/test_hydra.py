@@ -86,10 +86,10 @@ def in_training(drafter: Hydra, tiny: Target, tokens: Tensor) -> list[dict[tuple
             patch.setattr(head, "hidden", lambda inputs, head=head: watched(head, inputs))
         with torch.no_grad():
             drafter.loss(batch, tiny, TrainingState())
-    teacher = Supervision(drafter, batch)
+    supervision = Supervision(drafter, batch)
     found = []
     for k, output in enumerate(outputs):
-        places = [(int(b), int(t)) for b, t in teacher.rows(k).nonzero()]
+        places = [(int(b), int(t)) for b, t in supervision.rows(k).nonzero()]
         assert len(places) == len(output)
         found.append(dict(zip(places, output.log_softmax(-1))))
     return found

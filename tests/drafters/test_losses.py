@@ -10,7 +10,7 @@ from torch import Tensor
 from spectrain.drafters.shared.losses import (
     DIVERGENCES,
     UNNORMALISED,
-    Teacher,
+    TargetLogProbs,
     acceptance_rate,
     divergence,
     forward_kl,
@@ -212,7 +212,7 @@ def test_split_loss_equals_a_loop_over_rows(decay: float) -> None:
                                     log_q.requires_grad_(True))  # fmt: skip
 
 
-def test_a_teacher_is_asked_once_for_rows_that_share_an_answer() -> None:
+def test_a_target_is_asked_once_for_rows_that_share_an_answer() -> None:
     """Rows in order of their answers, a chunk at a time: each chunk asks for its range once, and a range within it never."""
     log_p, asked = drawn()[0], []
 
@@ -220,11 +220,11 @@ def test_a_teacher_is_asked_once_for_rows_that_share_an_answer() -> None:
         asked.append((rows.start, rows.stop))
         return log_p[rows]
 
-    teacher, answers = Teacher(said), torch.tensor([0, 0, 0, 1, 1, 3, 3, 4])
+    target, answers = TargetLogProbs(said), torch.tensor([0, 0, 0, 1, 1, 3, 3, 4])
     for start in range(0, 8, 4):
         rows = slice(start, start + 4)
-        assert torch.equal(teacher.at(answers)(rows), log_p[answers[rows]])
-    assert asked == [(0, 2), (1, 5)] and torch.equal(teacher(slice(2, 4)), log_p[2:4])
-    assert torch.equal(teacher.at(torch.tensor([1, 4]))(slice(0, 2)), log_p[[1, 4]])
-    assert torch.equal(teacher.at(torch.tensor([2, 3]))(slice(1, 2)), log_p[[3]]) and len(asked) == 2
-    assert torch.equal(teacher.at(torch.tensor([0, 3]))(slice(0, 2)), log_p[[0, 3]]) and asked[2] == (0, 4)
+        assert torch.equal(target.at(answers)(rows), log_p[answers[rows]])
+    assert asked == [(0, 2), (1, 5)] and torch.equal(target(slice(2, 4)), log_p[2:4])
+    assert torch.equal(target.at(torch.tensor([1, 4]))(slice(0, 2)), log_p[[1, 4]])
+    assert torch.equal(target.at(torch.tensor([2, 3]))(slice(1, 2)), log_p[[3]]) and len(asked) == 2
+    assert torch.equal(target.at(torch.tensor([0, 3]))(slice(0, 2)), log_p[[0, 3]]) and asked[2] == (0, 4)

@@ -1,4 +1,4 @@
-"""The teacher of every drafter that reads features: what is supervised, what is right there, and what it costs to differ."""
+"""The supervision of drafters that read features: what is supervised, what is right there, what it costs to differ."""
 
 import pytest
 import torch
@@ -41,11 +41,11 @@ def taught(tiny: Target, loss: str) -> tuple[Medusa, Supervision, Batch]:
     return drafter, Supervision(drafter, batch), batch
 
 
-def judge(teacher: Supervision, step: int, log_q: Tensor) -> tuple[Tensor, int, int]:
+def judge(supervision: Supervision, step: int, log_q: Tensor) -> tuple[Tensor, int, int]:
     """Loss, hits and count of log q [R, V], which are the states here: the output layer changes nothing."""
     same = nn.Linear(log_q.shape[1], log_q.shape[1], bias=False).requires_grad_(False)
     same.weight.copy_(torch.eye(log_q.shape[1]))
-    loss, right = teacher.judge(log_q, same, teacher.answers(step))
+    loss, right = supervision.judge(log_q, same, supervision.answers(step))
     return loss, int(right.sum()), len(right)
 
 
@@ -70,17 +70,17 @@ def right(tiny: Target, loss: str, batch: Batch, step: int) -> tuple[list[int], 
 @pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl", "lk_hybrid"])
 def test_supervised_indices_and_answers(tiny: Target, loss: str, step: int) -> None:
     """Index t is judged where token t + 2 + step is the assistant's, by the data's token or by the target's likeliest one."""
-    _, teacher, batch = taught(tiny, loss)
-    assert [tuple(place) for place in teacher.rows(step).nonzero().tolist()] == places(batch, step)
-    assert teacher.best[teacher.answers(step)].tolist() == right(tiny, loss, batch, step)[0]
-    assert (teacher.teacher is None) == (loss == "cross_entropy")
+    _, supervision, batch = taught(tiny, loss)
+    assert [tuple(place) for place in supervision.rows(step).nonzero().tolist()] == places(batch, step)
+    assert supervision.best[supervision.answers(step)].tolist() == right(tiny, loss, batch, step)[0]
+    assert (supervision.target_log_probs is None) == (loss == "cross_entropy")
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_judge_equals_brute_force(tiny: Target, loss: str, step: int) -> None:
     """The summed loss, the hits and the count are those of a plain loop over places."""
-    drafter, teacher, batch = taught(tiny, loss)
+    drafter, supervision, batch = taught(tiny, loss)
     tokens, before = right(tiny, loss, batch, step)
     ids = drafter.draft_ids.tolist()
     scores = torch.randn(len(tokens), len(ids))
@@ -98,7 +98,7 @@ def test_judge_equals_brute_force(tiny: Target, loss: str, step: int) -> None:
         if token in ids or loss in UNNORMALISED:
             total += float(DIVERGENCES[loss](log_p, log_q[row]))
     assert {token in ids for token in tokens} == {True, False} and 0 < hits < len(tokens)
-    found, found_hits, count = judge(teacher, step, log_q)
+    found, found_hits, count = judge(supervision, step, log_q)
     assert float(found) == pytest.approx(total, rel=1e-4) and total > 0
     assert found_hits == hits and count == len(tokens)
 
@@ -106,10 +106,10 @@ def test_judge_equals_brute_force(tiny: Target, loss: str, step: int) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_what_cannot_be_drafted_carries_no_loss(tiny: Target, loss: str) -> None:
     """Where the right token is outside the draft vocabulary no gradient comes back, but for losses that measure acceptance."""
-    drafter, teacher, batch = taught(tiny, loss)
+    drafter, supervision, batch = taught(tiny, loss)
     inside = drafter.t2d[torch.tensor(right(tiny, loss, batch, 1)[0])]
     scores = torch.randn(len(inside), len(drafter.draft_ids), requires_grad=True)
-    judge(teacher, 1, scores.log_softmax(-1))[0].backward()
+    judge(supervision, 1, scores.log_softmax(-1))[0].backward()
     assert scores.grad is not None
     assert torch.equal(scores.grad.abs().amax(-1) > 0, torch.ones_like(inside) if loss in UNNORMALISED else inside)
     assert inside.any() and not inside.all()

@@ -103,7 +103,7 @@ def agree(case: Case, found: Judged, losses: Tensor, wanted: Tensor, tolerance: 
     expected, gradients = case.gradients(3 * losses.sum()), case.gradients(3 * found.loss)
     assert any(gradient.abs().max() > 1e-3 for gradient in expected) or not len(case.hidden)
     torch.testing.assert_close(gradients, expected, rtol=tolerance, atol=10 * tolerance)
-    assert torch.equal(found.best, case.log_q().argmax(-1)) and torch.equal(found.wanted, wanted)
+    assert torch.equal(found.best, case.log_q().argmax(-1)) and torch.equal(found.labels, wanted)
 
 
 @pytest.mark.sweep(40)
@@ -139,7 +139,7 @@ def test_no_rows_have_no_loss(name: str) -> None:
     """R = 0: a loss of 0, gradients of 0, and no choices."""
     case = Case(rows=0, bias=True)
     found = fused(case, name)
-    assert found.loss == 0 and found.best.shape == found.wanted.shape == (0,)
+    assert found.loss == 0 and found.best.shape == found.labels.shape == (0,)
     assert all(gradient.eq(0).all() for gradient in case.gradients(found.loss))
 
 
@@ -448,7 +448,7 @@ def test_the_loss_by_the_kernel_equals_that_by_torch(name: str, dtype: torch.dty
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(by_kernel.loss, by_torch.loss, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
-    assert torch.equal(by_kernel.best, by_torch.best) and torch.equal(by_kernel.wanted, by_torch.wanted)
+    assert torch.equal(by_kernel.best, by_torch.best) and torch.equal(by_kernel.labels, by_torch.labels)
 
 
 def test_float64_stays_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ def head_loss(
     beta: float = 0.5,
     row_weight: Tensor | None = None,
 ) -> Judged:
-    """The summed loss of states [R, D] under an output layer, with the drafter's and the wanted most likely entries [R].
+    """The summed loss of states [R, D] under an output layer, with the drafter's most likely entries and the labels [R].
 
     By name it is the cross-entropy of `tokens` [R] or a divergence from `theirs`, which gives log p [r, V] of a chunk of
     rows; of replayed drafts, which have a `distance` [R], it is the split loss whatever the name.
@@ -114,18 +114,18 @@ def head_loss(
     return linear_divergence(hidden, head, theirs, chosen, row_weight)
 
 
-class Teacher:
+class TargetLogProbs:
     """What a target says of its rows; those asked for last are kept, for several heads or draft steps ask for the same."""
 
-    def __init__(self, said: Callable[[slice], Tensor]) -> None:
-        self.said, self.first = said, 0
+    def __init__(self, log_probs: Callable[[slice], Tensor]) -> None:
+        self.log_probs, self.first = log_probs, 0
         self.kept: Tensor | None = None  # log p of the rows from `first` on
 
     def __call__(self, rows: slice) -> Tensor:
         """log p [r, V] of these rows."""
         if self.kept is None or not self.first <= rows.start < rows.stop <= self.first + len(self.kept):
             self.kept = None  # freed first, so that two chunks are never held
-            self.first, self.kept = rows.start, self.said(rows)
+            self.first, self.kept = rows.start, self.log_probs(rows)
         return self.kept[rows.start - self.first : rows.stop - self.first]
 
     def at(self, answers: Tensor) -> Callable[[slice], Tensor]:

@@ -18,7 +18,7 @@ from spectrain.kernels.linear_divergence import Projection, target_over
 
 from ..abilities import Abilities, DraftingCost, OnPolicy
 from ..base import Drafter
-from .losses import UNNORMALISED, Teacher, head_loss
+from .losses import UNNORMALISED, TargetLogProbs, head_loss
 
 if TYPE_CHECKING:
     from spectrain.models.head import Head
@@ -80,14 +80,14 @@ class HeadsDrafter(VocabularyDrafter):
             for head in self.heads:
                 head.lm_head.weight.copy_(self.head.output.weight[ids])
 
-    def heads_loss(self, wanted: Supervision, inputs: Callable[[int], Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    def heads_loss(self, supervision: Supervision, inputs: Callable[[int], Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """Each head's loss on `inputs` of its supervised indices, weighted by head_decay^k, k from 1; hits and counts [K]."""
         terms = {}
-        hits = torch.zeros(len(self.heads), device=wanted.best.device)
+        hits = torch.zeros(len(self.heads), device=supervision.best.device)
         counts = torch.zeros_like(hits)
         for k, head in enumerate(self.heads):
             hidden = head.hidden(inputs(k).to(head.lm_head.weight.dtype))
-            loss, right = wanted.judge(hidden, head.lm_head, wanted.answers(k))
+            loss, right = supervision.judge(hidden, head.lm_head, supervision.answers(k))
             terms[f"head{k}"] = self.head_decay ** (k + 1) * loss
             hits[k], counts[k] = right.sum(), len(right)
         return terms, hits, counts
@@ -106,7 +106,7 @@ class Supervision:
         self.row_of = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
         self.row_of[predicts] = torch.arange(int(predicts.sum()), device=batch.tokens.device)
         self.distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
-        self.teacher: Teacher | None = None
+        self.target_log_probs: TargetLogProbs | None = None
         if drafter.divergence == "cross_entropy" and self.distance is None:
             self.best = batch.tokens.roll(-1, dims=1)[predicts]
         else:
@@ -114,8 +114,8 @@ class Supervision:
                 assert batch.features is not None
                 final = batch.features.at("final")
             own_mass = drafter.divergence in UNNORMALISED
-            self.best, said = target_over(final[predicts], drafter.head.projection, drafter.draft_ids, own_mass)
-            self.teacher = Teacher(said)
+            self.best, log_probs = target_over(final[predicts], drafter.head.projection, drafter.draft_ids, own_mass)
+            self.target_log_probs = TargetLogProbs(log_probs)
         self.slots = torch.searchsorted(drafter.draft_ids, self.best).clamp(max=len(drafter.draft_ids) - 1)  # any, if outside
         # Outside the draft vocabulary there is nothing right to say, so no loss; it counts as a miss.
         inside = drafter.t2d[self.best]
@@ -145,7 +145,7 @@ class Supervision:
         """
         weight = self.inside[answers] if row_weight is None else self.inside[answers] * row_weight
         distance = None if self.distance is None else self.distance[answers]
-        theirs = None if self.teacher is None else self.teacher.at(answers)
+        theirs = None if self.target_log_probs is None else self.target_log_probs.at(answers)
         head = Projection(lm_head.weight, lm_head.bias)
-        found = head_loss(self.drafter.divergence, hidden, head, self.slots[answers], theirs, distance, row_weight=weight)
-        return found.loss, self.drafter.draft_ids[found.best] == self.best[answers]
+        judged = head_loss(self.drafter.divergence, hidden, head, self.slots[answers], theirs, distance, row_weight=weight)
+        return judged.loss, self.drafter.draft_ids[judged.best] == self.best[answers]

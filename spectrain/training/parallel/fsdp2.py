@@ -58,9 +58,11 @@ class FullyShard(Replicated):
         return norm
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        first = {id(tensor): name for name, tensor in reversed(module.state_dict(keep_vars=True).items())}  # of tied ones
+        named = module.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(named.items())}  # of tied ones
+        kept = {*first.values()}
         whole: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        return {name: tensor for name, tensor in whole.items() if name in first.values()}
+        return {name: tensor for name, tensor in whole.items() if name in kept}
 
     def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
         parameters, shared = self.trained, {}

@@ -1,0 +1,104 @@
+"""How long a run takes: by steps that really run here, by a rate that is given, or by one that is assumed."""
+
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from spectrain.errors import UserError
+from spectrain.features.base import BatchRequest, Source
+from spectrain.features.batch import Batch
+from spectrain.models.device import wait
+from spectrain.models.target import Target
+from spectrain.runs.fresh import fresh_drafter
+from spectrain.settings.build import build
+from spectrain.training.trainer import Trainer
+
+from .dry_run import DryRun, slots
+from .workload import Workload, target_epochs
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+CALIBRATION = 20  # steps
+WARM = 4  # of these, which pack weights and fill caches, and do not count
+SMALL = 300e6  # parameters up to which a target is small enough to calibrate on without being asked
+
+
+def hours(config: DictConfig, asked: "Plan", seen: DryRun, work: Workload, flops: float) -> dict[str, Any]:
+    """Hours of the run, and where they come from."""
+    whole = work.padded_in_all
+    if asked.tokens_per_second is not None:
+        rate = asked.tokens_per_second * asked.devices
+        return {"value": whole / rate / 3600, "basis": f"plan.tokens_per_second={asked.tokens_per_second:g} of a device"}
+    if should_calibrate(config, asked, seen):
+        target, step = calibrate(config)
+        seconds = work.padded * (target * target_epochs(config, seen, work) + step * work.epochs) / asked.devices
+        basis = f"measured over {CALIBRATION} steps on this machine"
+        return {
+            "value": seconds / 3600,
+            "basis": basis,
+            "tokens_per_second": whole / seconds,
+            "seconds_per_token": [target, step],
+        }
+    rate = asked.share * asked.peak_tflops * 1e12 * asked.devices
+    basis = f"assumed: {asked.share:.0%} of {asked.peak_tflops:g} TFLOP/s, nothing was run"
+    return {"value": flops / rate / 3600, "basis": basis, "tokens_per_second": whole * rate / flops if flops else None}
+
+
+def should_calibrate(config: DictConfig, asked: "Plan", seen: DryRun) -> bool:
+    """Whether steps may run here: asked for, or small and at hand."""
+    if asked.calibrate is not None:
+        if asked.calibrate and (not asked.is_here or not work_is_real(asked)):
+            raise UserError(
+                "plan.calibrate=true: it runs steps on this machine; leave out plan.tokens and a plan.device not here"
+            )
+        return asked.calibrate
+    model = config.target.get("model")
+    local = model is None or any(Path(model).glob("*.safetensors"))
+    return local and asked.is_here and work_is_real(asked) and seen.target <= SMALL
+
+
+def work_is_real(asked: "Plan") -> bool:
+    return asked.tokens is None
+
+
+def calibrate(config: DictConfig) -> tuple[float, float]:
+    """Seconds that a padded token takes in the target's features and in the rest of a step, from steps that really run."""
+    trainer: Trainer = replace(build(config.trainer), max_steps=CALIBRATION, save_every=None, resume=None)
+    target: Target = build(config.target)
+    dataset = build(config.data).dataset(target.tokenizer)
+    drafter = fresh_drafter(config, target, dataset)
+    target.pack()
+    source = _Timed(build(config.source), target)
+    ends: list[float] = []
+    marks: list[tuple[float, float]] = []
+
+    def on_step(step: int) -> None:
+        wait(target.device)
+        ends.append(time.perf_counter())
+        marks.append((source.seconds, source.tokens))
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.fit(drafter, target, dataset, source, Path(folder), on_step=on_step)
+    seconds, tokens = marks[-1][0] - marks[WARM - 1][0], marks[-1][1] - marks[WARM - 1][1]
+    return seconds / tokens, (ends[-1] - ends[WARM - 1] - seconds) / tokens
+
+
+class _Timed(Source):
+    """A source, and how long it took over how many tokens."""
+
+    def __init__(self, source: Source, target: Target) -> None:
+        self.source, self.device, self.asks_drafter = source, target.device, source.asks_drafter
+        self.seconds = self.tokens = 0.0
+
+    def batch(self, request: BatchRequest) -> Batch:
+        began = time.perf_counter()
+        batch = self.source.batch(request)
+        wait(self.device)
+        self.seconds += time.perf_counter() - began
+        self.tokens += slots(request.examples, request.packed)
+        return batch

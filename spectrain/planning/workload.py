@@ -1,0 +1,96 @@
+"""What a run goes over: its batches, how often, and how often its target runs over them."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import DictConfig
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.errors import UserError
+from spectrain.models.loading import load_tokenizer, untrained_network
+from spectrain.models.target import Target
+from spectrain.settings.build import build
+from spectrain.training.trainer import Trainer
+
+from .dry_run import STEP, TARGET, DryRun, slots
+from .memory_tracker import MemoryTracker
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+QUICK_BYTES = 256e6  # of data whose tokens are counted rather than asked for
+
+
+@dataclass
+class Workload:
+    """What a run goes over."""
+
+    dataset: Dataset
+    batches: list[list[Example]]  # of an epoch
+    num_steps: int
+    epochs: float
+    padded: float  # tokens of an epoch, padding included
+    tokens: float  # without it
+    counted: bool  # or said by plan.tokens
+    batch_tokens: int  # of the largest batch, padding included
+
+    @property
+    def padded_in_all(self) -> float:
+        return self.padded * self.epochs
+
+
+def survey(config: DictConfig, asked: "Plan") -> Workload:
+    """The batches of a run: the data's own where it is quick to read, else full ones."""
+    trainer: Trainer = build(config.trainer)
+    data = build(config.data)
+    if asked.tokens is None:
+        if data.num_bytes() > QUICK_BYTES:
+            raise UserError("plan.tokens: this data is not read for a plan; say how many tokens it has, as in plan.tokens=4e8")
+        dataset = data.dataset(tokenizer(config))
+    else:
+        length = min(data.max_length, trainer.batch_tokens)
+        count = max(1, trainer.batch_tokens // length)
+        example = Example([1] * length, [False] + [True] * (length - 1))
+        dataset = Dataset([example] * count, count, 0, 0)
+    batches = [dataset[indices] for indices in dataset.epoch(0, trainer.batching)]
+    sizes = [slots(batch, trainer.packing) for batch in batches]
+    once, largest = float(sum(sizes)), max(sizes)
+    tokens = float(dataset.num_tokens if asked.tokens is None else asked.tokens)
+    all_padded = once if asked.tokens is None else tokens
+    per_step = trainer.accumulate * asked.devices * once / len(batches)
+    num_steps = trainer.max_steps or max(1, math.ceil(trainer.epochs * all_padded / per_step))
+    return Workload(
+        dataset, batches, num_steps, num_steps * per_step / all_padded, all_padded, tokens, asked.tokens is None, largest
+    )
+
+
+def tokenizer(config: DictConfig) -> Any:
+    """The target's, without its weights."""
+    if config.target.get("model"):
+        return load_tokenizer(config.target.model, bool(config.target.get("trust_remote_code", False)), required=True)
+    with MemoryTracker(torch.device("cpu")):
+        target: Target = build(config.target, network=untrained_network, device="cpu")
+    return target.tokenizer
+
+
+def kept_features(config: DictConfig, seen: DryRun, work: Workload) -> float:
+    """Bytes of features that the live source keeps in the host's memory."""
+    keep = build(config.source).keep_bytes
+    whole = work.tokens * len(seen.features) * seen.width * seen.dtype.itemsize
+    return float(min(keep, whole)) if work.epochs > 0 and seen.features else 0.0
+
+
+def target_epochs(config: DictConfig, seen: DryRun, work: Workload) -> float:
+    """How often the target runs over the data: of what is kept once only, where all of a batch is."""
+    whole = work.tokens * len(seen.features) * seen.width * seen.dtype.itemsize
+    kept = kept_features(config, seen, work) / whole if whole else 0.0
+    rows = (work.dataset.examples and len(work.dataset.examples) / len(work.batches)) or 1.0
+    return min(1.0, work.epochs) + max(0.0, work.epochs - 1) * (1 - kept**rows)
+
+
+def total_flops(config: DictConfig, seen: DryRun, work: Workload) -> float:
+    times = 0.0 if build(config.source).stores_features else target_epochs(config, seen, work)
+    return work.padded * (seen.flops.get(TARGET, 0.0) * times + seen.flops.get(STEP, 0.0) * work.epochs)
