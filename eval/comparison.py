@@ -156,7 +156,7 @@ def join(found: Sequence[Scored], place: Path, budget: str | None = None) -> dic
             **{key: first.get(key) for key in ("commit", "versions", "hardware", "date")},
         },
         "rows": rows,
-        "recommendations": recommend(ways),
+        "recommendations": [*recommend(ways), *sampling(found)],
         "caveats": caveats,
     }
 
@@ -303,6 +303,21 @@ def recommend(ways: Sequence[Way]) -> list[dict[str, str]]:
     if free and any(way.row["trained"] for way in exact):
         found.append(advice("no training", latency(free, free)))
     return found
+
+
+def sampling(found: Sequence[Scored]) -> list[dict[str, str]]:
+    """How to sample where sample-and-match, which all were scored with, keeps less than drawing children would."""
+    rules = {one.name: one.summary["rules"] for one in found if one.summary.get("rules")}
+    better = {name: said for name, said in rules.items() if said["better"] == "recursive"}
+    if not better:
+        return []
+    lengths = ", ".join(
+        f"{name} {said['match']['forecast']:.2f} to {said['recursive']['forecast']:.2f}" for name, said in better.items()
+    )
+    return [advice("sampling", (
+        "acceptance=recursive tree.children=without_replacement",
+        f"By what calibration measured, tokens a forward rise where drafters are unsure: {lengths}.",
+    ))]  # fmt: skip
 
 
 def advice(goal: str, said: tuple[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import Any
 from spectrain.decoding.calibration import Forced, Known
 from spectrain.decoding.generation import Generation
 from spectrain.eval.systems import Decoder, System
+from spectrain.trees.measurements import chain_length
 
 
 class Oracle:
@@ -55,15 +56,6 @@ class Oracle:
             "likeliest_by_depth": rounded(likeliest),
             "forecast": {"sampled": round(chain_length(overlap), 4), "greedy": round(chain_length(likeliest), 4)},
         }
-
-
-def chain_length(rates: Sequence[float]) -> float:
-    """Tokens a forward of a chain whose depths are kept at these rates, independently of each other."""
-    length = product = 1.0
-    for rate in rates:
-        product *= rate
-        length += product
-    return length
 
 
 def rounded(values: Sequence[float]) -> list[float]:

@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from spectrain.data.readers import check_text
 from spectrain.errors import UserError
 
 HUB: dict[str, tuple[str, str | None, str]] = {  # name -> data set, subset, split
@@ -150,6 +151,8 @@ def _json(data: bytes, file: Path, line: int, advice: str) -> Any:
     except UnicodeDecodeError as error:
         line += error.object.count(b"\n", 0, error.start)
         raise UserError(f"{file}, line {line}: it is not UTF-8 ({error.reason}); save the file as UTF-8 text") from error
+    except RecursionError as error:
+        raise UserError(f"{file}, line {line}: its values are nested too deeply; {advice}") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{file}, line {line + error.lineno - 1}: it is not JSON ({error.msg}); {advice}") from error
 
@@ -167,6 +170,8 @@ def _prompt(row: Any, name: str, category: str, where: str) -> Prompt:
         turns = next((read(row) for columns, read in FORMATS.items() if row.keys() >= set(columns)), None)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise UserError(f'{where}: it holds no prompt; write {{"turns": [..]}}, {{"messages": [..]}} or {{"prompt": ".."}}')
+    for text in [*turns, *(message["content"] for message in before)]:
+        check_text(text, where)
     named = [str(row[column]) for column in ("id", "question_id", "prompt_id", "task_id") if column in row]
     return Prompt([*named, name][0], str(row.get("category", category)), turns, before)
 

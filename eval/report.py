@@ -124,6 +124,8 @@ def explanation(summary: dict[str, Any]) -> Iterator[str]:
             f"at {_rates(forced['likeliest_by_depth'])}: {ahead['sampled']:.2f} and {ahead['greedy']:.2f} tokens a forward "
             "of a chain so deep"
         )
+    if (rules := summary.get("rules")) and rules["better"] == "recursive":
+        yield better_rule(rules)
     if limits.get("oracle"):
         floor = limits["autoregressive_of_floor"]
         free = limits["zero_cost_draft"]
@@ -137,6 +139,15 @@ def explanation(summary: dict[str, Any]) -> Iterator[str]:
             f"transformers {name}: {entry['tokens_per_second']:.1f} tokens/s with prefill, {entry['speedup']:.2f} of its plain "
             f"generate, {entry['tokens_per_forward']:.2f} tokens per forward"
         )
+
+
+def better_rule(rules: dict[str, Any]) -> str:
+    """What drawing children promises where the drafter is unsure."""
+    match, recursive = rules["match"], rules["recursive"]
+    return (
+        f"with {rules['children']} children a place, acceptance=match keeps {_rates(match['kept_by_depth'])} by depth, and "
+        f"acceptance=recursive tree.children=without_replacement would keep {_rates(recursive['kept_by_depth'])}: use that"
+    )
 
 
 def caveats(summary: dict[str, Any]) -> Iterator[str]:

@@ -156,6 +156,9 @@ class Evaluation:
         results = self._results(candidate, decoding, folder)
         folder.mkdir(parents=True, exist_ok=True)
         summary = self._summary(results, decoding)
+        rules = (oracle and oracle.forced.rules) or (calibration and calibration.rules)
+        if rules:
+            summary["rules"] = rules.summary()
         for part in parts:
             summary |= part.report(results)
         if self.report:

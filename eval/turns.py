@@ -1,6 +1,5 @@
 """Decoding in turn: for every prompt the autoregressive run and the drafted ones follow each other, in a rotating order."""
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from spectrain.eval.oracle import Oracle
 from spectrain.eval.parts import Part
 from spectrain.eval.prompts import Prompt
 from spectrain.eval.systems import Decoder, System
+from spectrain.training.progress import Pace
 
 AUTOREGRESSIVE, ORACLE = "autoregressive", "oracle"
-EVERY = 30.0  # seconds between two lines of progress, where there is no terminal
 
 Runs = dict[str, list[Generation]]
 
@@ -61,14 +60,12 @@ class Interleaving:
             part.begin()
         starts = range(0, len(prompts), self.batch_size)
         console = Console(stderr=True)
-        began = told = time.monotonic()
+        pace = Pace(len(prompts))
         for first in track(starts, "prompts", console=console, disable=not console.is_terminal, transient=True):
             self._converse(prompts[first : first + self.batch_size])
-            done, now = min(first + self.batch_size, len(prompts)), time.monotonic()
-            if not console.is_terminal and now - told > EVERY and done < len(prompts):
-                left = (now - began) / done * (len(prompts) - done)
-                console.print(f"scored {done} of {len(prompts)} prompts, about {left / 60:.1f} minutes left", highlight=False)
-                told = now
+            done = min(first + self.batch_size, len(prompts))
+            if not console.is_terminal and done < len(prompts) and pace.is_due():
+                console.print(f"scored {done} of {len(prompts)} prompts  {pace.left(done)}", highlight=False)
 
     def _converse(self, prompts: Sequence[Prompt]) -> None:
         """Decode a batch of prompts turn by turn; a later turn follows the target's own answers."""

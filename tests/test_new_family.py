@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectrain.cli.main import dispatch
+from spectrain.cli.main import dispatch, quietly
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import TrainingState
@@ -91,7 +91,7 @@ def test_a_wrong_setting_is_refused(setting: str, message: str) -> None:
     with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:
         told: list[str] = []
         patch.setattr("spectrain.cli.main.fail", lambda text, status: (told.append(text), status)[1])
-        say(*commands("CONTRIBUTING.md")[0], "data.limit=4", "eval=none", f"drafter.{setting}")
+        quietly(lambda words: say(*words))([*commands("CONTRIBUTING.md")[0], "data.limit=4", "eval=none", f"drafter.{setting}"])
     assert end.value.code == 2 and message in told[0]
 
 

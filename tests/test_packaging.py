@@ -1,9 +1,17 @@
 """What the layout and the wheel promise."""
 
+import ast
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import packages_distributions
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.test_house import code, tree
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,6 +27,25 @@ def test_kernels_never_shadows_the_hugging_face_package() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+def test_every_import_is_declared() -> None:
+    """What the code imports is a dependency or in an extra that users install, not merely there because something else is."""
+    tomllib = pytest.importorskip("tomllib", reason="Python reads toml from 3.11 on")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [names for extra, names in project["optional-dependencies"].items() if extra not in ("dev", "docs")]
+    declared = {canonicalize_name(Requirement(name).name) for names in (project["dependencies"], *extras) for name in names}
+    installed = packages_distributions()
+    missing = set()
+    for path in code():
+        for node in ast.walk(tree(path)):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+                modules = [node.module]
+            for name in {module.split(".")[0] for module in modules} - sys.stdlib_module_names - {"spectrain"}:
+                if not declared & set(map(canonicalize_name, installed.get(name, [name]))):
+                    missing.add(name)
+    assert not missing, f"add to pyproject.toml what ships {sorted(missing)}"
+
+
 def test_wheel_holds_everything_and_nothing_else(tmp_path: Path) -> None:
     """The wheel, built by way of the sdist, ships code, configuration and data under one top-level name."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
@@ -27,7 +54,7 @@ def test_wheel_holds_everything_and_nothing_else(tmp_path: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"spectrain"}
     wanted = ["conf/train.yaml", "conf/recipe/eagle3.yaml", "eval/run.py", "eval/page.html", "eval/results/goals.json",
-              "kernels/tree_attention.py", "py.typed", "data/conversations.jsonl.gz",
+              "kernels/tree_attention.py", "py.typed", "cli/help.yaml", "cli/completion.bash", "data/conversations.jsonl.gz",
               "data/heldout.jsonl", "data/tiny/model.safetensors"]  # fmt: skip
     for name in wanted:
         assert f"spectrain/{name}" in names, name

@@ -25,8 +25,8 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.kernels import kv_append, kv_commit, tree_attention, tree_verify
 from spectrain.models import compiled_layers as compiled
 from spectrain.models.target import Target
-from spectrain.planning import counting
-from spectrain.planning.counting import count_round
+from spectrain.planning import launches
+from spectrain.planning.launches import count_round
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 
 from . import identity, rounds, training
@@ -129,7 +129,7 @@ class EngineBench(Bench):
                 yield from steps()
 
     def counts(self) -> Iterator[Step]:
-        source = digest(counting, engine, decode, eagle3)
+        source = digest(launches, engine, decode, eagle3)
         last = f"N={self.sizes.nodes[-1]}"
         for name in (AR, last, *self.sizes.trees()):
             yield Step(f"counts/{name}", source, partial(self.count_row, name))

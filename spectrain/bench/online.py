@@ -21,9 +21,9 @@ from spectrain.data.dataset import Dataset
 from spectrain.features.live import Live
 from spectrain.models.loading import load_tokenizer
 from spectrain.models.target import Target
-from spectrain.planning import dry_run as rehearsal
-from spectrain.planning import outline
-from spectrain.planning.dry_run import rehearse, size_of
+from spectrain.planning import dry_run as dry_run_module
+from spectrain.planning import memory_tracker
+from spectrain.planning.dry_run import dry_run, size_of
 from spectrain.settings.build import build
 from spectrain.training.trainer import Trainer
 
@@ -65,7 +65,7 @@ class OnlineBench(Bench):
         for conversations, length in self.sizes.batches:
             name = f"online/eagle3 B={conversations} T={length}"
             work = partial(online_row, self.sizes, conversations, length, self.device, self.dtype)
-            yield Step(name, digest(outline, rehearsal), work)
+            yield Step(name, digest(memory_tracker, dry_run_module), work)
 
 
 def online_row(sizes: OnlineSizes, conversations: int, length: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def online_row(sizes: OnlineSizes, conversations: int, length: int, device: torc
     dataset = Dataset(examples, conversations, 0, 0)
     with tempfile.TemporaryDirectory() as folder:
         config = settings(sizes, conversations * length, folder)
-        planned = rehearse(config, device, dataset, [examples], 1000)
+        planned = dry_run(config, device, dataset, [examples], 1000)
         measured = measured_peak(config, sizes, dataset, device, dtype, Path(folder))
     return {
         "conversations": conversations, "length": length, "ttt_steps": sizes.ttt_steps, "dtype": str(dtype),

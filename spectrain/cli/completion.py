@@ -2,7 +2,7 @@
 
 It is our own, as others lose what a user sees. `shtab` writes a script once, from a parser of fixed words: keys that depend on
 the recipe or choice named before, run folders and --config-dir are beyond it. Hydra's own composes the configuration at every
-press, 3 seconds where this takes a quarter of one, and has no key whose default is a constructor's, no command and no flag.
+press, 3 seconds where this takes 0.4, and has no key whose default is a constructor's, no command and no flag.
 """
 
 from __future__ import annotations

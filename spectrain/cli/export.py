@@ -37,9 +37,9 @@ def export(config: Any) -> Path:
     refuse_full(out)
     with written(out, folder=True) as scratch:
         write_drafter(drafter, layout, target, scratch)
-        if drafter.trained_target is not None and drafter.family != "EarlyExit":
+        if drafter.trained_target is not None and not drafter.is_target:
             shutil.copytree(drafter.trained_target, scratch / "target")
-        if drafter.family != "EarlyExit":
+        if not drafter.is_target:
             files = Files.read(scratch)
             for finding in check(files, detect(files), target):
                 if finding.level == "error":

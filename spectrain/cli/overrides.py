@@ -95,7 +95,9 @@ def as_text(value: str) -> str:
 
 
 def check_words(command: str, words: list[str]) -> None:
-    """Raise a UserError at the first word that no configuration could be composed with."""
+    """Raise a UserError at the first word that no configuration could be composed with, or that its constructor refuses."""
+    from spectrain.settings.check import check_given  # not for completion, which is to be quick
+
     asked, folders = schema(COMMANDS[command].config or ""), conf_folders(words)
     asked.groups |= {name: None for name in config_groups(words) - config_groups([])}
     known = [*asked.groups, *asked.nodes, *(key.name for key in asked.keys)]
@@ -118,6 +120,7 @@ def check_words(command: str, words: list[str]) -> None:
             check_choice(name, value, folders, sweeps)
         elif head not in known and head != "hydra":
             raise UserError(f"{head}: there is no such key{likely(setting[1], head, asked, known)}")
+    check_given(asked, words)
 
 
 def check_flag(word: str, following: str | None, known: list[str], asked: Schema, command: Command) -> None:

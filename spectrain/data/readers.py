@@ -22,6 +22,7 @@ from .dataset import Dataset
 from .shards import MANIFEST, Shards
 
 FOLDER = Path(__file__).parent
+MOST_TURNS, LONGEST_TURN = 1_000, 2_000_000  # a tokenizer is silent for minutes over more
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
          "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool"}  # fmt: skip
 
@@ -102,7 +103,8 @@ class Jsonl(Data):
         pattern = str(self.path / "*") if self.path.is_dir() else str(self.path)
         found = [Path(name) for name in sorted(glob(pattern)) if name.endswith((".jsonl", ".jsonl.gz"))]
         if not found:
-            raise UserError(f"data.path={self.path}: there is no such file; give a JSON Lines file of conversations")
+            what = "the folder holds no .jsonl file" if self.path.is_dir() else "there is no such file"
+            raise UserError(f"data.path={self.path}: {what}; give a JSON Lines file of conversations")
         return found
 
     def _read(self, path: Path) -> Iterator[list[Message]]:
@@ -113,12 +115,18 @@ class Jsonl(Data):
                 for number, line in enumerate(lines, 1):
                     if line.strip():
                         yield self._parse(line, f"{path}, line {number}")
-        except (OSError, EOFError, UnicodeDecodeError) as error:
-            raise UserError(f"{path}, after line {number}: it cannot be read ({error}); save it as UTF-8 text") from error
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}, after line {number}: it is no text ({error.reason}); save it as UTF-8 text") from error
+        except (OSError, EOFError) as error:
+            raise UserError(
+                f"{path}, after line {number}: it cannot be read ({error}); see that it is whole and yours"
+            ) from error
 
     def _parse(self, line: str, where: str) -> list[Message]:
         try:
             row = json.loads(line)
+        except RecursionError as error:
+            raise UserError(f"{where}: its values are nested too deeply; write one conversation a line") from error
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: it is not JSON ({error.msg}); write one object a line") from error
         return conversation(row, where, self.asks_only)
@@ -204,18 +212,34 @@ def conversation(row: Any, where: str, asks_only: bool = False) -> list[Message]
     if not isinstance(turns, list):
         found = "it is a list; write one conversation a line," if isinstance(row, list) else "it holds no conversation; write"
         raise UserError(f'{where}: {found} {{"messages": [{{"role": .., "content": ..}}, ..]}}')
+    if len(turns) > MOST_TURNS:
+        raise UserError(f"{where}: a conversation of {len(turns)} turns; cut it into several of {MOST_TURNS} or fewer")
     messages: list[Message] = []
     for turn in turns:
         role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
         content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
         if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
             raise UserError(f"{where}: a turn has no text or an unknown role ({role!r}); use system, user and assistant")
+        check_text(content, where)
         if asks_only and ROLES[role] == "user" and messages and messages[-1]["role"] == "user":
             messages.append({"role": "assistant", "content": ""})
         if ROLES[role] != "assistant" or any(message["role"] != "system" for message in messages):
             messages.append({"role": ROLES[role], "content": content})
     if asks_only and messages and messages[-1]["role"] == "user":
         messages.append({"role": "assistant", "content": ""})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{where}: the conversation has no assistant turn to learn from; add one or drop the line")
+    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    if not asks_only and not any(text.strip() for text in answers):
+        empty = "its answers are empty" if answers else "the conversation has no assistant turn to learn from"
+        raise UserError(f"{where}: {empty}; add one or drop the line")
     return messages
+
+
+def check_text(text: str, where: str) -> None:
+    """Stop at a text that no tokenizer takes, or that is no turn of a conversation."""
+    if len(text) > LONGEST_TURN:
+        raise UserError(f"{where}: a text of {len(text):,} characters; no turn has more than {LONGEST_TURN:,}, so cut it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):x}"
+        raise UserError(f"{where}: its text holds {half}, which is half of a character; write it as UTF-8 text") from error

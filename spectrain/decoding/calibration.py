@@ -6,6 +6,7 @@ Shapes: B batch, D depth, K children of a node, V vocabulary. Both are measured 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,13 +19,14 @@ from spectrain.models.device import wait
 from spectrain.models.target import Target
 from spectrain.randomness import DRAFT, generator, gumbel
 from spectrain.trees.base import Prefix, Rollout, Round, TreeBuilder
-from spectrain.trees.measurements import Calibration, Latency
-from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.measurements import Calibration, Latency, RuleForecast
+from spectrain.trees.token_tree import Children, TokenTree
 
-from .acceptance import AcceptanceRule, Greedy, Siblings
+from .acceptance import AcceptanceRule, Greedy, Recursive, Siblings
 from .loop import decode
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+BRANCHES = 4  # children of a node by which rules are compared, where the tree branches
 
 
 def calibrate(
@@ -42,16 +44,16 @@ def calibrate(
     needs = {need for builder in builders for need in builder.needs}
     if not needs:
         return None
-    hits, counts, latency = [], [], None
+    hits, counts, latency, rules = [], [], None, None
     if "hits" in needs:
         deepest = max((builder for builder in builders if "hits" in builder.needs), key=lambda builder: builder.depth)
         forced = run_forced(target, drafter, deepest, rule, prompts, max_new_tokens)
-        hits, counts = forced.hits, [count for count in forced.counts if count]
+        hits, counts, rules = forced.hits, [count for count in forced.counts if count], forced.rules
         _check_rolled_out(deepest, any(counts))
     if "latency" in needs:
         largest = max((builder for builder in builders if "latency" in builder.needs), key=lambda builder: builder.budget)
         latency = measure_latency(target, drafter, prompts, largest)
-    calibration = Calibration(hits, counts, latency)
+    calibration = Calibration(hits, counts, latency, rules)
     for builder in builders:
         builder.prepare(calibration)
     return calibration
@@ -89,6 +91,9 @@ class Forced(TreeBuilder):
         self.depth, self.budget, self.drafted = builder.depth, builder.depth + 1, builder.depth - 1
         self.sums = torch.zeros(self.depth, width, dtype=torch.float64)
         self.counts = [0] * self.depth
+        matches = self.rule.fixes_choice and builder.children == "deterministic"
+        self.weighing = None if self.rule.shaping is None or not matches else Recursive(*self.rule.shaping)
+        self.weighed = [0.0] * self.depth  # the same of `weighing`, over the places of each depth
         self.overlaps, self.firsts = [0.0] * self.depth, [0] * self.depth  # sums over the places of each depth
         self.levels: list[Tensor] = []  # log q [B, V] after each node of this round's chain
         self.rollout: Rollout | None = None
@@ -126,6 +131,15 @@ class Forced(TreeBuilder):
         """How often the drafter's most likely token is the target's most likely one, at each depth."""
         return [hits / count for hits, count in zip(self.firsts, self.counts) if count]
 
+    @property
+    def rules(self) -> RuleForecast | None:
+        """Sample-and-match beside weighing drawn children."""
+        if self.weighing is None or not any(self.counts):
+            return None
+        children = 1 if self.builder.is_chain else BRANCHES
+        weighed = [total / count for total, count in zip(self.weighed, self.counts) if count]
+        return RuleForecast(children, [sum(hits[:children]) for hits in self.hits], weighed)
+
     def observe(self, round: Round) -> None:
         """Add each child's chance of being kept at every place that was really reached."""
         for b in range(len(round.counts) if self.rollout is not None else 0):  # None: the drafter drafts by itself
@@ -133,7 +147,7 @@ class Forced(TreeBuilder):
             rate: Any = 1
             for level in range(min(int(round.counts[b]), len(self.levels)) if drafted else 0):
                 logits = round.logits[b, level]
-                siblings, q = self._siblings(logits, self.levels[level][b], level)
+                siblings, q = self._siblings(logits, self.levels[level][b], level, self.builder.children)
                 chances = [float(chance) for chance in self.rule.chances(siblings, rate)]
                 self.sums[level, : len(chances)] += torch.tensor(chances, dtype=torch.float64)
                 if level + 1 < len(self.levels):
@@ -141,20 +155,24 @@ class Forced(TreeBuilder):
                 p = siblings.p if self.rule.is_random else logits.double().softmax(-1)
                 self.overlaps[level] += float(torch.minimum(p, q).sum())
                 self.firsts[level] += int(q.argmax() == logits.argmax())
+                if self.weighing is not None:
+                    drawn, _ = self._siblings(logits, self.levels[level][b], level, "without_replacement")
+                    drawn = replace(drawn, tokens=drawn.tokens[: 1 if self.builder.is_chain else BRANCHES])
+                    self.weighed[level] += sum(map(float, self.weighing.chances(drawn)))
                 self.counts[level] += 1
 
-    def _siblings(self, logits: Tensor, log_q: Tensor, level: int) -> tuple[Siblings, Tensor]:
-        """Children as the builder would choose or draw them, and the drafter's whole distribution over target ids."""
+    def _siblings(self, logits: Tensor, log_q: Tensor, level: int, children: Children) -> tuple[Siblings, Tensor]:
+        """Children as a builder would choose or draw them, and the drafter's whole distribution over target ids."""
         assert self.rollout is not None
         p = self.rule.distribution(logits)
         width = min(self.width, len(log_q))
         scores, log_q = log_q, (log_q.double() / self.builder.temperature).log_softmax(-1)
         every = self.rollout.to_target(torch.arange(len(log_q), device=log_q.device))
         q = torch.zeros_like(p).scatter(0, every, log_q.exp())
-        if self.builder.children == "deterministic":
+        if children == "deterministic":
             return Siblings(self.rollout.to_target(scores.topk(width).indices).tolist(), p, None), q
         source = generator(DRAFT, self.builder.seed, level, self.counts[level])
-        drop = self.builder.children == "without_replacement"
+        drop = children == "without_replacement"
         if drop:
             drawn = (log_q + gumbel((len(log_q),), source).to(log_q.device)).topk(width).indices
         else:

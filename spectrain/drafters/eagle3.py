@@ -18,6 +18,7 @@ from spectrain.models.attention import unrolled_attention
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
+from spectrain.settings.values import Count, Share, Steps
 from spectrain.trees.base import Branches, Draft, Rollout
 from spectrain.trees.token_tree import Accepted
 
@@ -58,11 +59,11 @@ class Eagle3(VocabularyDrafter):
     def __init__(
         self,
         target: Target,
-        ttt_steps: int = 7,
-        vocab_size: int = 32000,
+        ttt_steps: Steps = 7,
+        vocab_size: Count = 32000,
         layers: list[int] | None = None,
         loss: Loss = "forward_kl",
-        step_decay: float = 0.8,  # weight of each draft step's loss against the one before it
+        step_decay: Share = 0.8,  # weight of each draft step's loss against the one before it
         start: Literal["target", "random"] = "target",  # the layer starts as a copy of the target's, or at random
         architecture: dict[str, Any] | None = None,
     ) -> None:

@@ -23,6 +23,7 @@ from spectrain.kernels.linear_divergence import HeadTarget, most_likely
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.randomness import MASKED_PREFIXES, sequence_generator
+from spectrain.settings.values import Steps
 from spectrain.trees.base import DepthRollout, Draft
 from spectrain.trees.token_tree import Accepted, TokenTree
 
@@ -98,7 +99,7 @@ class GatedLora(Drafter):
     def __init__(
         self,
         target: Target,
-        num_masks: int = 4,
+        num_masks: Steps = 4,
         rank: int = 16,
         alpha: float = 32.0,
         strategy: Literal["quadratic", "linear"] = "quadratic",  # masks behind every node, or behind the deepest only

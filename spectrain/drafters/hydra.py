@@ -17,6 +17,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.settings.values import Count, Share, Steps
 from spectrain.trees.base import Draft, Rollout
 
 from .abilities import Capture, SavedFiles
@@ -97,11 +98,11 @@ class Hydra(HeadsDrafter):
     def __init__(
         self,
         target: Target,
-        num_heads: int = 3,
-        num_layers: int = 1,
-        vocab_size: int = 32000,
+        num_heads: Steps = 3,
+        num_layers: Steps = 1,
+        vocab_size: Count = 32000,
         loss: Loss = "forward_kl",
-        head_decay: float = 0.8,
+        head_decay: Share = 0.8,
         prefix_attention: bool = False,
     ) -> None:
         super().__init__()

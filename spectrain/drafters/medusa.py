@@ -19,6 +19,7 @@ from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
+from spectrain.settings.values import Count, Share, Steps
 from spectrain.trees.base import DepthRollout, Draft
 
 from .abilities import Capture, SavedFiles
@@ -66,11 +67,11 @@ class Medusa(HeadsDrafter):
     def __init__(
         self,
         target: Target,
-        num_heads: int = 3,
-        num_layers: int = 1,
-        vocab_size: int = 32000,
+        num_heads: Steps = 3,
+        num_layers: Steps = 1,
+        vocab_size: Count = 32000,
         loss: Loss = "cross_entropy",
-        head_decay: float = 0.8,
+        head_decay: Share = 0.8,
         adapt: Literal["lora", "full"] | None = None,
         heads_first: float = 0.5,
         heads_coefficient: float = 0.2,  # weight of the heads' loss once the target trains with them

@@ -16,6 +16,7 @@ from spectrain.kernels.linear_divergence import HeadTarget, most_likely
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.randomness import MASKED_PREFIXES, sequence_generator
+from spectrain.settings.values import Steps
 from spectrain.trees.base import DepthRollout, Draft
 
 from .abilities import Abilities, Capture, DraftingCost, SavedFiles
@@ -45,7 +46,7 @@ class Pard(Drafter):
     def __init__(
         self,
         target: Target,
-        num_drafts: int = 8,
+        num_drafts: Steps = 8,
         num_layers: int | None = None,
         model: str | None = None,
         architecture: dict[str, Any] | None = None,

@@ -11,8 +11,8 @@ from .layout import Layout, Portable
 from .targets import LOADERS, TargetFiles
 
 KINDS = {
-    "Eagle3": "EAGLE-3", "Medusa": "Medusa", "Causal": "distilled draft model", "Pard": "PARD", "GatedLora": "gated LoRA",
-    "EarlyExit": "LayerSkip",
+    "eagle3": "EAGLE-3", "medusa": "Medusa", "causal": "distilled draft model", "pard": "PARD", "gated_lora": "gated LoRA",
+    "early_exit": "LayerSkip",
 }  # fmt: skip
 
 
@@ -25,10 +25,10 @@ def card(drafter: Portable, layout: Layout, target: TargetFiles, place: str, run
     head += ["- speculative-decoding", f"- {kind.lower().replace(' ', '-')}", "---", ""]
     what = (
         [f"# {name}, trained to exit early ({kind})", "", f"A target of its own: its output is not {name}'s."]
-        if drafter.family == "EarlyExit"
+        if drafter.is_target
         else [f"# {kind} drafter for {name}", "", f"It drafts for `{name}` and no other model; {layout.title}."]
     )
-    if drafter.trained_target is not None and drafter.family != "EarlyExit":
+    if drafter.trained_target is not None and not drafter.is_target:
         what.append("The target was trained with it and lies in `target/`: the output is that model's.")
     if target.said == "smollm2":
         what.append(
@@ -81,10 +81,16 @@ def describe(entry: dict[str, Any]) -> str:
 def row(entry: dict[str, Any]) -> str:
     length, speed, same = entry["acceptance_length"], entry["speedup"], entry.get("lossless") or {}
     identical = f"{same['identical']} of {same['checked']}" if same.get("checked") else "not checked"
-    return (
-        f"{length['pooled']:.2f} [{length['ci95'][0]:.2f}, {length['ci95'][1]:.2f}] | "
-        f"{speed['ratio']:.2f} [{speed['ci95'][0]:.2f}, {speed['ci95'][1]:.2f}] | {identical}"
+    shown = (
+        f"{value:.2f}{within(entry.get('ci95'))}" for value, entry in ((length["pooled"], length), (speed["ratio"], speed))
     )
+    return f"{' | '.join(shown)} | {identical}"
+
+
+def within(bounds: list[float | None] | None) -> str:
+    """An interval, where there were prompts enough for one."""
+    low, high = bounds or (None, None)
+    return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
 
 
 def setting_line(setting: dict[str, Any]) -> str:
@@ -99,13 +105,13 @@ def setting_line(setting: dict[str, Any]) -> str:
 
 def served(drafter: Portable, layout: Layout, target: TargetFiles, place: str) -> list[str]:
     """The command of every engine that reads this layout."""
-    own = f"{place}/target" if drafter.trained_target is not None and drafter.family != "EarlyExit" else target.place
+    own = f"{place}/target" if drafter.trained_target is not None and not drafter.is_target else target.place
     commands = layout.serve(drafter, target, own, place)
     shipped = target.said in LOADERS
     commands["spectrain"] = f"spectrain eval run={place} " + (
         f"target={target.said}" if shipped else f"target=hf target.model={own}"
     )
-    if drafter.family == "EarlyExit":
+    if drafter.is_target:
         exit_layer = drafter.drafter["exit_layer"]
         commands["spectrain"] = (
             f"spectrain eval drafter=early_exit drafter.exit_layer={exit_layer} target=hf target.model={place}"

@@ -7,15 +7,14 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 from spectrain.files import written
 from spectrain.provenance import versions
 from spectrain.settings.choices import named
 
 from .layout import KEPT, Files, Layout, Portable, write_json
 from .layouts import detect, layout_for
-from .linter import NOT_DATA, check
-from .own import Own
+from .linter import MALFORMED, NOT_DATA, check
 from .targets import TargetFiles
 
 SAID_BY_LAYOUT = ("_target_", "architecture", "layers", "vocab_size", "num_layers", "model")
@@ -35,14 +34,18 @@ def read_drafter(directory: Path, target: TargetFiles | None = None) -> Portable
             raise UserError(f"{directory}: {finding.what} ({finding.name}); {finding.mend}")
     try:
         return layout.read(files, target)
+    except UserError:
+        raise
     except KeyError as error:
         raise UserError(f"{directory}: {error} is missing; run spectrain lint {directory}") from error
+    except MALFORMED as error:
+        raise UserError(f"{directory}: its files are of no drafter ({first_line(error)}); copy them again") from error
 
 
 def write_drafter(drafter: Portable, layout: Layout, target: TargetFiles | None, directory: Path) -> None:
     """Lay a drafter down in a folder, with spectrain.json beside it for what the layout has no words for."""
     layout.write(drafter, target, directory)
-    if isinstance(layout, Own):
+    if layout.says_all:
         return
     kept: dict[str, Any] = {
         "drafter": {key: value for key, value in drafter.drafter.items() if key not in SAID_BY_LAYOUT},
@@ -53,7 +56,7 @@ def write_drafter(drafter: Portable, layout: Layout, target: TargetFiles | None,
         kept["mask_row"] = drafter.description["mask_row"]
     if target is not None:
         kept["target"] = {"said": target.said, "name": target.name, "tokenizer": target.template_hash()}
-    if drafter.family == "EarlyExit":
+    if drafter.is_target:
         kept["exits"] = trained_exits(drafter)
     write_json(directory / "spectrain.json", kept)
 

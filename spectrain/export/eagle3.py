@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +16,7 @@ from spectrain.drafters.eagle3 import LAYER, VARIANTS, default_layers
 from spectrain.drafters.shared.layers import llama_layer
 from spectrain.errors import UserError
 
+from .eagle3_settings import Settings, rope_of
 from .layout import Expected, Files, Finding, Layout, Portable
 from .targets import TargetFiles
 
@@ -38,44 +38,10 @@ def prefixed(name: str, prefix: str) -> str:
     return prefix + name if name.startswith(IN_LAYER) else name
 
 
-def rope_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The rotary embedding as `rope_parameters` says it, wherever a configuration keeps it."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = rope.pop("type", None)
-    rope.setdefault("rope_type", kind or "default")
-    theta = config.get("rope_theta")
-    rope.setdefault("rope_theta", 10000.0 if theta is None else theta)
-    return rope
-
-
-@dataclass
-class Settings:
-    """A drafter's settings as a layout's config.json says them, in our terms."""
-
-    layer: dict[str, Any]  # a Llama configuration
-    layers: list[int] | None  # fused, the residual stream entering them; None where the file leaves it to the engine
-    variants: dict[str, bool]
-    draft_vocab_size: int | None
-
-    @property
-    def width(self) -> int:
-        return int(self.layer["hidden_size"])
-
-    @property
-    def architecture(self) -> dict[str, Any]:
-        """What the constructor of our class takes: everything said but variants that are off."""
-        heads = self.layer["num_attention_heads"]
-        whole = {"head_dim": self.width // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6, **self.layer}
-        whole["head_dim"] = whole["head_dim"] or self.width // heads
-        whole["num_key_value_heads"] = whole["num_key_value_heads"] or heads
-        whole["rope_parameters"] = rope_of(self.layer)
-        return {key: whole[key] for key in LAYER if key in whole} | {k: True for k, on in self.variants.items() if on}
-
-
 class Eagle3Layout(Layout):
     """A layout of EAGLE-3: `settings` says what config.json means, the rest is the same for all."""
 
-    families = ("Eagle3",)
+    families = ("eagle3",)
     prefix: ClassVar[str]
 
     @abstractmethod
@@ -85,6 +51,9 @@ class Eagle3Layout(Layout):
     def view(self, files: Files) -> dict[str, Tensor]:
         """The tensors under our names."""
         return {plain(name): tensor for name, tensor in files.tensors.items()}
+
+    def eagle3(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
+        return self.settings(files), self.view(files)
 
     def expected(self, files: Files) -> Expected:
         said = self.settings(files)

@@ -12,7 +12,8 @@ from typing import Any
 from spectrain.drafters.eagle3 import default_layers
 from spectrain.errors import UserError
 
-from .eagle3 import Eagle3Layout, Settings, prefixed, same, settings_of, variants_of
+from .eagle3 import Eagle3Layout, prefixed, same, settings_of, variants_of
+from .eagle3_settings import Settings
 from .layout import Files, Finding, Portable, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles
@@ -27,6 +28,7 @@ class Flat(Eagle3Layout):
     name = "sglang"
     title = "EAGLE-3, flat layout"
     prefix = "midlayer."
+    counts_outputs = True
 
     def recognises(self, files: Files) -> bool:
         known = any(name in ARCHITECTURES for name in files.config.get("architectures") or [])

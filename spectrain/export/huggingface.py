@@ -26,7 +26,7 @@ class HuggingFace(Layout):
 
     name = "hf"
     title = "transformers"
-    families = ("Causal", "Pard", "EarlyExit")
+    families = ("causal", "pard", "early_exit")
 
     def recognises(self, files: Files) -> bool:
         return any(name.endswith("ForCausalLM") for name in files.config.get("architectures") or [])
@@ -82,7 +82,7 @@ class HuggingFace(Layout):
         return Portable(drafter, tensors, kept.said, description=kept.description)
 
     def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
-        if drafter.family == "EarlyExit":
+        if drafter.is_target:
             self._write_target(drafter, directory)
             return
         target = need(target, "its tokenizer is the drafter's too")
@@ -91,7 +91,7 @@ class HuggingFace(Layout):
         architecture.setdefault("architectures", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]])
         tensors = {name.removeprefix(INNER): tensor for name, tensor in drafter.tensors.items()}
         architecture["dtype"] = drafter.dtype
-        if drafter.family == "Pard":
+        if "mask" in drafter.tensors:
             mask = tensors.pop("mask")
             token = mask_token(target, architecture["vocab_size"])
             name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
@@ -114,10 +114,10 @@ class HuggingFace(Layout):
         shutil.copytree(trained, directory, dirs_exist_ok=True)
 
     def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
-        if drafter.family == "EarlyExit":
+        if drafter.is_target:
             exit_layer = drafter.drafter["exit_layer"]
             return {"transformers": generate(place, f"assistant_early_exit={exit_layer}")}
-        if drafter.family == "Pard":
+        if "mask" in drafter.tensors:
             count = drafter.drafter.get("num_drafts", 8)
             drafting = {"method": "draft_model", "model": place, "num_speculative_tokens": count, "parallel_drafting": True}
             return {"vLLM": serve_vllm(target, drafting)}

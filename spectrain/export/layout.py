@@ -18,8 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spectrain.errors import UserError
+from spectrain.settings.choices import choice
 from spectrain.settings.saved import checked_orders, read_object, saved_groups
 
+from .eagle3_settings import Settings
 from .targets import TargetFiles
 
 KEPT = ("tree", "acceptance", "recipe")  # of a saved description, whatever the layout
@@ -113,8 +115,13 @@ class Portable:
 
     @property
     def family(self) -> str:
-        """The class that drafts with it."""
-        return str(self.drafter["_target_"]).rpartition(".")[2]
+        """The choice that drafts with it."""
+        return choice("drafter", self.drafter)
+
+    @property
+    def is_target(self) -> bool:
+        """Whether it has no weights beside its target's, which was trained to draft with its own layers."""
+        return not self.tensors
 
     @property
     def dtype(self) -> str:
@@ -149,6 +156,8 @@ class Layout(ABC):
     name: ClassVar[str]  # as --to says it
     title: ClassVar[str]
     families: ClassVar[tuple[str, ...]]  # which of our drafters it can hold
+    says_all: ClassVar[bool] = False  # there is nothing to keep beside it
+    counts_outputs: ClassVar[bool] = False  # layer ids are of what a layer gives, one less than of what enters the next
 
     @abstractmethod
     def recognises(self, files: Files) -> bool:
@@ -158,9 +167,17 @@ class Layout(ABC):
     def expected(self, files: Files) -> Expected:
         """Which tensors there should be, by what config.json says."""
 
+    def check_data(self, files: Files) -> None:
+        """Stop at a config.json in which something is an order."""
+        checked_orders(files.config, files.directory / "config.json")
+
     def findings(self, files: Files) -> Iterator[Finding]:
         """What is wrong with the files in ways that only this layout knows."""
         return iter(())
+
+    def eagle3(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
+        """The settings and tensors of the files, where they hold an EAGLE-3 drafter, in our terms."""
+        return None
 
     @abstractmethod
     def read(self, files: Files, target: TargetFiles | None) -> Portable:

@@ -23,11 +23,11 @@ FORMATS: dict[str, tuple[Layout, ...]] = {
 }
 ALONE = "score it with spectrain eval, which needs no engine"
 NOWHERE = {
-    "Hydra": f"no engine drafts with heads that read each other's tokens; {ALONE}, or train recipe=medusa1",
-    "Kangaroo": f"no engine drafts with an adapter behind an early exit; {ALONE}, or train recipe=eagle3",
-    "LayerSkip": f"no engine leaves layers of the target out; {ALONE}",
-    "Lookahead": f"it has no weights, and no engine has its pool of n-grams; {ALONE}",
-    "Ngram": 'it has no weights; vLLM has its own, --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+    "hydra": f"no engine drafts with heads that read each other's tokens; {ALONE}, or train recipe=medusa1",
+    "kangaroo": f"no engine drafts with an adapter behind an early exit; {ALONE}, or train recipe=eagle3",
+    "layer_skip": f"no engine leaves layers of the target out; {ALONE}",
+    "lookahead": f"it has no weights, and no engine has its pool of n-grams; {ALONE}",
+    "ngram": 'it has no weights; vLLM has its own, --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
 }
 
 
@@ -47,10 +47,9 @@ def layout_for(family: str, form: str) -> Layout:
     for layout in FORMATS[form]:
         if family in layout.families:
             return layout
-    name = family.lower()
     if family in NOWHERE:
-        raise UserError(f"format={form}: {name} cannot be served: {NOWHERE[family]}")
+        raise UserError(f"format={form}: {family} cannot be served: {NOWHERE[family]}")
     fitting = [key for key, layouts in FORMATS.items() if any(family in layout.families for layout in layouts)]
     if not fitting:
-        raise UserError(f"format={form}: no layout holds a drafter of class {name}; {ALONE}")
-    raise UserError(f"format={form}: it does not hold a drafter of class {name}; use {' or '.join(fitting)}")
+        raise UserError(f"format={form}: no layout holds drafter={family}; {ALONE}")
+    raise UserError(f"format={form}: it does not hold drafter={family}; use {' or '.join(fitting)}")

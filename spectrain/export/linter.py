@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from spectrain.drafters.eagle3 import default_layers
-from spectrain.errors import UserError
-from spectrain.settings.choices import choice
-from spectrain.settings.saved import checked_orders, saved_groups
+from spectrain.errors import UserError, first_line
 
-from .eagle3 import Eagle3Layout, Settings, rope_of
-from .flat import Flat
+from .eagle3_settings import Settings, rope_of
 from .layout import PICKLED, Expected, Files, Finding, Layout
 from .layouts import detect
-from .own import Own
 from .targets import TargetFiles, tokenizer_hash
 
 MISSING = {
@@ -32,6 +28,7 @@ MISSING = {
     "token_map": "missing-token-map",
 }
 NOT_DATA = "not-data"
+MALFORMED = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, ArithmeticError)  # of settings of wrong kinds
 NEVER_ZERO = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight", "_proj.weight")
 
 
@@ -59,8 +56,8 @@ def check(files: Files, layout: Layout, target: TargetFiles | None) -> Iterator[
     try:
         yield from shapes(files, layout.expected(files), layout)
         yield from layout.findings(files)
-        if isinstance(layout, Eagle3Layout) or (isinstance(layout, Own) and is_eagle3(files)):
-            said, tensors = layout.settings(files), layout.view(files)
+        if (held := layout.eagle3(files)) is not None:
+            said, tensors = held
             yield from vocabulary(said, tensors)
             yield from fused(said, tensors)
             if target is not None:
@@ -72,13 +69,18 @@ def check(files: Files, layout: Layout, target: TargetFiles | None) -> Iterator[
             "missing-key", "error", f"config.json does not say {error}", "engines stop or take a default that may be wrong",
             "write it as it was when the drafter was trained",
         )  # fmt: skip
+    except UserError:
+        raise
+    except MALFORMED as error:
+        yield Finding(
+            "malformed", "error", f"config.json holds a value of the wrong kind ({first_line(error)})",
+            "engines stop, or read something else", "write it as it was when the drafter was trained",
+        )  # fmt: skip
 
 
 def read_as_data(files: Files, layout: Layout) -> Iterator[Finding]:
     """Whatever in the settings would run something, or names what there is not."""
-    path = files.directory / "config.json"
-    config = saved_groups if isinstance(layout, Own) else checked_orders
-    readers: list[Callable[[], Any]] = [partial(config, files.config, path), files.kept]
+    readers: list[Callable[[], Any]] = [partial(layout.check_data, files), files.kept]
     readers += [partial(files.sidecar, name) for name in ("adapter_config.json", "gated_lora.json")]
     for read in readers:
         try:
@@ -86,10 +88,6 @@ def read_as_data(files: Files, layout: Layout) -> Iterator[Finding]:
         except UserError as error:
             what, _, mend = str(error).rpartition("; ")
             yield Finding(NOT_DATA, "error", what, "a stranger's file must not say what is run on your machine", mend)
-
-
-def is_eagle3(files: Files) -> bool:
-    return choice("drafter", files.config["drafter"]) == "eagle3"
 
 
 def numbers(files: Files) -> Iterator[Finding]:
@@ -271,7 +269,7 @@ def against(said: Settings, target: TargetFiles, layout: Layout) -> Iterator[Fin
             "engines stop, or never fill the features", "write the layers that it was trained on",
         )  # fmt: skip
     default = default_layers(target.num_layers)
-    if isinstance(layout, Flat) and layers == [layer + 1 for layer in default]:
+    if layout.counts_outputs and layers == [layer + 1 for layer in default]:
         yield Finding(
             "layer-ids-numbering", "error", f"layer ids are {default}, the default in vLLM's numbers",
             "SGLang adds one to them and fuses the layers after those", "leave them out: it is the default of both",

@@ -29,7 +29,7 @@ from spectrain.settings.build import build
 from spectrain.training.checkpoints import load_tensors
 from spectrain.trees import Chain
 
-from .eagle3 import rope_of
+from .eagle3_settings import rope_of
 from .layout import Finding, Portable
 from .targets import TargetFiles
 
@@ -50,8 +50,7 @@ class Reading:
 
 def misread(drafter: Portable, files: TargetFiles) -> list[Finding]:
     """A finding where the drafter agrees better with its target in another reading than as its files say."""
-    readers = {"Eagle3": eagle3_readings, "Medusa": medusa_readings}
-    if drafter.family not in readers:
+    if drafter.family not in READERS:
         return []
     target: Target = build(files.settings)
     target.pack()
@@ -59,7 +58,7 @@ def misread(drafter: Portable, files: TargetFiles) -> list[Finding]:
     written = decode(target, openings(target), Greedy(), NUM_TOKENS)
     as_said = divergences(drafter, target, written)
     better = []
-    for reading in readers[drafter.family](drafter, files):
+    for reading in READERS[drafter.family](drafter, files):
         theirs = divergences(reading.drafter, target, written)
         gain = as_said - theirs
         if gain.mean() > MARGIN * as_said.mean() and gain.mean() > ERRORS * gain.std() / len(gain) ** 0.5:
@@ -107,10 +106,7 @@ def accepted(drafter: Portable, target: Target, written: list[Generation]) -> fl
 
 def instantiate(drafter: Portable, target: Target) -> VocabularyDrafter:
     """The drafter as a module, ready to decode."""
-    settings = dict(drafter.drafter)
-    if drafter.family == "Eagle3":
-        settings["ttt_steps"] = DEPTH
-    module: VocabularyDrafter = build(settings, target=target)
+    module: VocabularyDrafter = build({**drafter.drafter, **MEASURED.get(drafter.family, {})}, target=target)
     load_tensors(module, drafter.tensors)
     return module.to(target.device, target.dtype).eval()
 
@@ -200,3 +196,7 @@ def head_order(drafter: Portable, target: Target) -> Iterator[Finding]:
             f"{int(astray.sum())} of {len(sample)} rows of {name} resemble the target's rows of other tokens than d2t says",
             "every draft is another token than was meant", "write the rows in d2t's order, or d2t in theirs",
         )  # fmt: skip
+
+
+READERS = {"eagle3": eagle3_readings, "medusa": medusa_readings}
+MEASURED = {"eagle3": {"ttt_steps": DEPTH}}  # settings that a measurement wants

@@ -26,7 +26,7 @@ MEDUSA = "spectrain.drafters.medusa.Medusa"
 class MedusaOriginal(Layout):
     name = "medusa"
     title = "Medusa, original layout"
-    families = ("Medusa",)
+    families = ("medusa",)
 
     def recognises(self, files: Files) -> bool:
         return "medusa_num_heads" in files.config
@@ -119,7 +119,7 @@ class VllmMedusa(Layout):
 
     name = "vllm"
     title = "Medusa, vLLM layout"
-    families = ("Medusa",)
+    families = ("medusa",)
 
     def recognises(self, files: Files) -> bool:
         return files.config.get("model_type") == "medusa" or "MedusaModel" in (files.config.get("architectures") or [])

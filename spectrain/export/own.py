@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from spectrain.drafters.eagle3 import VARIANTS
 from spectrain.errors import UserError
 from spectrain.provenance import versions
-from spectrain.settings.choices import named
+from spectrain.settings.choices import choice, named
 from spectrain.settings.saved import saved_groups
 
-from .eagle3 import Settings, completed, shapes_of
+from .eagle3 import completed, shapes_of
+from .eagle3_settings import Settings
 from .layout import KEPT, Expected, Files, Finding, Layout, Portable, write_json, write_tensors
 from .peft import shape_of
 from .targets import TargetFiles
@@ -22,23 +25,28 @@ from .targets import TargetFiles
 class Own(Layout):
     name = "spectrain"
     title = "spectrain's own layout"
-    families = ("Eagle3", "Medusa", "Hydra", "Kangaroo", "Causal", "Pard", "GatedLora", "EarlyExit")
+    families = ("eagle3", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit")
+    says_all = True
 
     def recognises(self, files: Files) -> bool:
         return "drafter" in files.config
 
-    def expected(self, files: Files) -> Expected:
-        drafter = self._drafter(files)
-        if drafter["_target_"].endswith(".Eagle3"):
-            said = self.settings(files)
-            vocab = said.layer["vocab_size"]
-            rows = min(said.draft_vocab_size or vocab, vocab)
-            return Expected(shapes_of(drafter["architecture"], said.width, said.layers, rows, vocab))
-        return Expected({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
+    def check_data(self, files: Files) -> None:
+        saved_groups(files.config, files.directory / "config.json")
 
-    def settings(self, files: Files) -> Settings:
-        """Of EAGLE-3, as the other layouts give them."""
-        drafter, target = self._drafter(files), self._target(files)
+    def expected(self, files: Files) -> Expected:
+        held = self.eagle3(files)
+        if held is None:
+            return Expected({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
+        said, vocab = held[0], held[0].layer["vocab_size"]
+        rows = min(said.draft_vocab_size or vocab, vocab)
+        return Expected(shapes_of(self._drafter(files)["architecture"], said.width, said.layers, rows, vocab))
+
+    def eagle3(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
+        drafter = self._drafter(files)
+        if choice("drafter", drafter) != "eagle3":
+            return None
+        target = self._target(files)
         width = files.tensors["fc.weight"].shape[0] if "fc.weight" in files.tensors else 0
         vocab = len(files.tensors["t2d"]) if "t2d" in files.tensors else 0
         if target is not None:
@@ -46,10 +54,7 @@ class Own(Layout):
         architecture = drafter["architecture"]
         layer = {**architecture, "hidden_size": width, "vocab_size": vocab}
         variants = {key: bool(architecture.get(key, False)) for key in VARIANTS}
-        return Settings(layer, drafter.get("layers"), variants, drafter.get("vocab_size", 32000))
-
-    def view(self, files: Files) -> dict[str, Any]:
-        return dict(files.tensors)
+        return Settings(layer, drafter.get("layers"), variants, drafter.get("vocab_size", 32000)), dict(files.tensors)
 
     def _target(self, files: Files) -> TargetFiles | None:
         settings = files.node("target")
@@ -58,22 +63,11 @@ class Own(Layout):
     def _drafter(self, files: Files) -> dict[str, Any]:
         """The settings, with everything said that shapes the weights."""
         drafter: dict[str, Any] = copy.deepcopy(files.node("drafter") or {})
-        names = files.tensors
-        if drafter["_target_"].endswith(".Eagle3") and not {"layers", "architecture"} <= {k for k, v in drafter.items() if v}:
-            target = self._target(files)
-            if target is None:
-                raise UserError(
-                    f"{files.directory / 'config.json'}: it names no target and leaves settings to it; write target"
-                )
-            drafter = completed(drafter, target)
-        if drafter["_target_"].endswith(".Medusa"):
-            heads = {name.split(".")[1] for name in names if name.startswith("heads.")}
-            layers = {name.split(".")[3] for name in names if name.startswith("heads.0.blocks.")}
-            drafter |= {"num_heads": len(heads), "num_layers": len(layers)}
-        if drafter["_target_"].endswith(".GatedLora"):
-            drafter |= shape_of(names, files.sidecar("adapter_config.json"))
-        if "d2t" in names:
-            drafter["vocab_size"] = len(names["d2t"])
+        shaped = SHAPED.get(choice("drafter", drafter))
+        if shaped is not None:
+            drafter |= shaped(drafter, files, self._target(files))
+        if "d2t" in files.tensors:
+            drafter["vocab_size"] = len(files.tensors["d2t"])
         return drafter
 
     def findings(self, files: Files) -> Iterator[Finding]:
@@ -113,3 +107,26 @@ class Own(Layout):
         ids = drafter.tensors.get("d2t")
         if ids is not None and len(ids) > 1 and bool((ids[1:] < ids[:-1]).any()):
             raise UserError("d2t: its ids do not ascend, as drafter=eagle3 and drafter=medusa want; sort the rows of lm_head")
+
+
+def shape_of_eagle3(drafter: dict[str, Any], files: Files, target: TargetFiles | None) -> dict[str, Any]:
+    """What the description leaves to the target: the layer, and which features it reads."""
+    if {"layers", "architecture"} <= {key for key, value in drafter.items() if value}:
+        return {}
+    if target is None:
+        raise UserError(f"{files.directory / 'config.json'}: it names no target and leaves settings to it; write target")
+    return completed(drafter, target)
+
+
+def shape_of_medusa(drafter: dict[str, Any], files: Files, target: TargetFiles | None) -> dict[str, Any]:
+    heads = {name.split(".")[1] for name in files.tensors if name.startswith("heads.")}
+    blocks = {name.split(".")[3] for name in files.tensors if name.startswith("heads.0.blocks.")}
+    return {"num_heads": len(heads), "num_layers": len(blocks)}
+
+
+def shape_of_adapter(drafter: dict[str, Any], files: Files, target: TargetFiles | None) -> dict[str, Any]:
+    return shape_of(files.tensors, files.sidecar("adapter_config.json"))
+
+
+SHAPED = {"eagle3": shape_of_eagle3, "medusa": shape_of_medusa, "gated_lora": shape_of_adapter}
+"""Family -> the settings that a description may leave unsaid and its weights or its target fix."""

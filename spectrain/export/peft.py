@@ -30,7 +30,7 @@ class Peft(Layout):
 
     name = "peft"
     title = "gated LoRA, peft layout"
-    families = ("GatedLora",)
+    families = ("gated_lora",)
 
     def recognises(self, files: Files) -> bool:
         return (files.directory / "gated_lora.json").exists()

@@ -10,7 +10,8 @@ import torch
 
 from spectrain.errors import UserError
 
-from .eagle3 import Eagle3Layout, Settings, prefixed, settings_of, variants_of
+from .eagle3 import Eagle3Layout, prefixed, settings_of, variants_of
+from .eagle3_settings import Settings
 from .layout import Files, Finding, Portable, need, write_json, write_tensors
 from .serving import serve_vllm
 from .targets import TargetFiles

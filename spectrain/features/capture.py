@@ -68,7 +68,7 @@ def fill(source: Source, requests: list[BatchRequest], tells: bool) -> None:
             source.batch(request)
             tokens += sum(len(example.tokens) for example in request.examples)
             now = time.monotonic()
-            if tells and now - printed > 10:
+            if tells and now - printed > 30:
                 left = (now - began) / number * (len(requests) - number)
                 printed = now
                 print(

@@ -40,6 +40,18 @@ def default_device(device: str = "auto") -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
+def check_device(device: str) -> None:
+    """Stop at a device that this machine has not."""
+    try:
+        place = torch.device(device)
+        found = place.type == "cpu" or torch.zeros(1, device=place).device.type == place.type
+    except (RuntimeError, AssertionError, NotImplementedError):  # torch's ways to say that there is none
+        found = False
+    if not found:
+        has = f"cuda:0 to cuda:{torch.cuda.device_count() - 1}" if torch.cuda.is_available() else "no GPU"
+        raise UserError(f"target.device={device}: this machine has {has}; use cpu, or leave it out")
+
+
 Network = Callable[..., Any]
 """What makes a model of a name, its configuration, a device, a sharding and options; no setting of the user's."""
 
@@ -70,6 +82,8 @@ def load_hf(
     if local and network is load_network and not any(path.glob("*.safetensors")):
         raise UserError(f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first")
     place = default_device(device)
+    if network is load_network:
+        check_device(place)
     with explained(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(model, trust_remote_code, required=network is load_network)

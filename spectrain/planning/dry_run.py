@@ -1,4 +1,4 @@
-"""A training run rehearsed on outlines: its own steps, on tensors without data, so that any family is planned by no formula.
+"""A dry run of a training: its own steps, on fake tensors, which have no data, so that any family is planned by no formula.
 
 What is built is what `spectrain train` builds, and what runs is the trainer's own step: the target's features, the drafter's
 loss, gradients, clipping, the optimiser. So a new family, a new loss or another trainer setting is planned as it is.
@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,17 +27,18 @@ from spectrain.models.loading import untrained_network
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.settings.build import build
+from spectrain.training.job import Job
 from spectrain.training.parallel import Replicated
-from spectrain.training.trainer import Job, StopSignals, Trainer
+from spectrain.training.trainer import Trainer
 
-from .outline import Ledger
+from .memory_tracker import MemoryTracker
 
 TARGET, STEP = "target", "training step"  # what FLOPs are counted under
 SAMPLES = 5  # batches whose FLOPs stand for all
 
 
 @dataclass
-class Rehearsal:
+class DryRun:
     """What was seen."""
 
     trained: int = 0  # parameters
@@ -63,83 +62,80 @@ class Rehearsal:
         return sum(self.memory.values())
 
 
-def rehearse(config: Any, device: torch.device, dataset: Dataset, batches: list[list[Example]], num_steps: int) -> Rehearsal:
-    """Build target and drafter as outlines on `device`, and train for a few steps on the heaviest and on some other batches."""
+def dry_run(config: Any, device: torch.device, dataset: Dataset, batches: list[list[Example]], num_steps: int) -> DryRun:
+    """Build target and drafter of fake tensors on `device`, and train for a few steps on the heaviest and on some batches."""
     trainer: Trainer = build(config.trainer)
-    found = Rehearsal()
-    ledger = Ledger(device)
-    with ledger, warnings.catch_warnings():
+    found = DryRun()
+    tracker = MemoryTracker(device)
+    with tracker, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run will say them
-        with ledger.counting("building", "target weights"):
-            target: Target = build(config.target, network=untrained_network, device=str(device))
-        with ledger.counting("building", "drafter weights"):
-            drafter: Drafter = build(config.drafter, target=target)
-            drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
-        for part, module in (("target weights", target), ("drafter weights", drafter)):
-            for parameter in module.parameters():
-                ledger.name(parameter, part)
-        target.pack()
-        pack_linears(drafter)
-        ledger.vocabularies = vocabularies(target, drafter)
-        stages = drafter.stages
-        seen: list[dict[str, float]] = []
-        reached = sorted({stage_at(stages, step, num_steps) for step in range(num_steps)})
-        for stage in reached:
-            steps = [step for step in range(num_steps) if stage_at(stages, step, num_steps) == stage]
-            middle = steps[len(steps) // 2]
-            state = TrainingState(middle, middle / num_steps, trainer.gradient_checkpointing)
-            memory, flops = rehearse_stage(ledger, trainer, drafter, target, batches, stage, state)
-            seen.append({phase: count * len(steps) / num_steps for phase, count in flops.items()})
+        target, drafter = built(config, tracker, dataset)
+        shared = _OneProcess(drafter, target, precision(trainer, tracker))
+        job = Job(trainer, drafter, target, _Tracked(tracker), shared, num_steps)
+        stages = [stage_at(drafter.stages, step, num_steps) for step in range(num_steps)]
+        flops: Counter[str] = Counter()
+        for stage, count in sorted(Counter(stages).items()):
+            job.step = stages.index(stage) + count // 2
+            memory, a_token = run_stage(tracker, job, stage, batches)
+            flops.update({phase: number * count / num_steps for phase, number in a_token.items()})
             found.memory = max(found.memory, memory, key=lambda parts: sum(parts.values()))
-        found.flops = dict(sum((Counter(flops) for flops in seen), Counter()))
-        measure_sizes(found, drafter, target, stages[reached[-1]])
+        found.flops = dict(flops)
+        measure_sizes(found, drafter, target, drafter.stages[stages[-1]])
         saved = range(trainer.save_every, num_steps, trainer.save_every) if trainer.save_every else range(0)
         kept = saved[-trainer.keep_checkpoints :]
-        found.checkpoints = [checkpoint_bytes(drafter, stages[stage_at(stages, step - 1, num_steps)]) for step in kept]
-    found.assumed = ledger.assumed
+        found.checkpoints = [checkpoint_bytes(drafter, drafter.stages[stages[step - 1]]) for step in kept]
+    found.assumed = tracker.assumed
     return found
 
 
-def rehearse_stage(
-    ledger: Ledger,
-    trainer: Trainer,
-    drafter: Drafter,
-    target: Target,
-    batches: list[list[Example]],
-    stage: int,
-    state: TrainingState,
+def built(config: Any, tracker: MemoryTracker, dataset: Dataset) -> tuple[Target, Drafter]:
+    """Target and drafter as a training begins with them."""
+    with tracker.counting("building", "target weights"):
+        target: Target = build(config.target, network=untrained_network, device=str(tracker.device))
+    with tracker.counting("building", "drafter weights"):
+        drafter: Drafter = build(config.drafter, target=target)
+        drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
+    for part, module in (("target weights", target), ("drafter weights", drafter)):
+        for parameter in module.parameters():
+            tracker.name(parameter, part)
+    target.pack()
+    pack_linears(drafter)
+    tracker.vocabularies = vocabularies(target, drafter)
+    return target, drafter
+
+
+def run_stage(
+    tracker: MemoryTracker, job: Job, stage: int, batches: list[list[Example]]
 ) -> tuple[dict[str, int], dict[str, float]]:
-    """Memory at the worst moment, and FLOPs of a padded token."""
-    shared = _OneProcess(drafter, target, precision(trainer, ledger))
-    unwatched: Any = SimpleNamespace(at=lambda step, doing: None)
-    job = Job(drafter, target, _Watched(ledger), shared, unwatched, Path(), step=state.step)
-    trainer._begin_stage(job, stage)
-    optimizer = shared.optimizer
-    if ledger.device.type == "cuda":
+    """Memory at the worst moment of a stage, and FLOPs of a padded token."""
+    trainer, step = job.trainer, job.step
+    job.enter_stage(stage, step)
+    optimizer = job.shared.optimizer
+    if tracker.device.type == "cuda":
         for group in optimizer.param_groups:
             group["foreach"] = True  # torch's own choice on a GPU
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    handles = [p.register_post_accumulate_grad_hook(lambda p: ledger.name(p.grad, "gradients")) for p in trained]
-    layers = drafter.stages[stage].layers
+    handles = [p.register_post_accumulate_grad_hook(lambda p: tracker.name(p.grad, "gradients")) for p in trained]
 
     def train_on(examples: list[Example]) -> None:
-        with ledger.counting(STEP, "activations"):
-            trainer._step(job, [examples] * trainer.accumulate, layers, state, StopSignals())
+        job.step = step  # the same again, whatever is drawn or scheduled
+        with tracker.counting(STEP, "activations"):
+            job.train_step([examples] * trainer.accumulate)
 
     heaviest, sampled = choose(batches, trainer.packing)
     train_on(batches[heaviest[0]])  # the first step makes the optimiser's state
     for entry in optimizer.state.values():
         for tensor in entry.values():
-            ledger.name(tensor, "optimiser state")
-    began, flops = len(ledger.events), Counter[str]()
+            tracker.name(tensor, "optimiser state")
+    began, flops = len(tracker.events), Counter[str]()
     for number in sorted({*heaviest, *sampled}):
-        before = Counter(ledger.flops)
+        before = Counter(tracker.flops)
         train_on(batches[number])
-        flops += Counter(ledger.flops - before if number in sampled else {})
+        flops += Counter(tracker.flops - before if number in sampled else {})
     for handle in handles:
         handle.remove()
     tokens = trainer.accumulate * sum(slots(batches[number], trainer.packing) for number in sampled)
-    return ledger.peak(began), {phase: flops[phase] / tokens for phase in (TARGET, STEP)}
+    return tracker.peak(began), {phase: flops[phase] / tokens for phase in (TARGET, STEP)}
 
 
 def choose(batches: list[list[Example]], packed: bool) -> tuple[list[int], list[int]]:
@@ -161,11 +157,11 @@ def slots(batch: list[Example], packed: bool) -> int:
     return sum(map(length, batch)) if packed else len(batch) * max(map(length, batch))
 
 
-def precision(trainer: Trainer, ledger: Ledger) -> torch.dtype | None:
+def precision(trainer: Trainer, tracker: MemoryTracker) -> torch.dtype | None:
     """What autocast computes in on the planned device; None without autocast."""
     chosen = trainer.mixed_precision
     if chosen == "auto":
-        chosen = "bf16" if ledger.device.type == "cuda" else "no"
+        chosen = "bf16" if tracker.device.type == "cuda" else "no"
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(chosen)
 
 
@@ -178,7 +174,7 @@ def vocabularies(target: Target, drafter: Drafter) -> set[int]:
     return wide - {parameter.shape[-1] for parameter in target.layers.parameters()}
 
 
-def measure_sizes(found: Rehearsal, drafter: Drafter, target: Target, stage: Stage) -> None:
+def measure_sizes(found: DryRun, drafter: Drafter, target: Target, stage: Stage) -> None:
     """Counts and bytes of what is kept; those of a checkpoint are of the last stage."""
     own = {id(parameter) for parameter in drafter.parameters()}
     trained = [p for group in stage.groups for p in group["params"]]
@@ -209,17 +205,17 @@ def size_of(*tensors: Tensor) -> int:
     return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}.values())
 
 
-class _Watched(Source):
+class _Tracked(Source):
     """The live target, counted by itself."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.live = ledger, Live()
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self.tracker, self.live = tracker, Live()
 
     def batch(self, request: BatchRequest) -> Batch:
-        with self.ledger.counting(TARGET, "target activations"):
+        with self.tracker.counting(TARGET, "target activations"):
             batch = self.live.batch(request)
         if batch.features is not None:
-            self.ledger.name(batch.features.hidden, "features")
+            self.tracker.name(batch.features.hidden, "features")
         return batch
 
 
@@ -255,7 +251,7 @@ class _OneProcess(Replicated):
         return losses
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """The engine itself, for `torch.autograd.backward` leaves the ledger's redirection while what is run again in it, with
+        """The engine itself, for `torch.autograd.backward` leaves the tracker's redirection while what is run again in it, with
         gradient checkpointing, needs that."""
         engine: Any = torch.autograd.Variable._execution_engine
         gradient = torch.ones_like(loss)

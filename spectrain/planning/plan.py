@@ -1,6 +1,6 @@
 """`spectrain plan`: what a training run needs, before anything is loaded, and what to change where that is too much.
 
-Memory and FLOPs come from a rehearsal of the trainer's own steps without data; disk from the sizes of what is saved; hours
+Memory and FLOPs come from a dry run of the trainer's own steps without data; disk from the sizes of what is saved; hours
 from steps that really ran here, or from a rate that is assumed and printed as such.
 """
 
@@ -37,8 +37,8 @@ from spectrain.runs.fresh import fresh_drafter
 from spectrain.settings.build import build, settings_of
 from spectrain.training.trainer import Trainer
 
-from .dry_run import STEP, TARGET, Rehearsal, rehearse, slots
-from .outline import Ledger
+from .dry_run import STEP, TARGET, DryRun, dry_run, slots
+from .memory_tracker import MemoryTracker
 
 SPREAD = {"drafter": "trainer.sharding=fsdp2", "drafter and target": "trainer.sharding=fsdp2 target.sharding=fsdp2"}
 RESERVE = 0.08  # of a device, for what is no tensor: its context, workspaces, holes between blocks
@@ -130,7 +130,7 @@ class Work:
 def plan(config: DictConfig, asked: Plan) -> dict[str, Any]:
     """Everything that is known of a run before it starts, as plain numbers."""
     work = survey(config, asked)
-    seen = rehearse(config, asked.planned, work.dataset, work.batches, work.num_steps)
+    seen = dry_run(config, asked.planned, work.dataset, work.batches, work.num_steps)
     kept = kept_features(config, seen, work)
     if asked.planned.type == "cpu" and kept:
         seen.memory["features kept for later epochs"] = int(kept)
@@ -158,7 +158,7 @@ def plan(config: DictConfig, asked: Plan) -> dict[str, Any]:
     return {**found, "setting": OmegaConf.to_container(config), "provenance": provenance()}
 
 
-def notes(config: DictConfig, asked: Plan, seen: Rehearsal) -> list[str]:
+def notes(config: DictConfig, asked: Plan, seen: DryRun) -> list[str]:
     """What the numbers leave out or take for granted."""
     found = []
     if seen.assumed:
@@ -202,19 +202,19 @@ def tokenizer(config: DictConfig) -> Any:
     """The target's, without its weights."""
     if config.target["_target_"].endswith("load_hf"):
         return load_tokenizer(config.target.model, bool(config.target.get("trust_remote_code", False)), required=True)
-    with Ledger(torch.device("cpu")):
+    with MemoryTracker(torch.device("cpu")):
         target: Target = build(config.target, network=untrained_network, device="cpu")
     return target.tokenizer
 
 
-def kept_features(config: DictConfig, seen: Rehearsal, work: Work) -> float:
+def kept_features(config: DictConfig, seen: DryRun, work: Work) -> float:
     """Bytes of features that the live source keeps in the host's memory."""
     keep = build(config.source).keep_bytes
     whole = work.tokens * len(seen.features) * seen.width * seen.dtype.itemsize
     return float(min(keep, whole)) if work.epochs > 0 and seen.features else 0.0
 
 
-def target_epochs(config: DictConfig, seen: Rehearsal, work: Work) -> float:
+def target_epochs(config: DictConfig, seen: DryRun, work: Work) -> float:
     """How often the target runs over the data: of what is kept once only, where all of a batch is."""
     whole = work.tokens * len(seen.features) * seen.width * seen.dtype.itemsize
     kept = kept_features(config, seen, work) / whole if whole else 0.0
@@ -222,7 +222,7 @@ def target_epochs(config: DictConfig, seen: Rehearsal, work: Work) -> float:
     return min(1.0, work.epochs) + max(0.0, work.epochs - 1) * (1 - kept**rows)
 
 
-def total_flops(config: DictConfig, seen: Rehearsal, work: Work) -> float:
+def total_flops(config: DictConfig, seen: DryRun, work: Work) -> float:
     times = 0.0 if is_stored(config) else target_epochs(config, seen, work)
     return work.padded * (seen.flops.get(TARGET, 0.0) * times + seen.flops.get(STEP, 0.0) * work.epochs)
 
@@ -231,7 +231,7 @@ def is_stored(config: DictConfig) -> bool:
     return bool(build(config.source).stores_features)
 
 
-def disk(seen: Rehearsal, work: Work) -> dict[str, Any]:
+def disk(seen: DryRun, work: Work) -> dict[str, Any]:
     """Bytes that the run folder holds at its end, and that a feature store of this data takes."""
     stores = {dtype: bytes_of(work.tokens * len(seen.features), seen.width, dtype) for dtype in STORED}
     return {
@@ -242,7 +242,7 @@ def disk(seen: Rehearsal, work: Work) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sharded_memory(seen: Rehearsal, asked: Plan) -> dict[str, int]:
+def sharded_memory(seen: DryRun, asked: Plan) -> dict[str, int]:
     """Peak bytes of one of `devices` where the drafter's states are spread over them, and where the target is too.
 
     Full sharding gathers a piece at a time: of the drafter, which is small, all of it, of the target its largest layer.
@@ -256,7 +256,7 @@ def sharded_memory(seen: Rehearsal, asked: Plan) -> dict[str, int]:
     return {"drafter": drafter, "drafter and target": drafter - weights * (count - 1) // count + 2 * seen.layer_bytes}
 
 
-def hours(config: DictConfig, asked: Plan, seen: Rehearsal, work: Work, flops: float) -> dict[str, Any]:
+def hours(config: DictConfig, asked: Plan, seen: DryRun, work: Work, flops: float) -> dict[str, Any]:
     """Hours of the run, and where they come from."""
     whole = work.padded_in_all
     if asked.tokens_per_second is not None:
@@ -277,7 +277,7 @@ def hours(config: DictConfig, asked: Plan, seen: Rehearsal, work: Work, flops: f
     return {"value": flops / rate / 3600, "basis": basis, "tokens_per_second": whole * rate / flops if flops else None}
 
 
-def should_calibrate(config: DictConfig, asked: Plan, seen: Rehearsal) -> bool:
+def should_calibrate(config: DictConfig, asked: Plan, seen: DryRun) -> bool:
     """Whether steps may run here: asked for, or small and at hand."""
     if asked.calibrate is not None:
         if asked.calibrate and (not asked.is_here or not work_is_real(asked)):
@@ -331,7 +331,7 @@ class _Timed(Source):
         return batch
 
 
-def changes(config: DictConfig, asked: Plan, seen: Rehearsal, sharded: dict[str, int]) -> list[dict[str, Any]]:
+def changes(config: DictConfig, asked: Plan, seen: DryRun, sharded: dict[str, int]) -> list[dict[str, Any]]:
     """What would take less, each planned anew, best first."""
     found: list[dict[str, Any]] = [
         {"change": f"{SPREAD[what]} on {asked.devices} devices", "peak_bytes": size} for what, size in sharded.items()
@@ -344,7 +344,7 @@ def changes(config: DictConfig, asked: Plan, seen: Rehearsal, sharded: dict[str,
         for key, value in settings.items():
             OmegaConf.update(changed, key, value)
         work = survey(changed, asked)
-        peak = rehearse(changed, asked.planned, work.dataset, work.batches[:64], work.num_steps).peak
+        peak = dry_run(changed, asked.planned, work.dataset, work.batches[:64], work.num_steps).peak
         asked_for = {key: str(value).lower() if isinstance(value, bool) else value for key, value in settings.items()}
         found.append({"change": " ".join(f"{key}={value}" for key, value in asked_for.items()), "peak_bytes": peak})
     for entry in found:

@@ -8,6 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from spectrain.data.shards import Lost, Row, Shard, Shards
+from spectrain.training.progress import Pace
 
 
 class WritingProgress:
@@ -18,15 +19,15 @@ class WritingProgress:
         self.total = shards.manifest["conversations"]
         self.written = self.tokens = self.lost = 0  # by this process
         self.open = 0  # conversations of unfinished shards of this process
-        self.finished = self.first = self._finished()
+        self.finished = self._finished()
         self.console = Console()
         self.live = enabled and self.console.is_terminal
         self.bar = Bar(
             TextColumn("regenerating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"),
             TimeRemainingColumn(), console=self.console, disable=not self.live,
         )  # fmt: skip
-        self.task = self.bar.add_task("", total=self.total, completed=self.first, line="")
-        self.began = self.printed = time.monotonic()
+        self.task = self.bar.add_task("", total=self.total, completed=self.finished, line="")
+        self.began, self.pace = time.monotonic(), Pace(self.total, self.finished)
 
     def __enter__(self) -> "WritingProgress":
         self.bar.__enter__()
@@ -38,7 +39,7 @@ class WritingProgress:
     def begin(self, shard: Shard) -> None:
         """A shard is taken up, with the rows of an earlier attempt."""
         self.open += len(shard.rows)
-        self.first += len(shard.rows)
+        self.pace.first += len(shard.rows)
 
     def count(self, outcome: Row | Lost) -> None:
         self.written += 1
@@ -47,15 +48,12 @@ class WritingProgress:
             self.tokens += sum(outcome.num_tokens)
         else:
             self.lost += 1
-        now = time.monotonic()
-        done, seconds = self.finished + self.open, now - self.began
+        done, seconds = self.finished + self.open, time.monotonic() - self.began
         line = f"{self.tokens / max(1e-9, seconds):.0f} tokens/s  {self.lost} lost"
         if self.live:
             self.bar.update(self.task, completed=done, line=line)
-        elif self.enabled and now - self.printed > 10:
-            self.printed = now
-            left = seconds / max(1, done - self.first) * (self.total - done)
-            print(f"conversation {done} of {self.total}  {line}  {left:.0f} s left", flush=True)
+        elif self.enabled and self.pace.is_due():
+            print(f"conversation {done} of {self.total}  {line}  {self.pace.left(done)}", flush=True)
 
     def finish(self, shard: Shard) -> None:
         self.faults.discard(shard.name)

@@ -56,10 +56,9 @@ class ServerWriter(Writer):
         self.concurrency, self.timeout, self.retries, self.extra = concurrency, timeout, retries, extra or {}
         if api_key_variable is not None and not os.environ.get(api_key_variable):
             raise UserError(f"writer.api_key_variable={api_key_variable}: this environment variable is not set; export it")
-        secret = os.environ[api_key_variable] if api_key_variable is not None else None
-        self.access: dict[str, Any] = {"base_url": self.base_url, "api_key": secret or "none"}
+        self.key = os.environ[api_key_variable] if api_key_variable is not None else "none"
         # without a key none is sent: by itself the client sends OPENAI_API_KEY, which is not for this server
-        self.headers: Any = {} if secret else {"Authorization": Omit()}
+        self.headers: Any = {"Authorization": Omit()} if api_key_variable is None else {}
 
     def settings(self) -> dict[str, Any]:
         return {"writer": "openai", "writer.model": self.model, "writer.extra": self.extra}
@@ -67,7 +66,7 @@ class ServerWriter(Writer):
     def check(self) -> None:
         """Stop where address, key or model are wrong."""
         where = f"writer.base_url={self.base_url}"
-        client = OpenAI(**self.access, timeout=min(10.0, self.timeout), max_retries=0)
+        client = OpenAI(api_key=self.key, base_url=self.base_url, timeout=min(10.0, self.timeout), max_retries=0)
         try:
             reply = client.models.with_raw_response.list(extra_headers=self.headers).text
         except APIConnectionError as error:
@@ -92,7 +91,7 @@ class ServerWriter(Writer):
 
     async def _write(self, shards: Iterable[Shard], add: Add) -> None:
         timeout = Timeout(self.timeout, connect=min(10.0, self.timeout))
-        async with AsyncOpenAI(**self.access, timeout=timeout) as client:
+        async with AsyncOpenAI(api_key=self.key, base_url=self.base_url, timeout=timeout) as client:
             waiting = ((shard, wanted) for shard in shards for wanted in shard.left)
 
             async def work() -> None:

@@ -22,7 +22,7 @@ from spectrain.settings.build import build
 from spectrain.settings.choices import named
 from spectrain.settings.saved import read_json, read_object, saved_groups
 from spectrain.training.checkpoints import load_tensors, tensors_of
-from spectrain.training.trainer import Trained
+from spectrain.training.job import Trained
 
 from .folder import plain, recipe_name, trained_target
 

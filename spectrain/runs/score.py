@@ -18,12 +18,13 @@ from spectrain.provenance import processor, provenance
 from spectrain.settings.build import build
 from spectrain.settings.choices import named
 from spectrain.settings.saved import read_object
+from spectrain.training.metrics import Tracker
 
 from .candidate import Candidate
 from .drafter_files import drafter_directory, load_drafter, save_drafter, training_of
 from .folder import keep_earlier, plain, recipe_name, run_settings, target_name, trained_target
 from .fresh import fresh_drafter
-from .tracking import Tracker, tracked
+from .tracking import tracked
 
 
 def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracker: Tracker | None = None) -> dict[str, Any]:

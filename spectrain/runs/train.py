@@ -13,13 +13,15 @@ from spectrain.files import written
 from spectrain.models.target import Target
 from spectrain.settings.build import build
 from spectrain.training.checkpoints import latest_checkpoint, step_of
-from spectrain.training.trainer import Trained, Trainer
+from spectrain.training.job import Trained
+from spectrain.training.metrics import Tracker, last_step
+from spectrain.training.trainer import Trainer
 
 from .drafter_files import save_drafter
 from .folder import RESUME, choose_folder, evaluation_name, open_run
 from .fresh import fresh_drafter, take_shape
 from .score import evaluate, score
-from .tracking import Tracker, last_step, tracked
+from .tracking import tracked
 
 
 @dataclass
@@ -63,7 +65,7 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
     checkpoint = latest_checkpoint(run)
     with tracked(tracker, run, settings, step=0 if checkpoint is None else step_of(checkpoint)) as tracker:
         try:
-            trained = trainer.fit(work.drafter, work.target, work.dataset, work.source, run, tracker, accelerator)
+            trained = trainer.fit(work.drafter, work.target, work.dataset, work.source, run, tracker)
         finally:
             work.source.flush()
         if accelerator.is_main_process:

@@ -31,7 +31,7 @@ def build(node: Any, **runtime: Any) -> Any:
     plain = _plain(node)
     checked = check_node(group_of(str(plain["_target_"])), plain)
     settings = {key: value for key, value in checked.items() if key not in ("_target_", "init")}
-    return constructor(checked)(**settings, **runtime)
+    return constructor(checked)(**{**settings, **runtime})
 
 
 def constructor(node: Mapping[str, Any]) -> Any:

@@ -131,7 +131,7 @@ def reason(error: ValidationError, hint: Any) -> str:
     """What is wrong with a value: the bounds that it should keep, else the type that it should have."""
     first = error.errors()[0]
     if first["type"] in BOUNDS:
-        return BOUNDS[first["type"]].format(**first["ctx"])
+        return BOUNDS[first["type"]].format(**{key: f"{bound:g}" for key, bound in first["ctx"].items()})
     if first["type"] == "predicate_failed":
         return f"use {predicate(hint).__doc__}"
     return f"{first['msg'][0].lower() + first['msg'][1:]} ({said(hint)})"

@@ -42,18 +42,23 @@ def written(value: Any) -> str:
     return str(value)
 
 
-@cache
 def keys(target: str) -> list[Key]:
     """The settings of the constructor that `target` names, in its order; none where it cannot be found."""
-    module, _, name = target.rpartition(".")
-    found = _definition(module, name)
-    return [] if found is None else _keys_of(*found, _docs(*found))
+    return _keys_in(target) if is_found(target) else []
 
 
 def is_found(target: str) -> bool:
     """Whether there is a source of this constructor."""
     module, _, name = target.rpartition(".")
     return _definition(module, name) is not None
+
+
+@cache
+def _keys_in(target: str) -> list[Key]:
+    module, _, name = target.rpartition(".")
+    found = _definition(module, name)
+    assert found is not None, "what is not found may be later, so it is not remembered"
+    return _keys_of(*found, _docs(*found))
 
 
 @dataclass(frozen=True)
@@ -66,15 +71,19 @@ class Source:
     tree: ast.Module
 
 
-@cache
 def _source(module: str) -> Source | None:
     parts = module.split(".")
     for base in [ROOT.parent, Path.cwd(), *map(Path, sys.path)]:
         for path in (base.joinpath(*parts).with_suffix(".py"), base.joinpath(*parts, "__init__.py")):
             if path.is_file():
-                text = path.read_text()
-                return Source(module, path.name == "__init__.py", text.splitlines(), ast.parse(text))
+                return _parsed(module, path)
     return None
+
+
+@cache
+def _parsed(module: str, path: Path) -> Source:
+    text = path.read_text()
+    return Source(module, path.name == "__init__.py", text.splitlines(), ast.parse(text))
 
 
 def _definition(module: str, name: str) -> tuple[Source, ast.stmt] | None:

@@ -11,6 +11,7 @@ def is_folder_name(value: str) -> bool:
 
 
 Count = Annotated[int, Ge(1)]
+Steps = Annotated[int, Interval(ge=1, le=64)]  # of drafting: each is a pass or a head, and hardly a tenth token is ever kept
 Number = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]

@@ -1,16 +1,40 @@
-"""The live line of a training: loss, agreement by depth, tokens/s, time left. Plain lines where there is no terminal."""
+"""How far a long work is: a live line on a terminal; in a log a line every half minute, with the time that is left."""
 
 import time
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+EVERY = 30.0  # seconds between two lines of a log
 
-class Progress:
-    """Shows steps as they are logged, and nothing at all where it is not enabled."""
+
+class Pace:
+    """When a log is due its next line, and how long the rest will take."""
+
+    def __init__(self, total: int, done: int = 0) -> None:
+        self.total, self.first = total, done
+        self.began = self.told = time.monotonic()
+
+    def is_due(self) -> bool:
+        """Whether the last line is half a minute old; then this is the next one."""
+        now = time.monotonic()
+        if now - self.told < EVERY:
+            return False
+        self.told = now
+        return True
+
+    def left(self, done: int) -> str:
+        """The time that what is not done will take, as what is done took it."""
+        seconds = (time.monotonic() - self.began) / max(1, done - self.first) * (self.total - done)
+        if seconds < 100:
+            return f"{seconds:.0f} s left"
+        return f"{seconds / 60:.0f} min left" if seconds < 6000 else f"{seconds / 3600:.1f} h left"
+
+
+class TrainingProgress:
+    """Shows the steps of a training with loss, agreement by depth and tokens/s; nothing at all where it is not enabled."""
 
     def __init__(self, num_steps: int, step: int, enabled: bool) -> None:
         self.num_steps, self.first, self.enabled = num_steps, step, enabled
@@ -20,27 +44,30 @@ class Progress:
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"), TimeRemainingColumn(),
             console=self.console, disable=not self.live,
         )  # fmt: skip
-        self.task: TaskID | None = None
-        self.began = self.printed = time.monotonic()
+        self.task = self.bar.add_task("training", total=num_steps, completed=step, line="")
+        self.line, self.pace = "", Pace(num_steps, step)
 
-    def __enter__(self) -> "Progress":
+    def __enter__(self) -> "TrainingProgress":
         self.bar.__enter__()
-        self.task = self.bar.add_task("training", total=self.num_steps, completed=self.first, line="")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.bar.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        self.bar.__exit__(*raised)
 
-    def update(self, step: int, metrics: dict[str, Any]) -> None:
-        agreement = " ".join(f"{value:.2f}" for value in metrics["agreement"])
-        loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.3f}"
-        line = f"loss {loss}  agreement {agreement}  {metrics['tokens_per_second']:.0f} tokens/s"
-        line += f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else ""
-        now = time.monotonic()
+    def update(self, step: int, metrics: dict[str, Any] | None = None) -> None:
+        """A step is done; `metrics` where it was one that is logged."""
+        if metrics is not None:
+            self.line = _line(metrics)
         if self.live:
-            assert self.task is not None
-            self.bar.update(self.task, completed=step, line=line)
-        elif self.enabled and (now - self.printed > 10 or step in (self.num_steps, self.first + 1)):
-            left = (now - self.began) / max(1, step - self.first) * (self.num_steps - step)
-            self.printed = now
-            print(f"step {step} of {self.num_steps}  {line}  {left:.0f} s left", flush=True)
+            self.bar.update(self.task, completed=step, line=self.line)
+            return
+        is_end = metrics is not None and step in (self.num_steps, self.first + 1)
+        if self.enabled and (self.pace.is_due() or is_end):
+            print(f"step {step} of {self.num_steps}  {self.line}  {self.pace.left(step)}", flush=True)
+
+
+def _line(metrics: dict[str, Any]) -> str:
+    agreement = " ".join(f"{value:.2f}" for value in metrics["agreement"])
+    loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.3f}"
+    line = f"loss {loss}  agreement {agreement}  {metrics['tokens_per_second']:.0f} tokens/s"
+    return line + (f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else "")

@@ -2,11 +2,14 @@
 
 import json
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from spectrain.files import write_text
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,51 @@ class Latency:
 
 
 @dataclass(frozen=True)
+class RuleForecast:
+    """What two ways of sampling the same text would keep of this drafter: sample-and-match of the likeliest children, and
+    weighing p against q where as many children are drawn without replacement. The flatter q is, the better is the second."""
+
+    children: int  # of a node
+    matched: list[float]  # how often one of them is kept, at each depth
+    weighed: list[float]
+
+    @property
+    def lengths(self) -> tuple[float, float]:
+        """Tokens a forward that either promises, if depths were independent."""
+        return chain_length(self.matched), chain_length(self.weighed)
+
+    @property
+    def weighing_pays(self) -> bool:
+        """Whether drawing keeps more, beyond what so few places can tell."""
+        return self.lengths[1] > 1.03 * self.lengths[0]
+
+    def summary(self) -> dict[str, Any]:
+        matched, weighed = self.lengths
+        return {
+            "children": self.children,
+            "match": {"kept_by_depth": [round(rate, 4) for rate in self.matched], "forecast": round(matched, 4)},
+            "recursive": {"kept_by_depth": [round(rate, 4) for rate in self.weighed], "forecast": round(weighed, 4)},
+            "better": "recursive" if self.weighing_pays else "match",
+        }
+
+
+def chain_length(rates: Sequence[float]) -> float:
+    """Tokens a forward where depths are kept at these rates, independently of each other."""
+    length = product = 1.0
+    for rate in rates:
+        product *= rate
+        length += product
+    return length
+
+
+@dataclass(frozen=True)
 class Calibration:
     """`hits[d][k]`: how often the k-th child at depth d + 1 is the one kept, where the path above it is right."""
 
     hits: list[list[float]] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)  # places measured at each depth
     latency: Latency | None = None
+    rules: RuleForecast | None = None  # where the rule is sample-and-match
 
     @property
     def chances(self) -> list[float]:
@@ -43,8 +85,9 @@ class Calibration:
         return list((np.asarray(self.hits) * weights).sum(0) / weights.sum())
 
     def save(self, path: Path) -> None:
-        latency = None if self.latency is None else vars(self.latency)
-        path.write_text(json.dumps({"hits": self.hits, "counts": self.counts, "latency": latency}, indent=1) + "\n")
+        parts = {"latency": self.latency, "rules": self.rules}
+        known = {name: None if part is None else vars(part) for name, part in parts.items()}
+        write_text(path, json.dumps({"hits": self.hits, "counts": self.counts, **known}, indent=1) + "\n")
 
 
 def _between(table: dict[int, float], nodes: float) -> float:

@@ -298,5 +298,5 @@ def test_upload_sends_the_folder_and_says_so(hub: tuple[str, list[tuple[str, byt
 @pytest.mark.parametrize("form", ["vllm", "spectrain"])
 def test_a_family_that_no_layout_holds_is_told_so(form: str) -> None:
     """Such as one from outside the repository: there is no other format to name."""
-    with pytest.raises(UserError, match=rf"format={form}: no layout holds a drafter of class recurrent; score it"):
-        layout_for("Recurrent", form)
+    with pytest.raises(UserError, match=rf"format={form}: no layout holds drafter=recurrent; score it"):
+        layout_for("recurrent", form)

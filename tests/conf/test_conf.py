@@ -21,10 +21,10 @@ from spectrain.models.target import Target
 from spectrain.planning.plan import Plan
 from spectrain.regeneration.writers import Sampling, Writer
 from spectrain.runs.defaults import complete
-from spectrain.runs.tracking import Tracker
 from spectrain.settings.build import build
 from spectrain.settings.check import check_config
 from spectrain.settings.keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
+from spectrain.training.metrics import Tracker
 from spectrain.training.trainer import Trainer
 from spectrain.trees import TreeBuilder
 

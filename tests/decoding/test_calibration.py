@@ -21,11 +21,12 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
+from spectrain.eval.report import better_rule
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Cast, Chain, Eagle2, Sequoia, Static, TreeBuilder
-from spectrain.trees.measurements import Calibration, Latency, _between, _bucket
+from spectrain.trees.measurements import Calibration, Latency, RuleForecast, _between, _bucket
 from spectrain.trees.token_tree import Children
 from tests.decoding.test_loop import stop_at
 from tests.trees.tables import VOCAB, Table, soft_scores
@@ -170,7 +171,7 @@ def chances(rule: AcceptanceRule, children: Children, logits: Tensor, number: in
     """The chances of the children that are drawn from a table the `number`th time."""
     forced = Forced({}, Chain(1, children), rule, width)
     forced.rollout, forced.counts = Table(soft_scores), [number]
-    siblings, _ = forced._siblings(logits, torch.tensor(soft_scores(0, ())), 0)
+    siblings, _ = forced._siblings(logits, torch.tensor(soft_scores(0, ())), 0, children)
     return [float(chance) for chance in rule.chances(siblings)]
 
 
@@ -216,6 +217,28 @@ def test_overlap_and_first_equal_a_count_by_hand(
             first.append(float(log_q.argmax() == logits[0, -1].argmax()))
     assert forced.overlap == pytest.approx([sum(overlap) / len(overlap)], abs=1e-4) and 0 < forced.overlap[0] < 1
     assert forced.first == pytest.approx([sum(first) / len(first)])
+
+
+@pytest.mark.parametrize("builder", [Chain(2), Eagle2(2, 8, 4)], ids=lambda builder: builder.name)
+def test_sampling_rules_are_forecast(tiny: Target, prompts: list, eagle3: Eagle3, builder: TreeBuilder) -> None:
+    """With sample-and-match, what both rules would keep is measured over the same places: of one child of a chain and of four
+    of a tree, as forced decoding with either rule finds; no other rule is compared."""
+    forced = run_forced(tiny, eagle3, builder, Match(seed=3), prompts[:2], LIMIT)
+    rules = forced.rules
+    assert rules is not None and rules.children == (1 if builder.is_chain else 4)
+    assert rules.matched == pytest.approx([sum(hits[: rules.children]) for hits in forced.hits])
+    drawn = run_forced(tiny, eagle3, Chain(2, "without_replacement"), Recursive(seed=3), prompts[:2], LIMIT)
+    assert drawn.counts == forced.counts
+    assert rules.weighed == pytest.approx([sum(hits[: rules.children]) for hits in drawn.hits])
+    assert run_forced(tiny, eagle3, builder, Greedy(), prompts[:1], LIMIT).rules is None and drawn.rules is None
+
+
+def test_the_better_rule_by_hand() -> None:
+    """Where four drawn children are kept at 0.7 and the four likeliest at 0.45, drawing is recommended, else not."""
+    weak, sure = RuleForecast(4, [0.445, 0.4], [0.704, 0.7]), RuleForecast(1, [0.9], [0.91])
+    assert weak.lengths == pytest.approx((1 + 0.445 + 0.178, 1 + 0.704 + 0.4928))
+    assert weak.summary()["better"] == "recursive" and sure.summary()["better"] == "match"
+    assert "acceptance=recursive tree.children=without_replacement would keep 0.70 0.70" in better_rule(weak.summary())
 
 
 def test_calibrate_prepares_what_needs_it(tiny: Target, prompts: list, eagle3: Eagle3) -> None:

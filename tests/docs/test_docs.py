@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from spectrain.cli import help, main, overrides
+from spectrain.cli import help, main
 from spectrain.errors import UserError
-from spectrain.settings.schema import chosen, schema, settings
+from spectrain.settings.schema import chosen, owners, schema, settings
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -51,7 +51,7 @@ def check(command: str, patch: pytest.MonkeyPatch) -> None:
     words = shlex.split(command)
     name = " ".join(words[: 2 if words[0] in ("data", "bench") else 1])
     patch.chdir(ROOT)
-    if name in main.commands() and main.commands()[name][0] is None:
+    if name in help.COMMANDS and help.COMMANDS[name].config is None:
         flags = {flag.split()[0] for flag in help.COMMANDS[name].flags} | set(help.HELP)
         unknown = [word for word in words if word.startswith("-") and word not in flags]
         assert not unknown, f"{name} has no {unknown}"
@@ -71,7 +71,7 @@ def check_keys(config: str, arguments: list[str]) -> None:
         group, dot, name = argument.partition("=")[0].partition(".")
         if dot and group in asked.groups | asked.nodes:
             mine = group in choices or group in asked.nodes
-            there = name in {key.name for key in known.get(group, ())} if mine else overrides.owners(group, name, arguments)
+            there = name in {key.name for key in known.get(group, ())} if mine else owners(group, name, arguments)
             there = there or (group == "drafter" and name in EVERY_DRAFTER)
             assert there, f"{argument}: {group} has no such key"
 

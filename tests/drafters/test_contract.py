@@ -20,7 +20,8 @@ from spectrain.features.live import Live
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
-from spectrain.training.trainer import Trainer, trained_groups
+from spectrain.training.job import trained_groups
+from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import Keeping
 from tests.targets import cut_tiny

@@ -27,7 +27,8 @@ from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
-from spectrain.training.trainer import Trainer, trained_groups
+from spectrain.training.job import trained_groups
+from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree

@@ -17,8 +17,8 @@ from spectrain.models.attention import causal_attention, unrolled_attention
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
+from spectrain.training.job import trained_groups
 from spectrain.training.on_policy import Generated
-from spectrain.training.trainer import trained_groups
 from tests.drafters.test_contract import FAMILIES, VARIANTS, make, stages, trainable
 from tests.models.test_target import ARCHITECTURES, EVERY, LAYERS, VOCAB, build
 

@@ -20,7 +20,7 @@ from spectrain.cli.overrides import allow_new_keys, config_groups
 from spectrain.data.dataset import Dataset
 from spectrain.features.live import Live
 from spectrain.planning.dry_run import size_of
-from spectrain.planning.outline import FORMULAS
+from spectrain.planning.memory_tracker import FORMULAS
 from spectrain.planning.plan import Plan, plan
 from spectrain.runs.fresh import fresh_drafter
 from spectrain.settings.build import build, register_resolvers

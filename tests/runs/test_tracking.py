@@ -28,12 +28,13 @@ from spectrain.models.target import Target
 from spectrain.runs import tracking
 from spectrain.runs.defaults import complete
 from spectrain.runs.score import evaluate
-from spectrain.runs.tracking import MetricsFile, TensorBoard, Tracker, Wandb, flatten, headline, last_step, tracked
+from spectrain.runs.tracking import TensorBoard, Wandb, flatten, headline, tracked
 from spectrain.runs.train import train
 from spectrain.runs.wandb_file import records
 from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.training.checkpoints import latest_checkpoint, step_of
+from spectrain.training.metrics import MetricsFile, Tracker, last_step
 from spectrain.training.trainer import Trainer
 
 CONFIG = {

@@ -25,6 +25,12 @@ BEFORE = Path(__file__).parent / "before"
 SAVED = sorted([*BEFORE.glob("*.json"), BEFORE / "kangaroo" / "drafter" / "config.json"])
 
 
+@pytest.fixture(autouse=True)
+def our_choices_alone() -> None:
+    """Whatever folder of choices a command of another test has named."""
+    look_in([ROOT / "conf"])
+
+
 @pytest.mark.parametrize("path", SAVED, ids=lambda path: path.stem if path.stem != "config" else "kangaroo")
 def test_a_drafter_saved_before_is_read(path: Path, tiny: Target) -> None:
     """Descriptions that named constructors where they then stood become the choices of today, which can be built."""

@@ -187,7 +187,8 @@ def go(way: str, directory: Path, out: Path, tiny: Target) -> None:
     elif way == "convert":
         convert(directory, out, "spectrain", TINY)
     else:
-        lint_command([str(directory), *(["--target", "tiny"] if "--" in way else [])])
+        target = {"target": settings("train", "drafter=ngram", "target=tiny").target} if "--" in way else {}
+        lint_command(OmegaConf.create({"run": str(directory), **target}))
 
 
 @pytest.fixture

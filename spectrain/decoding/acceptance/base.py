@@ -69,6 +69,11 @@ class AcceptanceRule(ABC):
         judge node by node."""
         return 1
 
+    @property
+    def shaping(self) -> tuple[float, int, float, int] | None:
+        """Temperature, top-k, top-p and seed of its draws, where it draws."""
+        return None
+
     def matched(self) -> AcceptanceRule:
         """The rule that gives each place of a sequence one fixed token of the same distribution: how decoding without a
         drafter draws, and what deterministic drafts are judged by."""

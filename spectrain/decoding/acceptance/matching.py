@@ -73,8 +73,12 @@ class SamplingRule(AcceptanceRule):
     def distribution(self, logits: Tensor) -> Tensor:
         return self.shape(logits).double().softmax(-1)
 
+    @property
+    def shaping(self) -> tuple[float, int, float, int]:
+        return self.temperature, self.top_k, self.top_p, self.seed
+
     def matched(self) -> AcceptanceRule:
-        return Match(self.temperature, self.top_k, self.top_p, self.seed)
+        return Match(*self.shaping)
 
     def choose(self, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Tensor:
         noise = gumbel(counter.key(SAMPLE, self.seed, sequence_ids[:, None], positions), logits.shape[-1])

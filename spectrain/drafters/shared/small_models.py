@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 from spectrain.models.attention import ATTENTION
 from spectrain.models.target import Target
+
+LARGEST, ROOM = 2, 50_000_000  # times the target's parameters, and more for small targets: such a drafter could not pay
 
 
 def small_model(target: Target, num_layers: int | None, model: str | None, architecture: dict[str, Any] | None) -> Target:
@@ -74,12 +76,23 @@ def fresh_model(architecture: dict[str, Any], target: Target) -> nn.Module:
     """A model of a transformers configuration, with random weights; its vocabulary is the target's unless it names one."""
     settings = {"vocab_size": target.head.vocab_size, "max_position_embeddings": target.max_length, **architecture}
     try:
-        kind = settings.pop("model_type", "llama")
-        config = AutoConfig.for_model(kind, **settings)
-        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"drafter.architecture: transformers cannot build it ({str(error).splitlines()[0]})") from error
-    return model.float()
+        config = AutoConfig.for_model(settings.pop("model_type", "llama"), **settings)
+        if config.get_text_config().num_hidden_layers < 1:
+            raise ValueError("it has no layers")
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            size = count_of(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
+        if size <= LARGEST * count_of(target.model) + ROOM:
+            model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            return model.float()
+    except Exception as error:  # of any kind: the settings may be a stranger's
+        raise UserError(
+            f"drafter.architecture: transformers cannot build it ({first_line(error)}); mend its settings"
+        ) from error
+    raise UserError(f"drafter.architecture: it has {size:,} parameters, far more than its target; make it smaller")
+
+
+def count_of(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def load_model(path: str, target: Target) -> nn.Module:

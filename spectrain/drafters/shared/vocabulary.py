@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import Projection, target_over
 
@@ -38,6 +39,7 @@ class VocabularyDrafter(Drafter):
         self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64))
         self.register_buffer("t2d", torch.zeros(target_size, dtype=torch.bool))
         self.use_vocabulary(torch.arange(size))
+        self.register_load_state_dict_post_hook(_check_vocabulary)
 
     def use_vocabulary(self, ids: Tensor) -> None:
         """Draft these target ids, ascending."""
@@ -55,6 +57,13 @@ class VocabularyDrafter(Drafter):
     def draft_ids(self) -> Tensor:
         """[V] the target id of every draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+
+def _check_vocabulary(drafter: Any, _: Any) -> None:
+    """Loaded ids are the target's: a stranger's files may say others, and a lookup would fail far from here."""
+    ids = drafter.draft_ids
+    if bool(((ids < 0) | (ids >= len(drafter.t2d))).any()):
+        raise UserError(f"d2t: it leads outside of the target's {len(drafter.t2d)} tokens; copy the drafter's files again")
 
 
 class HeadsDrafter(VocabularyDrafter):

@@ -1,4 +1,4 @@
-"""Outlines: shapes, memory and FLOPs of a computation that is not done equal those of the same one done."""
+"""Fake tensors: shapes, memory and FLOPs of a computation that is not done equal those of the same one done."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.planning.dry_run import autocasting
-from spectrain.planning.outline import FORMULAS, Ledger
+from spectrain.planning.memory_tracker import FORMULAS, MemoryTracker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -53,56 +53,56 @@ def really_held(work: Callable[[], object]) -> int:
     return most
 
 
-def test_an_outline_has_the_shape_memory_and_flops_of_the_real_thing() -> None:
+def test_a_fake_tensor_has_the_shape_memory_and_flops_of_the_real_thing() -> None:
     """The same rows are selected; bytes agree with the allocator within what kernels need inside, FLOPs exactly."""
-    with Ledger(CPU) as ledger:
-        outlined = step()
+    with MemoryTracker(CPU) as tracker:
+        faked = step()
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         real = step()
-    assert outlined.shape == real.shape
-    assert sum(ledger.flops.values()) == counter.get_total_flops() > 0
+    assert faked.shape == real.shape
+    assert sum(tracker.flops.values()) == counter.get_total_flops() > 0
     del real
-    assert sum(ledger.peak().values()) == pytest.approx(really_held(step), rel=0.05)
+    assert sum(tracker.peak().values()) == pytest.approx(really_held(step), rel=0.05)
 
 
 def test_all_is_given_back() -> None:
     """When nothing is left, nothing is held."""
-    with Ledger(CPU) as ledger:
+    with MemoryTracker(CPU) as tracker:
         step()
-    assert sum(ledger.sizes[event] if event >= 0 else -ledger.sizes[~event] for event in ledger.events) == 0
+    assert sum(tracker.sizes[event] if event >= 0 else -tracker.sizes[~event] for event in tracker.events) == 0
 
 
 def test_a_gpu_is_planned_where_there_is_none() -> None:
     """Tensors say that they are on it, autocast casts, a mask is stored in half precision, and memory comes in blocks."""
-    with Ledger(GPU) as ledger, autocasting(torch.bfloat16):
+    with MemoryTracker(GPU) as tracker, autocasting(torch.bfloat16):
         x = torch.empty(1, 4, 8, 16, device=GPU)
         assert x.device == GPU and x.is_cuda and F.linear(x, torch.empty(3, 16)).dtype == torch.bfloat16
         mask = torch.ones(8, 8, dtype=torch.bool, device=x.device).tril()
         assert F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], attn_mask=mask, enable_gqa=True).dtype == torch.bfloat16
-    assert all(size % 512 == 0 for size in ledger.sizes)
+    assert all(size % 512 == 0 for size in tracker.sizes)
 
 
 def test_values_are_followed_as_long_as_they_are_known() -> None:
     """Counts and masks of known tokens are real; what unknown values were written into is known no more, its views neither."""
-    with Ledger(CPU) as ledger:
+    with MemoryTracker(CPU) as tracker:
         tokens = torch.tensor([3, 0, 5, 0])
         weight = torch.empty(4)
-        assert int((tokens > 0).sum()) == 2 and weight[tokens > 0].shape == (2,) and not ledger.assumed
+        assert int((tokens > 0).sum()) == 2 and weight[tokens > 0].shape == (2,) and not tracker.assumed
         assert tokens.nonzero()[:, 0].tolist() == [0, 2]
         view = tokens[:2]
         tokens[2:] = weight[:2].long()
-        assert len(view.nonzero()) == 2 and ledger.assumed == 1, "the most is assumed"
+        assert len(view.nonzero()) == 2 and tracker.assumed == 1, "the most is assumed"
         with pytest.raises(RuntimeError, match="only a real run has"):
             view.tolist()
 
 
 def test_shared_storages_count_once() -> None:
     """Views, copies of a module's tied weights and data moved into a parameter."""
-    with Ledger(CPU) as ledger:
+    with MemoryTracker(CPU) as tracker:
         weight = nn.Parameter(torch.empty(100, 10))
         views = [weight[:5], weight.t(), weight.detach()]
-        held = sum(ledger.peak().values())
+        held = sum(tracker.peak().values())
         weight.data = weight.data.to(torch.float64)
         assert weight.dtype == torch.float64 and weight.shape == (100, 10)
         del views
-    assert held == 4000 and sum(ledger.peak().values()) == 12000
+    assert held == 4000 and sum(tracker.peak().values()) == 12000

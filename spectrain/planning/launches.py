@@ -30,7 +30,7 @@ LAUNCHES = {
 SILENT = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
 
 
-class Work(TorchDispatchMode):
+class LaunchCounter(TorchDispatchMode):
     """Counts operations that compute or move something, and the bytes of what they make."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def count_round(engine: Captured, batch: int = 1, prompt: int = 16, new_tokens: 
             engine.play_round(Marks(engine.target.device))
         parts = engine.parts()
         for part in PARTS[:-1]:
-            with Work() as work:
+            with LaunchCounter() as counter:
                 next(parts)
-            found[part] = {"launches": work.launches.total(), "bytes": work.bytes}
+            found[part] = {"launches": counter.launches.total(), "bytes": counter.bytes}
     return found

@@ -1,6 +1,6 @@
 """Launches, bytes and questions to the device in a round of the engine, against committed numbers.
 
-A changed number is no fault but a fact to look at; SPECTRAIN_COUNT=1 pytest tests/test_counting.py writes all of them anew.
+A changed number is no fault but a fact to look at; SPECTRAIN_COUNT=1 pytest tests/test_launches.py writes all of them anew.
 """
 
 import json
@@ -24,7 +24,7 @@ from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.pard import Pard
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
-from spectrain.planning.counting import Work, count_round
+from spectrain.planning.launches import LaunchCounter, count_round
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.fixed import Static
 
@@ -86,20 +86,20 @@ def test_launches_do_not_depend_on_the_batch() -> None:
 @pytest.mark.parametrize("ask", [Tensor.item, Tensor.tolist, bool, lambda x: x.nonzero(), lambda x: x[x > 0]])
 def test_asking_the_device_fails(ask: Callable[[torch.Tensor], object]) -> None:
     """The proof can fail: whatever waits for a value of such a tensor raises."""
-    with Work(), pytest.raises((RuntimeError, NotImplementedError)):
+    with LaunchCounter(), pytest.raises((RuntimeError, NotImplementedError)):
         ask(torch.zeros((), device="meta") if ask in (Tensor.item, bool) else torch.zeros(3, device="meta"))
 
 
 def test_a_tensor_from_the_host_fails() -> None:
     """Nor may a round copy from the host, which a graph would repeat with stale memory."""
-    with Work(), pytest.raises(AssertionError, match="has a tensor on the host"):
+    with LaunchCounter(), pytest.raises(AssertionError, match="has a tensor on the host"):
         torch.tensor([1, 2, 3])
 
 
 def test_views_are_no_launches() -> None:
     """A product, a sum and a write in place are launches; views and empty tensors are none."""
     x = torch.zeros(4, 4, device="meta")
-    with Work() as work:
+    with LaunchCounter() as work:
         (x.t()[:1] @ x).view(2, 2).sum()
         x.add_(1)
         torch.empty(5, device="meta")

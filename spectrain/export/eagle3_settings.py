@@ -1,0 +1,42 @@
+"""What configurations say of an EAGLE-3 drafter, wherever they say it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from spectrain.drafters.eagle3 import LAYER
+
+
+def rope_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary embedding as `rope_parameters` says it, wherever a configuration keeps it."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.pop("type", None)
+    rope.setdefault("rope_type", kind or "default")
+    theta = config.get("rope_theta")
+    rope.setdefault("rope_theta", 10000.0 if theta is None else theta)
+    return rope
+
+
+@dataclass
+class Settings:
+    """A drafter's settings as a layout's config.json says them, in our terms."""
+
+    layer: dict[str, Any]  # a Llama configuration
+    layers: list[int] | None  # fused, the residual stream entering them; None where the file leaves it to the engine
+    variants: dict[str, bool]
+    draft_vocab_size: int | None
+
+    @property
+    def width(self) -> int:
+        return int(self.layer["hidden_size"])
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """What the constructor of our class takes: everything said but variants that are off."""
+        heads = self.layer["num_attention_heads"]
+        whole = {"head_dim": self.width // heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-6, **self.layer}
+        whole["head_dim"] = whole["head_dim"] or self.width // heads
+        whole["num_key_value_heads"] = whole["num_key_value_heads"] or heads
+        whole["rope_parameters"] = rope_of(self.layer)
+        return {key: whole[key] for key in LAYER if key in whole} | {k: True for k, on in self.variants.items() if on}

@@ -1,0 +1,90 @@
+"""Copies of the drafter on every process, whose gradients are averaged (DDP); on one process, the drafter as it is."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.drafters.base import Drafter, Losses, TrainingState
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
+
+from ..checkpoints import flatten_optimizer, tensors_of, unflatten_optimizer
+from .base import Parallel
+
+
+class Replicated(Parallel):
+    """Every process has the whole drafter; gradients are averaged (DDP)."""
+
+    name = "ddp"
+
+    def share(self, drafter: Drafter, target: Target) -> None:
+        self.drafter, self.target = drafter.to(self.device), target
+        self.model: Any = drafter
+
+    def optimise(self, groups: list[dict[str, Any]], clip: float, **options: Any) -> None:
+        self.clip = clip
+        self.optimizer = torch.optim.AdamW(groups, **options)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """DDP holds the parameters that are being trained, so each stage has its own."""
+        if self.count > 1 and any(parameter.requires_grad for parameter in self.drafter.parameters()):
+            places = [self.device] if self.device.type == "cuda" else None
+            self.model = nn.parallel.DistributedDataParallel(self.drafter, device_ids=places)
+
+    def loss(self, batch: Batch, state: TrainingState, last: bool) -> Losses:
+        wrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
+        with self.accelerator.autocast(), self.model.no_sync() if wrapped and not last else nullcontext():
+            losses: Losses = self.model(
+                batch, self.target, state
+            )  # which is where DDP reads whether gradients will be averaged
+        return losses
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        torch.autograd.backward(loss)
+
+    @property
+    def trained(self) -> list[Any]:
+        """The parameters that this stage trains, in the order of its groups."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def step(self) -> bool:
+        self._average_target()
+        finite = bool(torch.isfinite(self._clip()))
+        if finite:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return finite
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients; their norm before, over all processes."""
+        return torch.nn.utils.clip_grad_norm_(self.trained, self.clip)
+
+    def _average_target(self) -> None:
+        """Average the gradients of the target's own parameters over processes: they are not in what is wrapped.
+
+        A parameter that no sequence of this process went through, its layer dropped, has a gradient of zero.
+        """
+        own = {id(parameter) for parameter in self.drafter.parameters()}
+        theirs = [parameter for parameter in self.trained if id(parameter) not in own]
+        for parameter in theirs:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        if self.count == 1 or not theirs:
+            return
+        for start in range(0, len(theirs), 64):  # a few large exchanges instead of hundreds of small ones
+            part = theirs[start : start + 64]
+            flat = self.accelerator.reduce(torch.cat([p.grad.flatten() for p in part]), reduction="mean")
+            for parameter, mean in zip(part, flat.split([parameter.numel() for parameter in part])):
+                parameter.grad = mean.view_as(parameter)
+
+    def weights(self, module: nn.Module) -> dict[str, Tensor]:
+        return tensors_of(module)
+
+    def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        return flatten_optimizer(self.optimizer)
+
+    def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
+        unflatten_optimizer(self.optimizer, tensors, numbers)

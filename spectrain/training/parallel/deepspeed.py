@@ -1,0 +1,151 @@
+"""DeepSpeed's ZeRO-2 and ZeRO-3."""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from spectrain.drafters.base import Drafter, Losses, TrainingState
+from spectrain.errors import RunError
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
+
+from ..checkpoints import tensors_of
+from .base import Parallel
+
+
+class Zero(Parallel):
+    """DeepSpeed: optimiser state and gradients are spread over processes (ZeRO-2), and parameters too (ZeRO-3)."""
+
+    in_place = False
+
+    def __init__(self, accelerator: Accelerator, stage: int, copies: int = 1) -> None:
+        super().__init__(accelerator, copies)
+        self.name, self.stage, self.whole = f"zero{stage}", stage, stage == 2
+
+    def share(self, drafter: Drafter, target: Target) -> None:
+        self.drafter, self.target = drafter.to(self.device), target
+        self.engine: Any = None
+        target.in_step = True
+
+    def optimise(self, groups: list[dict[str, Any]], clip: float, **options: Any) -> None:
+        import deepspeed
+
+        if self.engine is not None:
+            self._dismantle(everywhere=True)
+        self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
+        plain = torch.optim.AdamW(groups, **options)
+        settings = {
+            "train_micro_batch_size_per_gpu": 1,  # what a batch holds is ours to say, and losses are sums
+            "gradient_clipping": clip,
+            "zero_optimization": {"stage": self.stage, "overlap_comm": self.device.type == "cuda"},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "torch_autocast": {
+                "enabled": self.accelerator.mixed_precision == "bf16",
+                "dtype": "bfloat16",
+                "lower_precision_safe_modules": [],
+            },  # gradients are averaged in float32
+            "steps_per_print": 1 << 40,
+        }
+        model = _Both(self.drafter, self.target)
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=plain, config=settings, dist_init_required=False
+        )
+        self.optimizer.check_grad_overflow = True  # type: ignore[attr-defined]  # it then leaves out a step that is not finite
+        held = sum(p.ds_tensor.numel() for p in self.parameters) if self.stage == 3 else 0  # type: ignore[attr-defined]
+        whole = sum(p.ds_numel for p in self.parameters) if self.stage == 3 else 0  # type: ignore[attr-defined]
+        if self.engine.zero_optimization_stage() != self.stage or (self.count > 1 and held and held >= whole):
+            raise RunError(f"trainer.sharding={self.name}: DeepSpeed did not shard; check its version")
+
+    def loss(self, batch: Batch, state: TrainingState, last: bool) -> Losses:
+        terms, hits, counts = self.engine(batch, state)
+        return Losses(terms, hits, counts)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(last)
+        self.engine.backward(loss)
+        if not last:
+            self.engine.step()  # counts the batch; nothing moves
+
+    def step(self) -> bool:
+        self.engine.step()
+        return not self.optimizer.overflow  # type: ignore[attr-defined]
+
+    def weights(self, module: nn.Module) -> dict[str, Tensor]:
+        from deepspeed import zero
+
+        parameters = list(module.parameters())
+        with zero.GatheredParameters(parameters, enabled=self.stage == 3):
+            return {name: tensor.clone() for name, tensor in tensors_of(module).items()}
+
+    def optimizer_state(self) -> tuple[dict[str, Tensor], dict[str, float]]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        inner: Any = self.optimizer.optimizer  # type: ignore[attr-defined]
+        steps = [float(entry["step"]) for entry in inner.state.values() if "step" in entry]
+        if steps and self.stage == 2:
+            self._link_state()
+        tensors = {}
+        for index, parameter in enumerate(self.parameters if steps else []):
+            tensors[f"{index}.step"] = torch.tensor(steps[0])
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[f"{index}.{key}"] = safe_get_full_optimizer_state(parameter, key).detach().cpu().clone()
+        return tensors, {}
+
+    def load_optimizer(self, tensors: dict[str, Tensor], numbers: dict[str, float]) -> None:
+        from deepspeed.utils import safe_set_full_optimizer_state
+
+        if not tensors:
+            return
+        outer: Any = self.optimizer
+        parts = outer.fp32_partitioned_groups_flat if self.stage == 3 else outer.single_partition_of_fp32_groups
+        for part in parts:  # this process's; their state is made by a first step otherwise
+            zeros = {"exp_avg": torch.zeros_like(part), "exp_avg_sq": torch.zeros_like(part)}
+            outer.optimizer.state[part] = {"step": tensors["0.step"].clone(), **zeros}
+        if self.stage == 2:
+            self._link_state()
+        for index, parameter in enumerate(self.parameters):
+            for key in ("exp_avg", "exp_avg_sq"):
+                safe_set_full_optimizer_state(parameter, tensors[f"{index}.{key}"].to(self.device), key)
+
+    def _link_state(self) -> None:
+        """Let each parameter find its piece of this process's state: DeepSpeed does so once, after the first group's step."""
+        outer: Any = self.optimizer
+        outer._hp_optimizer_states_linked = False
+        outer._lazy_init_hp_params_optimizer_state()
+
+    def release(self) -> None:
+        self._dismantle(everywhere=False)
+        self.target.in_step = False
+
+    def _dismantle(self, everywhere: bool) -> None:
+        """Plain parameters in place of DeepSpeed's, whole on every process or on the main one alone."""
+        from deepspeed import zero
+
+        module: _Both = self.engine.module
+        parameters = list(module.parameters())
+        with zero.GatheredParameters(parameters, enabled=self.stage == 3):
+            whole = [parameter.detach().clone() if everywhere or self.is_main else torch.empty(0) for parameter in parameters]
+        self.engine.destroy()
+        self.engine.optimizer = (
+            None  # else it would be destroyed once more when it is collected, with the next one's links to state
+        )
+        for parameter, value in zip(parameters, whole):
+            parameter.data = value
+
+
+class _Both(nn.Module):
+    """What DeepSpeed takes: one module that owns all that is trained, the target included where it is."""
+
+    def __init__(self, drafter: Drafter, target: Target) -> None:
+        super().__init__()
+        self.drafter = drafter
+        if any(parameter.requires_grad for parameter in target.parameters()):
+            self.trained = target.model
+        self.lent = [target]  # in a list, so that it is no submodule
+
+    def forward(self, batch: Batch, state: TrainingState) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        losses = self.drafter.loss(batch, self.lent[0], state)
+        return losses.terms, losses.hits, losses.counts  # in the open, for DeepSpeed hangs its hooks on tensors

@@ -1,0 +1,103 @@
+"""Which way a launch shares the drafter, and the processes that accelerate or torchrun has started.
+
+What a launch file asks for is read from where accelerate leaves it, and is done here with torch's `fully_shard` or
+`deepspeed.initialize` on any device: accelerate itself does neither without a GPU, and training that is not shared as was asked
+would go unnoticed.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+
+from spectrain.errors import RunError, UserError
+
+from .base import Parallel
+from .ddp import Replicated
+from .deepspeed import Zero
+from .fsdp2 import FullyShard
+
+Sharding = Literal["auto", "ddp", "fsdp2", "zero2", "zero3"]
+# What an accelerate file may say of these; anything else would not be done.
+FOLLOWED: dict[str, tuple[tuple[str, ...], str]] = {
+    "ACCELERATE_MIXED_PRECISION": (("no", "bf16"), "mixed_precision: bf16"),
+    "ACCELERATE_DYNAMO_BACKEND": (("NO",), "dynamo_backend: 'NO'"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("1", "auto"), "trainer.accumulate instead"),
+    "ACCELERATE_GRADIENT_CLIPPING": (("none", "auto"), "trainer.clip instead"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (("none",), "none"),
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (("none",), "none"),
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": (("none",), "zero_stage in the accelerate file itself"),
+    "FSDP_OFFLOAD_PARAMS": (("false",), "fsdp_offload_params: false"),
+    "FSDP_ACTIVATION_CHECKPOINTING": (("false",), "trainer.gradient_checkpointing instead"),
+}
+
+
+def asked_for(sharding: Sharding) -> Sharding:
+    """What the launcher and `trainer.sharding` ask for; they must not disagree, nor ask for what is not done."""
+    for variable, (known, instead) in FOLLOWED.items():
+        if (said := os.environ.get(variable)) is not None and said.lower() not in [value.lower() for value in known]:
+            raise UserError(f"launch: {variable}={said} would not be followed; use {instead}")
+    launched: Sharding | None = None
+    if _is_set("ACCELERATE_USE_FSDP"):
+        if os.environ.get("FSDP_VERSION", "1") != "2":
+            raise UserError("launch: the accelerate file asks for FSDP 1; write fsdp_version: 2 below fsdp_config")
+        launched = "fsdp2"
+    elif _is_set("ACCELERATE_USE_DEEPSPEED"):
+        stage = os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
+        if stage not in ("2", "3"):
+            raise UserError(f"launch: the accelerate file asks for ZeRO stage {stage or 'none'}; write zero_stage: 2 or 3")
+        launched = "zero2" if stage == "2" else "zero3"
+    if launched is not None and sharding not in ("auto", launched):
+        raise UserError(f"trainer.sharding={sharding}: the launch asks for {launched}; leave one of them out")
+    return launched or ("ddp" if sharding == "auto" else sharding)
+
+
+def connect(mixed_precision: str, sharding: Sharding) -> Accelerator:
+    """The processes of this launch; stops where they were started but cannot find one another."""
+    asked_for(sharding)
+    if "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
+        raise UserError(
+            "launch: several processes are asked for but this one has no rank, as when accelerate launches on CPUs; use "
+            "torchrun --nproc-per-node N -m spectrain train ..."
+        )
+    with _without("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):  # or accelerate would set out to do it itself
+        accelerator = Accelerator(mixed_precision=mixed_precision, cpu=not torch.cuda.is_available())
+    expected = int(os.environ.get("WORLD_SIZE", "1"))
+    if accelerator.num_processes != expected:
+        raise RunError(f"launch: {expected} processes were started, {accelerator.num_processes} are connected; use torchrun")
+    return accelerator
+
+
+def parallel(accelerator: Accelerator, sharding: Sharding, copies: int = 1) -> Parallel:
+    """The way to share that was asked for; `copies` neighbouring processes see the same data."""
+    way = asked_for(sharding)
+    if way != "ddp" and not dist.is_initialized():  # a single process that was started by hand
+        _alone(accelerator.device)
+    if way == "fsdp2":
+        return FullyShard(accelerator, copies)
+    return Replicated(accelerator, copies) if way == "ddp" else Zero(accelerator, int(way[-1]), copies)
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "false").lower() == "true"
+
+
+@contextmanager
+def _without(*names: str) -> Iterator[None]:
+    """The environment without these variables."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
+
+
+def _alone(device: torch.device) -> None:
+    """A process group of one."""
+    os.environ.setdefault("LOCAL_RANK", "0")
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)

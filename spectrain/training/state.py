@@ -1,0 +1,87 @@
+"""What a training has added up, drawn and changed: the parts of its checkpoint."""
+
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectrain.drafters.base import Drafter
+from spectrain.models.target import Target
+
+from .checkpoints import load_tensors
+from .parallel import Parallel
+
+
+@dataclass
+class Tally:
+    """What a logging interval added up on one process."""
+
+    loss: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    target_seconds: float = 0.0
+    drafter_seconds: float = 0.0
+    seconds: float = 0.0
+    terms: dict[str, float] = field(default_factory=dict)  # each named loss
+    hits: list[float] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+
+    def add(self, other: "Tally") -> None:
+        """Join what another one added up."""
+        for name in ("loss", "steps", "tokens", "supervised", "target_seconds", "drafter_seconds", "seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, value in other.terms.items():
+            self.terms[name] = self.terms.get(name, 0.0) + value
+        self.hits = [mine + more for mine, more in zip_longest(self.hits, other.hits, fillvalue=0.0)]
+        self.counts = [mine + more for mine, more in zip_longest(self.counts, other.counts, fillvalue=0.0)]
+
+    @classmethod
+    def restored(cls, saved: list[dict[str, Any]], rank: int, count: int) -> "Tally":
+        """What this process had added up; with another number of processes the first takes all sums over."""
+        tallies = [cls(**one) for one in saved]
+        if len(tallies) == count:
+            return tallies[rank]
+        whole = cls()
+        for tally in tallies:
+            whole.add(tally)
+        if rank:  # the same names and depths, of which nothing is this one's
+            zeros = [0.0] * len(whole.hits)
+            whole = cls(terms=dict.fromkeys(whole.terms, 0.0), hits=zeros, counts=zeros)
+        whole.steps, whole.supervised, whole.seconds = tallies[0].steps, tallies[0].supervised, tallies[0].seconds
+        return whole
+
+
+def random_state() -> dict[str, Tensor]:
+    """The state of torch's own generators, for what a family may draw from them."""
+    state = {"cpu": torch.get_rng_state()}
+    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else state
+
+
+def set_random_state(saved: dict[str, Tensor], rank: int) -> None:
+    """Undo `random_state`, from "rng.DEVICE.RANK"; a process that was not there before keeps what its seed gave it."""
+    if f"rng.cpu.{rank}" in saved:
+        torch.set_rng_state(saved[f"rng.cpu.{rank}"])
+    if f"rng.cuda.{rank}" in saved and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved[f"rng.cuda.{rank}"])
+
+
+def trained_weights(drafter: Drafter, target: Target, shared: Parallel) -> dict[str, Tensor]:
+    """What a checkpoint keeps, on the main process: the drafter, and the parameters of the target that are being trained."""
+    own = {id(parameter) for parameter in drafter.parameters()}
+    weights = {f"drafter.{name}": tensor for name, tensor in shared.weights(drafter).items()}
+    trained = {name for name, parameter in target.named_parameters() if parameter.requires_grad and id(parameter) not in own}
+    if trained:
+        weights |= {f"target.{name}": tensor for name, tensor in shared.weights(target).items() if name in trained}
+    return weights
+
+
+def load_trained_weights(drafter: Drafter, target: Target, weights: dict[str, Tensor]) -> None:
+    load_tensors(drafter, {k.removeprefix("drafter."): v for k, v in weights.items() if k.startswith("drafter.")})
+    trained = {k.removeprefix("target."): v for k, v in weights.items() if k.startswith("target.")}
+    parameters = dict(target.named_parameters())
+    with torch.no_grad():
+        for name, value in trained.items():
+            parameters[name].copy_(value)

@@ -1,0 +1,186 @@
+"""Bad numbers, weights, data and prompts: each ends in one sentence, before anything is written."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import load_file, save_file
+
+from spectrain.data.readers import Jsonl
+from spectrain.drafters.causal import Causal
+from spectrain.errors import RunError, UserError
+from spectrain.eval.prompts import read_prompts
+from spectrain.export.card import card, row
+from spectrain.export.converter import read_drafter
+from spectrain.export.layouts import layout_for
+from spectrain.export.linter import lint
+from spectrain.export.targets import TargetFiles
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
+from spectrain.runs.drafter_files import load_drafter, save_drafter
+from spectrain.settings.build import build
+from spectrain.settings.check import check_given
+from spectrain.settings.schema import schema
+
+NUMBERS = {
+    "trainer.lr=nan": "finite", "trainer.lr=-1": "above 0", "trainer.clip=nan": "more than 0", "trainer.clip=-1": "more than 0",
+    "trainer.clip=inf": "finite", "trainer.betas=[2,3]": "less than 1", "trainer.weight_decay=nan": "0 or more",
+    "trainer.weight_decay=-1": "0 or more", "trainer.warmup=2": "1 or less", "trainer.min_lr=-1": "0 or more",
+    "drafter.ttt_steps=0": "1 or more", "drafter.ttt_steps=100000": "64 or less", "drafter.vocab_size=-1": "1 or more",
+    "drafter.step_decay=nan": "", "acceptance.temperature=nan": "", "tree.depth=0": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("word", NUMBERS)
+def test_numbers_out_of_bounds_are_refused(word: str, tiny: Target) -> None:
+    """By the declared type, as their word is read, or by the constructor."""
+    group, _, rest = word.partition(".")
+    name, _, value = rest.partition("=")
+    words = ["recipe=eagle3", "tree=eagle2", "acceptance=match", word]
+    targets = {"trainer": "spectrain.training.trainer.Trainer", "tree": "spectrain.trees.Eagle2",
+               "acceptance": "spectrain.decoding.acceptance.Match", "drafter": "spectrain.drafters.eagle3.Eagle3"}  # fmt: skip
+    with pytest.raises(UserError) as told:
+        check_given(schema("train"), words)
+        build({"_target_": targets[group], name: json.loads(value)}, **({"target": tiny} if group == "drafter" else {}))
+    assert str(told.value).startswith(f"{group}.{name}") and NUMBERS[word] in str(told.value)
+
+
+def test_a_device_that_is_not_there() -> None:
+    """A GPU that this machine has not, or none by such a name."""
+    for device in ("nonsense", "cuda:99"):
+        with pytest.raises(UserError, match=rf"target\.device={device}: this machine has"):
+            load_tiny(device=device)
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 999_999_999}, {"hidden_size": 10**6}, {"hidden_size": "wide"},
+                                    {"model_type": "evil"}, {"num_hidden_layers": -1}])  # fmt: skip
+def test_an_architecture_that_cannot_be(change: dict[str, Any], tiny: Target) -> None:
+    """No memory is taken for it."""
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(UserError, match=r"drafter\.architecture: [^\n]*$"):
+        Causal(tiny, architecture={**small, **change})
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
+    """A small Medusa as training leaves it."""
+    directory = tmp_path_factory.mktemp("saved") / "medusa"
+    node = {"_target_": "spectrain.drafters.medusa.Medusa", "num_heads": 1, "vocab_size": 64}
+    drafter = build(node, target=tiny)
+    drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
+    target = {"_target_": "spectrain.models.loading.load_tiny"}
+    save_drafter(directory, drafter, OmegaConf.create({"drafter": node, "target": target}))
+    return directory
+
+
+def nan(tensors: dict[str, Any]) -> None:
+    tensors["heads.0.lm_head.weight"][0, 0] = float("nan")
+
+
+def wider(tensors: dict[str, Any]) -> None:
+    for name in [name for name in tensors if name.startswith("heads")]:
+        tensors[name] = tensors[name].repeat_interleave(2, dim=-1)
+
+
+def astray(tensors: dict[str, Any]) -> None:
+    tensors["d2t"] = tensors["d2t"] + 5000
+
+
+WEIGHTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
+    "not finite": (nan, RunError, r"model\.safetensors: heads\.0\.lm_head\.weight holds NaN"),
+    "of another width": (wider, UserError, r"model\.safetensors: it does not fit .*, \[256\] in place of \[128\], and 2 more"),
+    "ids astray": (astray, UserError, r"d2t: it leads outside of the target's 2048 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_that_are_wrong(case: str, saved: Path, tmp_path: Path, tiny: Target) -> None:
+    """One short sentence that names the tensor: nothing is decoded with them, so nothing seems lossless or not."""
+    change, kind, sentence = WEIGHTS[case]
+    shutil.copytree(saved, tmp_path / "medusa")
+    tensors = load_file(saved / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "medusa" / "model.safetensors")
+    node = {"_target_": "spectrain.drafters.medusa.Medusa", "num_heads": 1, "vocab_size": 64}
+    with pytest.raises(kind, match=sentence) as told:
+        load_drafter(OmegaConf.create({"drafter": node}), tmp_path / "medusa", tiny)
+    assert len(str(told.value).replace(str(tmp_path), "")) < 200
+
+
+KINDS: dict[str, Any] = {
+    "text for a number": {"medusa_num_heads": "many"}, "a list for a number": {"medusa_num_heads": [1]},
+    "nothing for a number": {"medusa_num_heads": None}, "a negative number": {"medusa_num_heads": -3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_values_of_wrong_kinds(case: str, tmp_path: Path) -> None:
+    """A layout's settings of the wrong type are a finding of lint, and one sentence of everything else."""
+    (tmp_path / "config.json").write_text(json.dumps({"medusa_num_heads": 1, "medusa_num_layers": 1, **KINDS[case]}))
+    save_file({"0.0.linear.weight": torch.zeros(4, 4)}, tmp_path / "model.safetensors")
+    assert any(finding.level == "error" for finding in lint(tmp_path, None))
+    with pytest.raises(UserError, match=r"^[^\n]+$"):
+        read_drafter(tmp_path)
+
+
+def test_a_score_of_one_prompt_has_a_card(saved: Path, tmp_path: Path) -> None:
+    """Where there were too few prompts for an interval, the card gives none."""
+    entry = {"acceptance_length": {"pooled": 1.5, "ci95": None}, "speedup": {"ratio": 1.25, "ci95": [None, None]}}
+    assert row(entry) == "1.50 | 1.25 | not checked"
+    drafter, run = read_drafter(saved), tmp_path / "run"
+    (run / "eval" / "heldout").mkdir(parents=True)
+    (run / "eval" / "heldout" / "summary.json").write_text(json.dumps({**entry, "setting": {}}))
+    assert "| 1.50 | 1.25 |" in card(drafter, layout_for(drafter.family, "vllm"), TargetFiles("tiny"), "here", run)
+
+
+def line(content: Any) -> str:
+    return json.dumps({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]})
+
+
+DATA: dict[str, tuple[str, str]] = {
+    "half a character": (line("\ud800"), r"line 1: its text holds \\ud800"),
+    "nested": ("[" * 100_000, "line 1: its values are nested too deeply"),
+    "a text of 12 MB": (line("a" * 12_000_000), r"line 1: a text of 12,000,000 characters"),
+    "2,000 turns": (
+        json.dumps({"messages": [{"role": "user", "content": "Hi"}] * 2000}),
+        "line 1: a conversation of 2000 turns",
+    ),
+    "empty answers": (line(" "), "line 1: its answers are empty"),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_data_that_cannot_be_learnt(case: str, tmp_path: Path) -> None:
+    """The line is named at once, and what to do."""
+    content, sentence = DATA[case]
+    (tmp_path / "data.jsonl").write_text(content + "\n")
+    with pytest.raises(UserError, match=sentence):
+        Jsonl(str(tmp_path / "data.jsonl")).conversations()
+
+
+def test_folders_without_data(tmp_path: Path) -> None:
+    """An empty folder is not a missing file, and a folder is no file whatever its name."""
+    with pytest.raises(UserError, match="the folder holds no .jsonl file"):
+        Jsonl(str(tmp_path)).conversations()
+    (tmp_path / "data.jsonl").mkdir()
+    with pytest.raises(UserError, match="it cannot be read"):
+        Jsonl(str(tmp_path)).conversations()
+    (tmp_path / "bytes.jsonl").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(UserError, match="UTF-8"):
+        Jsonl(str(tmp_path / "bytes.jsonl")).conversations()
+
+
+@pytest.mark.parametrize("content, sentence", [
+    (json.dumps({"prompt": "\ud800"}), r"line 1: its text holds \\ud800"), ("[" * 100_000, "nested too deeply"),
+    (json.dumps({"prompt": "a" * 3_000_000}), "a text of 3,000,000 characters"),
+], ids=["half a character", "nested", "long"])  # fmt: skip
+def test_prompts_that_cannot_be_asked(content: str, sentence: str, tmp_path: Path) -> None:
+    """As of data, the line is named."""
+    (tmp_path / "prompts.jsonl").write_text(content + "\n")
+    with pytest.raises(UserError, match=sentence):
+        read_prompts(str(tmp_path / "prompts.jsonl"))

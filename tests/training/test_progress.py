@@ -1,0 +1,67 @@
+"""A log has a line every half minute, whatever the steps, with the loss, the speed and the time that is left."""
+
+from typing import Any
+
+import pytest
+
+from spectrain.training import progress
+from spectrain.training.progress import Pace, TrainingProgress
+
+
+class Clock:
+    """Seconds as a test says them."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(progress, "time", made)
+    return made
+
+
+def metrics(loss: float | None, **more: Any) -> dict[str, Any]:
+    return {"loss": loss, "agreement": [0.5, 0.25], "tokens_per_second": 120.0, **more}
+
+
+@pytest.mark.parametrize("logged", [1, 7, 40])
+def test_a_log_has_a_line_every_half_minute(clock: Clock, capsys: pytest.CaptureFixture[str], logged: int) -> None:
+    """After the first step, then every 30 s by the newest metrics, and after the last: not one for each that is logged."""
+    line = TrainingProgress(100, 0, enabled=True)
+    with line:
+        for step in range(1, 101):
+            clock.now += 4.0
+            line.update(step, metrics(step / 10) if step % logged == 0 or step in (1, 100) else None)
+    said = capsys.readouterr().out.splitlines()
+    assert [int(one.split()[1]) for one in said] == [1, *range(8, 100, 8), 100]
+    newest = max(1, 8 - 8 % logged) if logged < 8 else 1
+    assert said[1] == f"step 8 of 100  loss {newest / 10:.3f}  agreement 0.50 0.25  120 tokens/s  6 min left"
+    assert said[-1].startswith("step 100 of 100  loss 10.000") and said[-1].endswith("0 s left")
+
+
+def test_a_resumed_run_counts_its_own_steps(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """The time that is left follows from the steps since it was taken up; a loss that is no number is said."""
+    line = TrainingProgress(100, 80, enabled=True)
+    clock.now = 40.0
+    line.update(90, metrics(None, left_out=3))
+    assert capsys.readouterr().out.endswith("loss not finite  agreement 0.50 0.25  120 tokens/s  3 rows left out  40 s left\n")
+
+
+def test_other_processes_are_silent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """Only the main process tells."""
+    clock.now = 99.0
+    TrainingProgress(100, 0, enabled=False).update(1, metrics(1.0))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(10, "90 s left"), (60, "9 min left"), (3600, "9.0 h left")])
+def test_time_left_is_said_in_fitting_units(clock: Clock, seconds: float, said: str) -> None:
+    """Of ten parts one is done."""
+    pace = Pace(10)
+    clock.now = seconds
+    assert pace.left(1) == said and pace.is_due() == (seconds >= 30)
