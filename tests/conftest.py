@@ -19,7 +19,6 @@ from spectrain.settings.build import register_resolvers
 from tests import sampling
 from tests.targets import cut_tiny
 
-EVERY = pytest.StashKey[list[pytest.Item]]()  # of the session: what was collected, the slow ones too
 register_resolvers()
 torch.set_num_threads(1)  # two test processes share two cores
 
@@ -58,5 +57,3 @@ def seeded() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of sweeps, only a sample is not slow."""
     sampling.mark_what_is_left_out(items)
-    if items:
-        items[0].session.stash[EVERY] = list(items)

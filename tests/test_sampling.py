@@ -13,9 +13,8 @@ from omegaconf import OmegaConf
 
 import spectrain
 from spectrain.export.layouts import FORMATS
-from tests.conftest import EVERY
 from tests.reach import reached
-from tests.sampling import Case, sample
+from tests.sampling import EVERY, Case, sample
 
 CASES: list[Case] = [
     (f"test[{size}-{tree}-{seed}]", {"size": size, "tree": tree, "seed": seed})
