@@ -80,7 +80,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a score's name is a path": (train("eval=default", "eval.name=/tmp/escape"), ("eval.name=/tmp/escape", "one folder")),
     "a score's name is above": (train("eval=default", "eval.name=.."), ("eval.name=..", "one folder")),
     "a score without a name": (train("eval=default", "eval.name="), ("eval.name=", "one folder")),
-    "a command as family": (train("drafter._target_=os.system"), ("drafter._target_=os.system", "no choice")),
+    "a command as family": (train("drafter._target_=os.system"), ("drafter._target_", "no such key")),
     "an order as a value": (
         train("recipe", "drafter=causal", "drafter.architecture={_target_: os.system}"),
         ("drafter.architecture._target_", "order"),

@@ -293,14 +293,14 @@ def test_loss_is_said_by_the_layers_that_are_kept(tiny: Target) -> None:
     with torch.no_grad():
         for row, example in enumerate(rows):
             tokens, place = torch.tensor([example.tokens]), [n for n in range(1, len(example.tokens)) if example.mask[n]]
-            state = target.run(tokens, ForwardPlan(layers=(0,))).at(0)
+            hidden = target.run(tokens, ForwardPlan(layers=(0,))).at(0)
             for layer in range(LAYERS):
                 if not dropped[layer, row]:
                     part = target.run(
-                        tokens, ForwardPlan(layers=(layer + 1,), span=LayerSpan(first=layer, last=layer + 1, hidden=state))
+                        tokens, ForwardPlan(layers=(layer + 1,), span=LayerSpan(first=layer, last=layer + 1, hidden=hidden))
                     )
-                    state = part.at(layer + 1)
-                log_q = reference.lm_head(reference.model.norm(state))[0].log_softmax(-1)
+                    hidden = part.at(layer + 1)
+                log_q = reference.lm_head(reference.model.norm(hidden))[0].log_softmax(-1)
                 wanted += weights[layer] * float(-sum(log_q[n - 1, example.tokens[n]] for n in place))
         found = drafter.loss(collate(rows), target, state).total
     assert float(found) == pytest.approx(wanted, rel=1e-5)
@@ -545,7 +545,7 @@ def test_a_saved_drafter_names_its_exit(tiny: Target, tmp_path: Path) -> None:
     again: EarlyExit = build(looked_up("drafter", described, ""), target=tiny)
     load_weights(again, tmp_path / "drafter")
     assert described["exit_layer"] == again.exit_layer == EarlyExit(tiny).exit_layer == 2 and again.max_dropout == 0.3
-    assert not again.has_weights
+    assert not list(again.parameters())
 
 
 def test_init_is_refused(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

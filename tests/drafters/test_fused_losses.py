@@ -322,7 +322,7 @@ def test_split_loss_of_replays_equals_that_of_whole_matrices(
     """Draft-OPD's loss, whatever the family is trained on otherwise."""
     kind, reference, options = FAMILIES[family]
     drafter = kind(target, **options, loss=loss)
-    assert drafter.abilities.on_policy.abilities.on_policy.learns_replays
+    assert drafter.abilities.on_policy.learns_replays
     drafter.prepare(target, torch.randint(0, 1000, (VOCAB,)))
     shake(drafter, 0.3)
     monkeypatch.setattr(fused, "CHUNK", CHUNK)

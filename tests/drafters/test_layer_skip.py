@@ -89,8 +89,9 @@ def promises(target: Target, reference: Any, depth: int, answer_tokens: int) -> 
 
 
 def answered(target: Target, prompts: list[list[int]], count: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts with the target's greedy answers."""
-    return [(prompt, decode(target, [prompt], Greedy(), count)[0].output) for prompt in prompts]
+    """Prompts with the target's greedy answers, as a session gives them to a search."""
+    limits = [min(count, target.max_length - len(prompt)) for prompt in prompts]
+    return [(prompt, decode(target, [prompt], Greedy(), limit)[0].output) for prompt, limit in zip(prompts, limits)]
 
 
 def found_by(target: Target, steps: int, depth: int = 3, seed: int = 0) -> frozenset[int]:
@@ -130,16 +131,19 @@ def test_answers_end_with_the_context(tiny: Target) -> None:
     assert tokens.shape[1] <= 64 and 1 <= int(mask.sum()) <= 4
 
 
+PLAIN = ForwardPlan()
+
+
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
     """The sets that a search runs the target without, in order."""
     runs: list[frozenset[int]] = []
     run = Target.run
 
-    def watched(self: Target, *args: Any, **options: Any) -> Any:
-        if options.get("skipped"):
-            runs.append(frozenset(options["skipped"]))
-        return run(self, *args, **options)
+    def watched(self: Target, tokens: torch.Tensor, plan: ForwardPlan = PLAIN) -> Any:
+        if plan.span.skipped:
+            runs.append(frozenset(plan.span.skipped))
+        return run(self, tokens, plan)
 
     monkeypatch.setattr(Target, "run", watched)
     return runs

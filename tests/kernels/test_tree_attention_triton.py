@@ -27,7 +27,7 @@ from spectrain.kernels import kv_append, kv_commit, tree_verify
 from spectrain.kernels import tree_attention as module
 from spectrain.kernels.tree_attention import (
     CONFIGS,
-    Config,
+    AttentionTiles,
     Visibility,
     choose_splits,
     tree_attention,
@@ -267,7 +267,7 @@ def test_splits_are_as_many_as_pay() -> None:
 
 def test_a_block_of_nodes_lies_in_one_word() -> None:
     """Every configured block of keys divides 64, and holds the 16 that a product needs."""
-    configs: list[Config] = [*sum(CONFIGS.values(), ()), *module.CONFIGS_FLOAT32]
+    configs: list[AttentionTiles] = [*sum(CONFIGS.values(), ()), *module.CONFIGS_FLOAT32]
     assert all(64 % config.block_n == 0 and config.block_n >= 16 and config.block_m >= 16 for config in configs)
 
 

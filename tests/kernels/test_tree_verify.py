@@ -13,10 +13,10 @@ from spectrain.kernels import tree_verify as module
 from spectrain.kernels.counter import gumbel, host_key, key
 from spectrain.kernels.tree_verify import (
     EMPTY_BITS,
-    Config,
     Draws,
     Nodes,
     Verdict,
+    VerifyTiles,
     shape_logits,
     tree_greedy,
     tree_greedy_reference,
@@ -48,7 +48,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels, through triton's interpreter, with blocks so small that a row takes several."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     for name in ("ARGMAX", "DRAWN", "CUT"):
-        monkeypatch.setattr(module, name, Config(64, 4))
+        monkeypatch.setattr(module, name, VerifyTiles(64, 4))
     yield
 
 
