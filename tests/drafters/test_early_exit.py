@@ -103,6 +103,7 @@ def at(step: int, num_steps: int) -> TrainingState:
     return TrainingState(step, step / num_steps)
 
 
+@pytest.mark.sweep(14)
 @pytest.mark.parametrize("num_layers", [2, 5, 8, 32])
 @pytest.mark.parametrize("scale", [1.0, 0.2])
 @pytest.mark.parametrize("step", [0, 1, 7, 30, 49, 50, 99])
@@ -152,6 +153,7 @@ def test_gradual_exits_open_downwards(tiny: Target) -> None:
         before = found
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("num_layers", [2, 5, 8, 32])
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize("step", [0, 3, 9])

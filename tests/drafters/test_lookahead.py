@@ -73,6 +73,7 @@ def prompts(tiny: Target) -> list[list[int]]:
     return [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("builder", [BUILDER, Chain(3), Eagle2(depth=1, budget=3)], ids=["tree", "chain", "shallow"])
 @pytest.mark.parametrize("batch, pool_from_prompt", [(1, False), (3, True)])

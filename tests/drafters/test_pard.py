@@ -261,6 +261,7 @@ def greedy(tiny: Target) -> list[list[int]]:
     return [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
 
 
+@pytest.mark.sweep(5)
 @BUILDER
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", ["cut", "small"])
@@ -279,6 +280,7 @@ def test_drafts_are_the_small_models(
         assert count == 1 or len({len(one.accepted) for one in found}) > 1, "some rows must be done before others"
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("kind", list(DRAFTERS))
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_chain_holds_the_likeliest_token_of_every_place(tiny: Target, kind: str, count: int) -> None:
@@ -296,6 +298,7 @@ def test_a_chain_holds_the_likeliest_token_of_every_place(tiny: Target, kind: st
             assert tree.tokens[row, 1:].tolist() == said.argmax(-1).tolist()
 
 
+@pytest.mark.sweep(3)
 @BUILDER
 @pytest.mark.parametrize("count", [1, 3])
 def test_drafted_equals_matched_sampling(tiny: Target, count: int, builder: TreeBuilder) -> None:

@@ -93,6 +93,7 @@ def settled(drafter: Drafter) -> Drafter:
 # How often layers run
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("name", ["early_exit", "kangaroo"])
@@ -110,6 +111,7 @@ def test_an_exit_runs_every_node_once(
     assert calls[exit_layer:] == [[longest] + [depth + 1] * rounds] * (tiny.num_layers - exit_layer)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("skipped", [(4,), (2, 5), (0,), (7,), (3, 4)])
@@ -186,6 +188,7 @@ def texts_before(generation: Generation) -> Iterator[list[int]]:
         yield generation.prompt + generation.output[: 1 + sum(generation.accepted[:turn])]
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("stop_on", ["token", "path"])
 @pytest.mark.parametrize("name", ["early_exit", "layer_skip"])

@@ -42,8 +42,8 @@ LEARN = pytest.mark.parametrize("learn", ["corrections", "answers", "split"])
 Weights = dict[str, Tensor]
 
 
-def make(tiny: Target) -> Causal:
-    return Causal(tiny, num_layers=6)
+def make(shallow: Target) -> Causal:
+    return Causal(shallow, num_layers=2)
 
 
 def weights(drafter: torch.nn.Module) -> Weights:
@@ -78,21 +78,21 @@ def test_corrections_by_hand(output: list[int], accepted: list[int], depths: lis
     assert supervised(generation, corrections=False) == Example(tokens, [False] * 2 + [True] * len(output))
 
 
-def seen(tiny: Target, drafter: Causal, count: int) -> list[tuple[Generation, Any]]:
+def seen(shallow: Target, drafter: Causal, count: int) -> list[tuple[Generation, Any]]:
     """Answers, each decoded by itself, and what was recorded of it."""
     found = []
     for number in range(count):
         recorder = Recorder(Chain(3))
         torch.manual_seed(number)
-        (one,) = decode(tiny, [torch.randint(3, 2000, (6,)).tolist()], Greedy(), LIMIT, drafter, recorder)
+        (one,) = decode(shallow, [torch.randint(3, 2000, (6,)).tolist()], Greedy(), LIMIT, drafter, recorder)
         found.append((one, recorder.rounds[0]))
     return found
 
 
-def test_corrections_are_what_the_drafter_got_wrong(tiny: Target) -> None:
+def test_corrections_are_what_the_drafter_got_wrong(shallow: Target) -> None:
     """In a real answer a token is marked exactly where the record says that a draft ended before it."""
     marked = 0
-    for one, rounds in seen(tiny, make(tiny), 6):
+    for one, rounds in seen(shallow, make(shallow), 6):
         expected, end = [False] * (len(one.prompt) + len(one.output) + 4), len(one.prompt) + 1
         for drafted, count in rounds:
             end += count
@@ -103,8 +103,8 @@ def test_corrections_are_what_the_drafter_got_wrong(tiny: Target) -> None:
     assert marked > 5
 
 
-def learner(tiny: Target, drafter: Causal, every: int, learn: Any, saved: list[Weights]) -> Learner:
-    return Learner(drafter, tiny, 1e-3, every, learn, lambda learnt: saved.append(weights(learnt)))
+def learner(shallow: Target, drafter: Causal, every: int, learn: Any, saved: list[Weights]) -> Learner:
+    return Learner(drafter, shallow, 1e-3, every, learn, lambda learnt: saved.append(weights(learnt)))
 
 
 def give(online: Learner, parts: list[list[tuple[Generation, Any]]]) -> None:
@@ -117,11 +117,11 @@ def give(online: Learner, parts: list[list[tuple[Generation, Any]]]) -> None:
 
 
 @LEARN
-def test_an_update_after_every_so_many_answers(tiny: Target, learn: Any) -> None:
+def test_an_update_after_every_so_many_answers(shallow: Target, learn: Any) -> None:
     """Weights change and are saved at every `every`-th answer and nowhere else; the drafter is left as it decodes."""
-    drafter, saved = Causal(tiny, num_layers=3).eval(), list[Weights]()
-    online = learner(tiny, drafter, 2, learn, saved)
-    for number, answer in enumerate(seen(tiny, drafter, 5), 1):
+    drafter, saved = Causal(shallow, num_layers=1).eval(), list[Weights]()
+    online = learner(shallow, drafter, 2, learn, saved)
+    for number, answer in enumerate(seen(shallow, drafter, 5), 1):
         before = weights(drafter)
         give(online, [[answer]])
         assert same(before, weights(drafter)) == bool(number % 2)
@@ -132,13 +132,13 @@ def test_an_update_after_every_so_many_answers(tiny: Target, learn: Any) -> None
 
 
 @LEARN
-def test_an_update_is_one_clipped_step_on_the_mean_loss(tiny: Target, learn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_is_one_clipped_step_on_the_mean_loss(shallow: Target, learn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is clipped is the gradient of all waiting answers' loss over their supervised tokens, in one batch by hand; what
     is stepped with is the clipped one."""
-    drafter, count = Causal(tiny, num_layers=3).eval(), 6
+    drafter, count = Causal(shallow, num_layers=1).eval(), 6
     other = copy.deepcopy(drafter)
-    answers = seen(tiny, drafter, count)
-    online = learner(tiny, drafter, count, learn, [])
+    answers = seen(shallow, drafter, count)
+    online = learner(shallow, drafter, count, learn, [])
     found: list[list[Tensor]] = []
 
     def note() -> None:
@@ -154,8 +154,8 @@ def test_an_update_is_one_clipped_step_on_the_mean_loss(tiny: Target, learn: Any
     else:
         batch = collate([supervised(one, learn == "corrections") for one, _ in answers])
     assert len(batch.tokens) > 4  # more than are taken at once
-    batch = Batch(batch.tokens, batch.loss_mask, tiny.features(batch.tokens, ("final",)), batch.distance)
-    (other.train().loss(batch, tiny, TrainingState()).total / batch.num_supervised).backward()
+    batch = Batch(batch.tokens, batch.loss_mask, shallow.features(batch.tokens, ("final",)), batch.distance)
+    (other.train().loss(batch, shallow, TrainingState()).total / batch.num_supervised).backward()
     for clipped in (False, True):
         if clipped:
             clip(other.parameters(), 0.5)
@@ -164,23 +164,23 @@ def test_an_update_is_one_clipped_step_on_the_mean_loss(tiny: Target, learn: Any
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_nothing_wrong_nothing_learnt(tiny: Target) -> None:
+def test_nothing_wrong_nothing_learnt(shallow: Target) -> None:
     """Answers without a correction leave the weights as they are."""
-    drafter = make(tiny).eval()
+    drafter = make(shallow).eval()
     before = weights(drafter)
-    online = learner(tiny, drafter, 1, "corrections", [])
+    online = learner(shallow, drafter, 1, "corrections", [])
     give(online, [[(Generation([1, 2], [10, 11, 12, 13], [3], [2]), [([11, 12], 3)])]])
     assert online.updates == 1 and same(before, weights(drafter))
 
 
-def test_a_loss_that_is_not_finite_stops(tiny: Target) -> None:
+def test_a_loss_that_is_not_finite_stops(shallow: Target) -> None:
     """Nothing is stepped on a NaN, and the setting to lower is named."""
-    drafter = make(tiny).eval()
-    answers = seen(tiny, drafter, 1)
+    drafter = make(shallow).eval()
+    answers = seen(shallow, drafter, 1)
     with torch.no_grad():
         drafter.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(RunError, match=r"loss is not finite at update 1; lower eval\.online_lr"):
-        give(learner(tiny, drafter, 1, "answers", []), [answers])
+        give(learner(shallow, drafter, 1, "answers", []), [answers])
 
 
 def test_the_curve_is_a_moving_mean_over_rounds() -> None:
@@ -194,7 +194,9 @@ def test_the_curve_is_a_moving_mean_over_rounds() -> None:
 # An evaluation
 
 
-def scored(tiny: Target, folder: Path, builder: TreeBuilder, saved: list[Weights], **options: Any) -> tuple[Any, Any, Causal]:
+def scored(
+    shallow: Target, folder: Path, builder: TreeBuilder, saved: list[Weights], **options: Any
+) -> tuple[Any, Any, Causal]:
     """The summary, the copy that does not learn and the drafter of one evaluation."""
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     evaluation = Evaluation(prompts=str(folder / "prompts.jsonl"), max_new_tokens=LIMIT, baselines=(), oracle=False, **options)
@@ -207,8 +209,8 @@ def scored(tiny: Target, folder: Path, builder: TreeBuilder, saved: list[Weights
         return found
 
     evaluation._systems = watched  # type: ignore[method-assign]
-    drafter = make(tiny)
-    candidate = Candidate(tiny, drafter, builder, Greedy(), SETTING, save=lambda learnt: saved.append(weights(learnt)))
+    drafter = make(shallow)
+    candidate = Candidate(shallow, drafter, builder, Greedy(), SETTING, save=lambda learnt: saved.append(weights(learnt)))
     summary = evaluation.score(candidate, folder / "out")
     return summary, held[-1].drafter, drafter
 
@@ -220,17 +222,26 @@ def rounds_of(folder: Path, system: str) -> list[tuple[Any, ...]]:
     return [tuple(row[key] for key in keys) for row in rows if row["system"] == system]
 
 
+@pytest.fixture(scope="module")
+def without_learning(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Causal]:
+    """An evaluation in which nothing is learnt: its folder, its summary and its drafter."""
+    folder = tmp_path_factory.mktemp("plain")
+    summary, _, drafter = scored(shallow, folder, Chain(3), [])
+    return folder, summary, drafter
+
+
 @LEARN
-def test_one_learns_and_the_other_does_not(tiny: Target, tmp_path: Path, learn: Any) -> None:
+def test_one_learns_and_the_other_does_not(
+    shallow: Target, without_learning: tuple[Path, Any, Causal], tmp_path: Path, learn: Any
+) -> None:
     """The copy decodes as without learning and keeps its weights; the learner changes; both say what generate says."""
-    folders = [tmp_path / "plain", tmp_path / "online"]
-    for folder in folders:
-        folder.mkdir()
-    saved: list[Weights] = []
-    plain, _, untouched = scored(tiny, folders[0], Chain(3), [])
+    folder, plain, untouched = without_learning
+    folders, saved = [folder, tmp_path], list[Weights]()
     options = {"online": True, "online_every": 2, "online_lr": 1e-3, "online_learn": learn}
-    summary, still, drafter = scored(tiny, folders[1], Chain(3), saved, **options)
-    assert still is not drafter and same(weights(untouched), weights(still)) and same(weights(untouched), weights(make(tiny)))
+    summary, still, drafter = scored(shallow, folders[1], Chain(3), saved, **options)
+    assert (
+        still is not drafter and same(weights(untouched), weights(still)) and same(weights(untouched), weights(make(shallow)))
+    )
     assert rounds_of(folders[1], "static_drafter") == rounds_of(folders[0], "drafter")
     assert summary["compared"]["static_drafter"]["tokens_by_round"] == plain["tokens_by_round"]
     first = {("0", 0), ("0", 1)}  # what was decoded before the first update
@@ -257,22 +268,22 @@ def test_one_learns_and_the_other_does_not(tiny: Target, tmp_path: Path, learn: 
 
 
 @pytest.mark.parametrize("learn", ["corrections", "answers"])
-def test_trees_and_batches_learn_too(tiny: Target, tmp_path: Path, learn: Any) -> None:
+def test_trees_and_batches_learn_too(shallow: Target, tmp_path: Path, learn: Any) -> None:
     """Behind a branching tree, with prompts decoded together, the output is still the target's and the learner learns."""
     options = {"online": True, "online_every": 1, "online_lr": 1e-3, "online_learn": learn, "batch_size": 2}
-    summary, still, drafter = scored(tiny, tmp_path, Eagle2(3, 6, 2), [], **options)
+    summary, still, drafter = scored(shallow, tmp_path, Eagle2(3, 6, 2), [], **options)
     assert not same(weights(still), weights(drafter))
     assert summary["lossless"]["identical"] == summary["lossless"]["checked"] == NUM_TURNS
     assert summary["tree"]["name"] == summary["compared"]["static_drafter"]["tree"]["name"] == "eagle2"
 
 
-def test_replays_want_chains(tiny: Target, tmp_path: Path) -> None:
+def test_replays_want_chains(shallow: Target, tmp_path: Path) -> None:
     """Draft-OPD replays one path: with a tree that branches, learning so is refused before anything is decoded."""
     with pytest.raises(UserError, match=r"eval\.online_learn"):
-        scored(tiny, tmp_path, Eagle2(3, 6, 2), [], online=True, online_learn="split")
+        scored(shallow, tmp_path, Eagle2(3, 6, 2), [], online=True, online_learn="split")
 
 
-def test_rounds_without_a_draft_keep_replays_in_step(tiny: Target) -> None:
+def test_rounds_without_a_draft_keep_replays_in_step(shallow: Target) -> None:
     """Where a guard let rounds pass without a draft, every replay is still the prompt, the answer so far and a draft."""
 
     class Every:
@@ -287,9 +298,9 @@ def test_rounds_without_a_draft_keep_replays_in_step(tiny: Target) -> None:
 
         def record(self, drafted: bool, tokens: float, seconds: float, proposed: bool) -> None: ...
 
-    drafter, recorder = make(tiny).eval(), Recorder(Chain(3))
+    drafter, recorder = make(shallow).eval(), Recorder(Chain(3))
     guard: Any = Every()
-    session = Session(tiny, Greedy(), drafter, recorder, guard=guard)
+    session = Session(shallow, Greedy(), drafter, recorder, guard=guard)
     (one,) = session.decode([[5, 900, 71, 4]], LIMIT, ignore_eos=True)
     found = replays(one, recorder.rounds[0], 9, Random(0))
     assert len(found) > 2
@@ -305,10 +316,10 @@ def test_bad_settings_are_refused(key: str, value: Any) -> None:
         Evaluation(**{key: value})
 
 
-def test_a_drafter_without_weights_is_refused(tiny: Target, tmp_path: Path) -> None:
+def test_a_drafter_without_weights_is_refused(shallow: Target, tmp_path: Path) -> None:
     """N-gram lookup has nothing to learn with."""
     with pytest.raises(UserError, match=r"eval\.online: this drafter has no weights"):
-        Evaluation(limit=1, online=True).score(Candidate(tiny, Ngram(tiny), Chain(2), Greedy(), SETTING), tmp_path)
+        Evaluation(limit=1, online=True).score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path)
 
 
 def test_learning_and_a_sweep_exclude_each_other() -> None:
@@ -326,7 +337,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "gkd"
     argv = sys.argv
     try:
-        dispatch(["train", "recipe=gkd", "target=tiny", "drafter.num_layers=6", "data.limit=12", "data.max_length=64",
+        dispatch(["train", "recipe=gkd", "target=tiny", "drafter.num_layers=2", "data.limit=12", "data.max_length=64",
                   "source=generated", "source.max_new_tokens=8", "trainer.max_steps=2", "eval=none", f"run={run}"])  # fmt: skip
         dispatch(["eval", f"run={run}", "eval.online=true", "eval.online_every=2", "eval.online_lr=1e-3", "eval.limit=3",
                   "eval.max_new_tokens=12", "eval.name=learnt", "eval.baselines=[]"])  # fmt: skip

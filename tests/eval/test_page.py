@@ -50,14 +50,14 @@ def scored(target: Target, drafter: Drafter, builder: TreeBuilder, run: Path) ->
 
 
 @pytest.fixture(scope="module")
-def folders(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Two evaluations, and a folder with their comparison."""
     root = tmp_path_factory.mktemp("page")
     torch.manual_seed(0)
-    eagle3 = Eagle3(tiny, vocab_size=512)
-    eagle3.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
-    found = {"eagle3": scored(tiny, eagle3, Eagle2(3, 8, 3), root / "eagle3"),
-             "ngram": scored(tiny, Ngram(tiny), Chain(3), root / "ngram")}  # fmt: skip
+    eagle3 = Eagle3(shallow, vocab_size=512)
+    eagle3.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
+    found = {"eagle3": scored(shallow, eagle3, Eagle2(3, 8, 3), root / "eagle3"),
+             "ngram": scored(shallow, Ngram(shallow), Chain(3), root / "ngram")}  # fmt: skip
     write_report(root / "report.html", list(found.values()), comparison(root, found))
     return {**found, "comparison": root}
 
@@ -125,7 +125,7 @@ def opened(browser: Browser, path: Path, size: str) -> tuple[Page, list[str]]:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "ngram"])
-def test_drafts_agree_with_samples(tiny: Target, folders: dict[str, Path], name: str) -> None:
+def test_drafts_agree_with_samples(shallow: Target, folders: dict[str, Path], name: str) -> None:
     """The text is that of samples.jsonl and so are its rounds; what was kept is what was emitted without the target's own."""
     samples = {(line["id"], line["turn"]): line for line in lines(folders[name], "samples.jsonl")}
     *turns, counts = lines(folders[name], "drafts.jsonl")
@@ -133,7 +133,7 @@ def test_drafts_agree_with_samples(tiny: Target, folders: dict[str, Path], name:
     kept = drafted = rounds = 0
     for turn in turns:
         sample = samples[turn["id"], turn["turn"]]
-        assert "".join(turn["pieces"]) == tiny.tokenizer.decode(sample["output_tokens"])
+        assert "".join(turn["pieces"]) == shallow.tokenizer.decode(sample["output_tokens"])
         assert len(turn["pieces"]) == len(sample["output_tokens"])
         assert [round["emitted"] for round in turn["rounds"]] == sample["accepted"]
         start = 1
@@ -149,11 +149,11 @@ def test_drafts_agree_with_samples(tiny: Target, folders: dict[str, Path], name:
     assert counts["tree"]["rounds"] == rounds
 
 
-def test_characters_of_several_tokens_come_whole(tiny: Target) -> None:
+def test_characters_of_several_tokens_come_whole(shallow: Target) -> None:
     """Pieces make up the text, and none ends within a character."""
     text = "na\u00efve \u2014 \U0001f41d\U0001f41d \u8702"
-    tokens = tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
-    pieces = output_texts(tiny.tokenizer, tokens)
+    tokens = shallow.tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces = output_texts(shallow.tokenizer, tokens)
     assert len(tokens) > len(text) / 2 and "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 

@@ -34,7 +34,8 @@ LIMIT = 10
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
 QUESTIONS = [["Name a color.", "Name another color."], ["Count: one two three one two three one two"]]
 NUM_TURNS = 3
-RULES = pytest.mark.parametrize("rule", [Greedy(), Match(temperature=0.7, seed=2)], ids=lambda rule: rule.name)
+DRAWN = pytest.param(Match(temperature=0.7, seed=2), marks=pytest.mark.slow)
+RULES = pytest.mark.parametrize("rule", [Greedy(), DRAWN], ids=lambda rule: rule.name)
 EXIT = 5  # of the drafter that early exits are compared with
 SWEEP_EXITS, SWEEP_DEPTHS = (3, 7), (1, 3)
 
@@ -184,6 +185,7 @@ def test_settings_are_sorted_and_named_once(tiny: Target) -> None:
     assert [system.builder.depth for system in systems] == [1, 4, 1, 4] and drafter.exit_layer == EXIT
 
 
+@pytest.mark.sweep(1, free=("rule",))
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), Block(0.8)], ids=lambda rule: rule.name)
 def test_drawn_chains_are_swept_too(tiny: Target, tmp_path: Path, rule: AcceptanceRule) -> None:
     """With a rule that weighs p against q and tree.children=sampled, every cell's chain is drawn like the drafter's own, so
@@ -288,7 +290,8 @@ def test_every_cell_of_prunings_is_decoded(
     printed(capsys.readouterr().out, summary["sweep"], summary["compared"], "node_layers_saved")
 
 
-@pytest.mark.parametrize("layer, exit_layer", [(1, 1), (5, 1), (3, 3), (4, 3)])
+@pytest.mark.sweep(2, free=("layer", "exit_layer"))
+@pytest.mark.parametrize("layer, exit_layer", [(5, 1), (1, 1), (3, 3), (4, 3)])
 def test_what_is_saved_where_the_target_drafts(tiny: Target, tmp_path: Path, layer: int, exit_layer: int) -> None:
     """Behind an early exit, of which every drafted node is proposed, node_layers_saved is what the layers did not run; before
     the exit there is nothing to save, and pruning there is refused."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from spectrain.kernels.onednn import linear
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "width", "out"), [(1, 1, 1), (7, 16, 5), (130, 33, 96), (0, 4, 3), (3, 4, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -79,6 +79,7 @@ def attended(target: Target) -> Iterator[list[tuple[int, int]]]:
             handle.remove()
 
 
+@pytest.mark.sweep(24)
 @MASKS
 @pytest.mark.parametrize("length", [9, ROWS, 1])
 def test_dropped_rows_equal_a_masked_model(models: tuple[Target, Any], dropped: Tensor, length: int) -> None:
@@ -141,6 +142,7 @@ def test_gradients_are_those_of_a_masked_model(name: str, dropped: Tensor, tiny:
     assert nonzero > 10
 
 
+@pytest.mark.sweep(12)
 @MASKS
 def test_a_layer_works_for_the_rows_that_keep_it(models: tuple[Target, Any], dropped: Tensor) -> None:
     """Attention of layer l is called once with as many rows as keep l, and not at all where none does."""

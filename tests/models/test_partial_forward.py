@@ -149,6 +149,7 @@ CHILDREN = pytest.mark.parametrize("children", ["deterministic", "sampled"])
 LENGTHS = pytest.mark.parametrize("lengths", [[9], [4, 9, 7]], ids=["one", "ragged"])
 
 
+@pytest.mark.sweep(10)
 @CHILDREN
 @LENGTHS
 @pytest.mark.parametrize(("last", "skipped"), DRAFTING)
@@ -202,6 +203,7 @@ def test_drafting_sees_what_its_layers_say(target: Target, last: int, skipped: t
         start = end
 
 
+@pytest.mark.sweep(16)
 @CHILDREN
 @LENGTHS
 @pytest.mark.parametrize("drafted", [True, False])
@@ -253,6 +255,7 @@ def counted(target: Target) -> Iterator[list[list[int]]]:
             handle.remove()
 
 
+@pytest.mark.sweep(3)
 @CHILDREN
 @pytest.mark.parametrize("deeper", [None, 3])
 def test_no_layer_runs_a_node_twice(target: Target, children: Children, deeper: int | None) -> None:

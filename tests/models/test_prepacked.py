@@ -30,6 +30,7 @@ def close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.sweep(12)
 @needs_onednn
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1,), (7,), (1, 1), (2, 5), (3, 1, 4), (128,)])
@@ -107,6 +108,7 @@ def test_packed_follows_a_weight_at_the_same_address() -> None:
         close(linear(input), plain(linear, input))
 
 
+@pytest.mark.sweep(10)
 @needs_onednn
 @pytest.mark.parametrize("wanted", [{"input"}, {"weight"}, {"bias"}, {"input", "weight"}, {"input", "weight", "bias"}])
 @pytest.mark.parametrize("shape", [(8,), (5, 8), (2, 3, 8)])

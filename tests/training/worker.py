@@ -19,7 +19,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
-from spectrain.models.loading import load_tiny
+from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 
@@ -61,12 +61,13 @@ class Slow(Live):
 
 
 def train(job: dict[str, Any]) -> None:
-    """Train one family; write its weights, those of the target that it trained, and the metrics to `out`.
+    """Train one family for the target in the directory `model`; write its weights, those of the target that it trained, and
+    the metrics to `out`.
 
     `die` is (rank, step) of a process that is killed there, `leave` a step after which all of them leave.
     """
     out = Path(job["out"])
-    target = load_tiny(sharding=job.get("target", "none"))
+    target = load_hf(job["model"], sharding=job.get("target", "none"))
     drafter = make(job["family"], target)
     own = {id(parameter) for parameter in drafter.parameters()}
     theirs = {id(p) for group in drafter.stages[-1].groups for p in group["params"]} - own
@@ -74,7 +75,8 @@ def train(job: dict[str, Any]) -> None:
     trainer = Trainer(**{"lr": 1e-3, "max_steps": 4, "warmup": 0.0, "log_every": 1, **job["options"]})
 
     def on_step(step: int) -> None:
-        gc.collect()  # what an earlier stage left goes now, and must take nothing along
+        if "RANK" in os.environ and step == 3:
+            gc.collect()  # what an earlier stage left goes now, and must take nothing along
         if step == job.get("leave"):
             raise Left
         if [int(os.environ.get("RANK", 0)), step] == job.get("die"):
@@ -98,5 +100,6 @@ class Left(Exception):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()  # modules need not be looked through each time
     for one in json.loads(sys.argv[1]):
         train(one)

@@ -196,6 +196,7 @@ def table_q(path: Path, row: int, builder: DySpec) -> list[float]:
     return (torch.tensor(random_scores(row, path)) / builder.temperature).softmax(-1).tolist()
 
 
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("children", ["deterministic", "without_replacement"])
 @pytest.mark.parametrize("threshold", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("depth, budget, temperature, seed", [(1, 9, 1.0, 0), (2, 5, 0.7, 3), (5, 16, 1.0, 1), (9, 30, 1.5, 2)])
