@@ -51,12 +51,12 @@ def peak(work: Callable[[], object], device: torch.device) -> int:
         work()
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
-    with Held() as held:
+    with HeldBytes() as held:
         work()
     return held.peak
 
 
-class Held(TorchDispatchMode):
+class HeldBytes(TorchDispatchMode):
     """The most bytes that tensors made while it is entered hold at a time. What an operation needs inside is not seen."""
 
     def __init__(self) -> None:

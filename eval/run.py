@@ -39,7 +39,7 @@ from spectrain.eval.summary import (
     write_prompts,
     write_rounds,
 )
-from spectrain.eval.sweep import SWEPT, ExitSweep, Pruned, PruneSweep, TreeSweep
+from spectrain.eval.sweep import SWEPT, ExitSweep, PrunedTrees, PruneSweep, TreeSweep
 from spectrain.eval.systems import Decoder, System, describe
 from spectrain.eval.turns import ORACLE, Interleaving
 from spectrain.files import write_text
@@ -139,7 +139,7 @@ class Evaluation:
         if self.sweep == "prune":
             found.append(PruneSweep(self.exits, self.tops))
         if self.prune_layer is not None:
-            found.append(Pruned(self.prune_layer, self.prune_top))
+            found.append(PrunedTrees(self.prune_layer, self.prune_top))
         if self.online:
             found.append(Online(self.online_lr, self.online_every, self.online_learn))
         return [*found, Baselines((*ours, *theirs), self.assistant, self.exit_layer)]

@@ -135,7 +135,7 @@ class PruneSweep(Part):
 
 
 @dataclass
-class Pruned(Part):
+class PrunedTrees(Part):
     """The drafter's own trees are pruned, beside the same ones that are not."""
 
     layer: int

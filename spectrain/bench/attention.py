@@ -21,7 +21,7 @@ from spectrain.kernels.tree_attention import Visibility, tree_attention
 from spectrain.models.device import wait
 from spectrain.trees.token_tree import TokenTree
 
-from .measure import Results, TimedWork, Work, check_alive, interleaved, paired_ratio, reason, relative_error, spread
+from .measure import Rows, TimedWork, Work, check_alive, interleaved, paired_ratio, reason, relative_error, spread
 
 BEYOND_CACHE = 120_000_000  # bytes of keys and values in rotation, twice the L2 of an H200
 CONSTANTS = {"bytes_per_second": 4.3e12, "flops_per_second": 790e12}  # of an H200: copying, and bf16 products of random data
@@ -199,7 +199,7 @@ SYSTEMS: dict[str, System] = {
 """What is timed. Each is handed the problem and a dictionary for what else it wants noted."""
 
 
-def prepare(name: str, problem: Problem, results: Results, launches: int, notes: dict[str, Any]) -> TimedWork:
+def prepare(name: str, problem: Problem, results: Rows, launches: int, notes: dict[str, Any]) -> TimedWork:
     """A system ready to be timed; raises where it cannot run here, or where it computes something else."""
     attempt = f"{problem.cell.name}/{name}"
     if results.begin(attempt) > 1:
@@ -214,7 +214,7 @@ def prepare(name: str, problem: Problem, results: Results, launches: int, notes:
 
 @torch.no_grad()
 def table_row(
-    cell: Cell, geometry: Geometry, results: Results, ceilings: dict[str, float], launches: int, repeats: int
+    cell: Cell, geometry: Geometry, results: Rows, ceilings: dict[str, float], launches: int, repeats: int
 ) -> dict[str, Any]:
     """Times of every system, interleaved; our share of the floor; how many times as long the others take."""
     problem = Problem(cell, geometry)

@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class KernelOutcome:
     """What a kernel gave, by name, and what float64 gives."""
 
     actual: dict[str, Tensor]
@@ -34,7 +34,7 @@ class Outcome:
     by_kernel: bool  # not by the reference
 
 
-Case = Callable[[torch.dtype, torch.device], Outcome]
+Case = Callable[[torch.dtype, torch.device], KernelOutcome]
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def attend(
     width: int = 128,
     window: int | None = None,
     softcap: float | None = None,
-) -> Outcome:
+) -> KernelOutcome:
     """Tree attention over ragged prefixes."""
     batch, longest = len(lengths), max(lengths)
     tree: TokenTree = random_tree(batch, nodes, device)
@@ -101,10 +101,10 @@ def attend(
         for row, length in enumerate(lengths):
             storage[:, row, length + nodes :] = float("nan")
     poison(device, query.numel() * dtype.itemsize, query.numel() * 4)
-    return Outcome({"out": tree_attention.tree_attention(query, keys, values, seen, **options)}, {"out": expected}, ran)
+    return KernelOutcome({"out": tree_attention.tree_attention(query, keys, values, seen, **options)}, {"out": expected}, ran)
 
 
-def row_kl(dtype: torch.dtype, device: torch.device, rows: int, vocab: int, kept: int = 0) -> Outcome:
+def row_kl(dtype: torch.dtype, device: torch.device, rows: int, vocab: int, kept: int = 0) -> KernelOutcome:
     """Losses and gradients of rows of logits as the row kernel finds them."""
     logits = torch.randn(rows, vocab, device=device).mul_(3).to(dtype)
     ids = p = log_p = None
@@ -120,10 +120,10 @@ def row_kl(dtype: torch.dtype, device: torch.device, rows: int, vocab: int, kept
     run = linear_divergence.row_kl if ran else linear_divergence.row_kl_reference
     poison(device, rows * 4, rows * 8)
     found = run(logits, log_p, ids, p, weight, 0.8, 30.0, True)
-    return Outcome({"loss": found[0], "gradient": logits}, {"loss": expected[0], "gradient": wide}, ran)
+    return KernelOutcome({"loss": found[0], "gradient": logits}, {"loss": expected[0], "gradient": wide}, ran)
 
 
-def divergence(dtype: torch.dtype, device: torch.device, rows: int, width: int, vocab: int) -> Outcome:
+def divergence(dtype: torch.dtype, device: torch.device, rows: int, width: int, vocab: int) -> KernelOutcome:
     """The fused output layer and KL: its loss and both gradients, against autograd over the whole matrix."""
     hidden = torch.randn(rows, width, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, width, device=device) * width**-0.5).to(dtype).requires_grad_()
@@ -139,12 +139,12 @@ def divergence(dtype: torch.dtype, device: torch.device, rows: int, width: int, 
     loss = linear_divergence.linear_divergence(hidden, linear_divergence.Projection(weight), target, chunk=rows // 2 + 1).loss
     found = loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
     names = ("loss", "of hidden", "of weight")
-    return Outcome(dict(zip(names, found)), dict(zip(names, expected)), linear_divergence._runs_kernel(hidden))
+    return KernelOutcome(dict(zip(names, found)), dict(zip(names, expected)), linear_divergence._runs_kernel(hidden))
 
 
 def commit(
     dtype: torch.dtype, device: torch.device, nodes: int, counts: tuple[int, ...], layers: int, heads: int, width: int
-) -> Outcome:
+) -> KernelOutcome:
     """Moving the accepted path: cache, features and lengths, which are copies and must be equal."""
     batch, steps = len(counts), max(1, *counts)
     storage = torch.randn(layers, 2, batch, 300 + nodes, heads, width, device=device).to(dtype)
@@ -157,10 +157,10 @@ def commit(
     kv_commit.kv_commit(storage, lengths, moves, wide[3], hidden, fresh)
     names = ("storage", "lengths", "fresh")
     found = dict(zip(names, (storage, lengths, fresh)))
-    return Outcome(found, dict(zip(names, (wide[0], wide[1], wide[4 + 1]))), runs_on(storage.device))
+    return KernelOutcome(found, dict(zip(names, (wide[0], wide[1], wide[4 + 1]))), runs_on(storage.device))
 
 
-def append(dtype: torch.dtype, device: torch.device, batch: int, nodes: int, heads: int, width: int) -> Outcome:
+def append(dtype: torch.dtype, device: torch.device, batch: int, nodes: int, heads: int, width: int) -> KernelOutcome:
     """Writing new keys and values behind ragged rows: copies, which must be equal."""
     store = torch.randn(2, batch, 300 + nodes, heads, width, device=device).to(dtype)
     keys, values = (torch.randn(batch, nodes, heads, width, device=device).to(dtype).transpose(1, 2) for _ in range(2))
@@ -168,12 +168,12 @@ def append(dtype: torch.dtype, device: torch.device, batch: int, nodes: int, hea
     wide = store.double()
     kv_append.kv_append_reference(wide, keys.double(), values.double(), lengths, 10)
     kv_append.kv_append(store, keys, values, lengths, 10)
-    return Outcome({"store": store}, {"store": wide}, runs_on(store.device))
+    return KernelOutcome({"store": store}, {"store": wide}, runs_on(store.device))
 
 
 def verdict(
     dtype: torch.dtype, device: torch.device, rule: str, batch: int, nodes: int, vocab: int, cut: tuple[int, float] = (0, 1.0)
-) -> Outcome:
+) -> KernelOutcome:
     """Path, counts and next token by rule: of spread logits, so that no rounding decides, the same as the reference's."""
     tree = random_tree(batch, nodes, device)
     logits = torch.randn(batch, nodes, vocab, device=device).mul_(2).to(dtype)
@@ -188,7 +188,7 @@ def verdict(
     poison(device, batch * nodes * 8, batch * vocab * 4)
     expected = getattr(tree_verify, f"tree_{rule}_reference")(trees, logits, *arguments[rule])
     found = getattr(tree_verify, f"tree_{rule}")(trees, logits, *arguments[rule])
-    return Outcome(found._asdict(), expected._asdict(), tree_verify._runs_kernel(logits))
+    return KernelOutcome(found._asdict(), expected._asdict(), tree_verify._runs_kernel(logits))
 
 
 CHECKS: dict[str, Check] = {

@@ -47,7 +47,7 @@ def driver(device: torch.device) -> dict[str, str | None]:
     return dict(zip(names, (part.strip() for part in told.split(","))))
 
 
-class Results:
+class Rows:
     """Rows measured on one machine, kept in a JSON file that is written anew after each of them.
 
     So what is cut off loses one row at most, and goes on where it was: a row that is there is measured again only where it

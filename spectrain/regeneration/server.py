@@ -15,7 +15,7 @@ from openai import APIConnectionError, APIStatusError, AsyncOpenAI, Omit, OpenAI
 from spectrain.data.shards import Lost, Row, Shard, Wanted
 from spectrain.errors import UserError, nearest
 
-from .writers import Add, Chat, Sampling, Unanswered, Writer
+from .writers import Add, AnsweredChat, Sampling, Unanswered, Writer
 
 PASSING = (408, 409, 429)  # what a server refuses for the moment, beside all of its own errors, 500 and above
 PAUSE = 1.0  # seconds before a server that gave nonsense is asked again; the client has its own pauses after an error
@@ -121,7 +121,7 @@ class ServerWriter(Writer):
 
     async def _converse(self, client: AsyncOpenAI, wanted: Wanted) -> Row | Lost:
         """One conversation, turn by turn."""
-        chat = Chat(wanted, self.sampling)
+        chat = AnsweredChat(wanted, self.sampling)
         try:
             while (messages := chat.ask()) is not None:
                 chat.answer(*await self._request(client, {"messages": messages, **self._body(chat)}))
@@ -129,7 +129,7 @@ class ServerWriter(Writer):
             return given_up.of(wanted)
         return chat.row
 
-    def _body(self, chat: Chat) -> dict[str, Any]:
+    def _body(self, chat: AnsweredChat) -> dict[str, Any]:
         """A request without its messages; the seed is that of the conversation and turn."""
         sampling = self.sampling
         keys = f"{sampling.seed}/{chat.wanted.key}/{len(chat.sizes)}".encode()

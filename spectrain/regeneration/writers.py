@@ -64,7 +64,7 @@ class Unanswered(Exception):
         return Lost(wanted.id, wanted.messages, self.kind, str(self))
 
 
-class Chat:
+class AnsweredChat:
     """A conversation while it is answered turn by turn, each answer given what was answered before."""
 
     def __init__(self, wanted: Wanted, sampling: Sampling) -> None:
@@ -173,7 +173,7 @@ class EngineWriter(Writer):
 
     def _size(self, wanted: Wanted) -> int:
         """The most tokens that a conversation can come to, the words that the template adds to later turns left out."""
-        first = len(self.prompt(Chat(wanted, self.sampling).ask() or []))
+        first = len(self.prompt(AnsweredChat(wanted, self.sampling).ask() or []))
         answers = [at for at, message in enumerate(wanted.messages) if message["role"] == "assistant"]
         asked = [message["content"] for message in wanted.messages[answers[0] :] if message["role"] != "assistant"]
         later: Any = self.target.tokenizer(asked, add_special_tokens=False)["input_ids"] if asked else []
@@ -194,7 +194,7 @@ class EngineWriter(Writer):
     def _converse(self, batch: list[Wanted]) -> Iterator[Row | Lost]:
         """Answer a batch; where that goes wrong, its halves, so that one conversation takes no other with it."""
         try:
-            yield from list(self._answer([Chat(wanted, self.sampling) for wanted in batch]))
+            yield from list(self._answer([AnsweredChat(wanted, self.sampling) for wanted in batch]))
             return
         except Exception as error:  # whatever a model, a tokenizer or a full device can raise
             said = f"{type(error).__name__}: {' '.join(str(error).split()) or type(error).__name__}"
@@ -205,10 +205,10 @@ class EngineWriter(Writer):
         yield from self._converse(batch[:half])
         yield from self._converse(batch[half:])
 
-    def _answer(self, chats: list[Chat]) -> Iterator[Row | Lost]:
+    def _answer(self, chats: list[AnsweredChat]) -> Iterator[Row | Lost]:
         """Every chat, turn by turn, all that still want an answer in one batch."""
         while chats:
-            asked: list[tuple[Chat, list[int]]] = []
+            asked: list[tuple[AnsweredChat, list[int]]] = []
             for chat in chats:
                 try:
                     messages = chat.ask()
@@ -226,7 +226,7 @@ class EngineWriter(Writer):
                 except Unanswered as given_up:
                     yield given_up.of(chat.wanted)
 
-    def _decode(self, asked: list[tuple[Chat, list[int]]]) -> list[Generation]:
+    def _decode(self, asked: list[tuple[AnsweredChat, list[int]]]) -> list[Generation]:
         prompts, keys = [tokens for _, tokens in asked], [chat.wanted.key for chat, _ in asked]
         return self.session.decode(prompts, self.sampling.max_new_tokens, keys)
 
@@ -245,7 +245,7 @@ def opening_prompts(writer: EngineWriter, conversations: list[Wanted], count: in
     found: list[list[int]] = []
     for wanted in conversations:
         with suppress(Unanswered, UserError):
-            found.append(writer.prompt(Chat(wanted, writer.sampling).ask() or []))
+            found.append(writer.prompt(AnsweredChat(wanted, writer.sampling).ask() or []))
         if len(found) == count:
             break
     return found

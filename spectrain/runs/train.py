@@ -25,7 +25,7 @@ from .tracking import tracked
 
 
 @dataclass
-class Work:
+class TrainingInput:
     """Everything that a training reads before it writes anything."""
 
     trainer: Trainer
@@ -87,7 +87,7 @@ def is_done(config: DictConfig, run: Path) -> bool:
     return False
 
 
-def read_all(config: DictConfig, trainer: Trainer, target: Target | None, dataset: Dataset | None) -> Work:
+def read_all(config: DictConfig, trainer: Trainer, target: Target | None, dataset: Dataset | None) -> TrainingInput:
     """Data, target, prompts and drafter; whatever is wrong with one of them is told here."""
     data = build(config.data)
     if dataset is None:
@@ -104,10 +104,12 @@ def read_all(config: DictConfig, trainer: Trainer, target: Target | None, datase
     examples = None if dataset.is_sample else dataset.examples
     told = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
     left_out = f", {data.num_left_out} unusable conversations left out" if data.num_left_out else ""
-    return Work(trainer, target, dataset, drafter, source, evaluation, [dataset.summary() + left_out, *filter(None, [told])])
+    return TrainingInput(
+        trainer, target, dataset, drafter, source, evaluation, [dataset.summary() + left_out, *filter(None, [told])]
+    )
 
 
-def save(work: Work, config: DictConfig, run: Path, trained: Trained) -> None:
+def save(work: TrainingInput, config: DictConfig, run: Path, trained: Trained) -> None:
     """The drafter, after the target where that was trained too."""
     if work.drafter.abilities.target_training:
         with written(run / "target", folder=True, mend=RESUME) as scratch:
@@ -116,7 +118,9 @@ def save(work: Work, config: DictConfig, run: Path, trained: Trained) -> None:
     save_drafter(run / "drafter", work.drafter, config, trained, RESUME)
 
 
-def score_trained(work: Work, config: DictConfig, run: Path, trained: Trained, tracker: Tracker, accelerator: Any) -> None:
+def score_trained(
+    work: TrainingInput, config: DictConfig, run: Path, trained: Trained, tracker: Tracker, accelerator: Any
+) -> None:
     """Score what was trained as it is in memory, or, where it was sharded, loaded anew."""
     whole = work.target.sharding == "none"
     if not whole:

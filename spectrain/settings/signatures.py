@@ -62,7 +62,7 @@ def _keys_in(target: str) -> list[Key]:
 
 
 @dataclass(frozen=True)
-class Source:
+class ParsedModule:
     """A module's text."""
 
     name: str
@@ -71,7 +71,7 @@ class Source:
     tree: ast.Module
 
 
-def _source(module: str) -> Source | None:
+def _source(module: str) -> ParsedModule | None:
     parts = module.split(".")
     for base in [ROOT.parent, Path.cwd(), *map(Path, sys.path)]:
         for path in (base.joinpath(*parts).with_suffix(".py"), base.joinpath(*parts, "__init__.py")):
@@ -81,12 +81,12 @@ def _source(module: str) -> Source | None:
 
 
 @cache
-def _parsed(module: str, path: Path) -> Source:
+def _parsed(module: str, path: Path) -> ParsedModule:
     text = path.read_text()
-    return Source(module, path.name == "__init__.py", text.splitlines(), ast.parse(text))
+    return ParsedModule(module, path.name == "__init__.py", text.splitlines(), ast.parse(text))
 
 
-def _definition(module: str, name: str) -> tuple[Source, ast.stmt] | None:
+def _definition(module: str, name: str) -> tuple[ParsedModule, ast.stmt] | None:
     """Where a name of a module is defined, followed through imports."""
     source = _source(module)
     if source is None:
@@ -104,18 +104,18 @@ def _definition(module: str, name: str) -> tuple[Source, ast.stmt] | None:
     return None
 
 
-def _bases(source: Source, node: ast.stmt) -> list[tuple[Source, ast.stmt]]:
+def _bases(source: ParsedModule, node: ast.stmt) -> list[tuple[ParsedModule, ast.stmt]]:
     named = [base.id for base in getattr(node, "bases", ()) if isinstance(base, ast.Name)]
     return [found for name in named if (found := _definition(source.name, name)) is not None]
 
 
-def _docs(source: Source, node: ast.stmt) -> str:
+def _docs(source: ParsedModule, node: ast.stmt) -> str:
     """What a class and those it is made from say of themselves."""
     own = ast.get_docstring(node) if isinstance(node, (ast.ClassDef, ast.FunctionDef)) else None
     return "\n\n".join(filter(None, [own, *(_docs(*base) for base in _bases(source, node))]))
 
 
-def _keys_of(source: Source, node: ast.stmt, docs: str) -> list[Key]:
+def _keys_of(source: ParsedModule, node: ast.stmt, docs: str) -> list[Key]:
     """The settings of a function, of a class by its __init__, or of a dataclass and what it inherits."""
     found: list[Key | None] = []
     body = getattr(node, "body", ())
@@ -134,7 +134,7 @@ def _keys_of(source: Source, node: ast.stmt, docs: str) -> list[Key]:
     return [key for key in found if key is not None]
 
 
-def _key(source: Source, one: ast.arg, default: ast.expr | None, node: Any, docs: str) -> Key | None:
+def _key(source: ParsedModule, one: ast.arg, default: ast.expr | None, node: Any, docs: str) -> Key | None:
     """A setting; None where the annotation stands for a runtime object."""
     hint = _hint(source, one.annotation)
     if hint is None:
@@ -167,7 +167,7 @@ def _sentence(name: str, docs: str, alone: bool) -> str:
     return ""
 
 
-def _hint(source: Source, annotation: ast.expr | None) -> Any:
+def _hint(source: ParsedModule, annotation: ast.expr | None) -> Any:
     """The type that an annotation names, made without importing its module; None where it is a runtime object's."""
     if annotation is None:
         return Any

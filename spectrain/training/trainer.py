@@ -124,7 +124,7 @@ class Trainer:
         if shared.is_main:
             how = f"{shared.count} processes, {shared.name}; " if shared.count > 1 else ""
             print(how + self._efficiency(dataset) if begun is None else f"going on from {begun}", flush=True)
-        with Report(job, tracker) as report, StopSignals() as stop, job.watch:
+        with TrainingReport(job, tracker) as report, StopSignals() as stop, job.watch:
             while job.step < job.num_steps:
                 self._next_step(job, stop)
                 is_logged = job.step % self.log_every == 0 or job.step in (1, job.num_steps)
@@ -174,7 +174,7 @@ class Trainer:
         return f"batches of up to {self.batch_tokens} tokens: {used} ({other})"
 
 
-class Report:
+class TrainingReport:
     """Where a training's numbers go, on its main process: metrics.jsonl, the terminal and a tracker."""
 
     def __init__(self, job: Job, tracker: Tracker | None) -> None:
@@ -182,7 +182,7 @@ class Report:
         self.file = MetricsFile(job.run / "metrics.jsonl", job.step) if job.shared.is_main else None
         self.progress = TrainingProgress(job.num_steps, job.step, enabled=job.shared.is_main)
 
-    def __enter__(self) -> "Report":
+    def __enter__(self) -> "TrainingReport":
         self.progress.__enter__()
         return self
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from spectrain.bench import attention, correctness, kernels, measure
 from spectrain.bench.attention import Cell, Geometry, Problem, floor
 from spectrain.bench.kernels import TOY, KernelBench, KernelSizes
-from spectrain.bench.measure import Results, interleaved, paired_ratio, spread
+from spectrain.bench.measure import Rows, interleaved, paired_ratio, spread
 from spectrain.cli.main import main
 from spectrain.errors import UserError
 from spectrain.kernels.tree_attention import tree_attention_reference
@@ -133,16 +133,16 @@ def test_another_machine_needs_another_file(written: Path, tmp_path: Path) -> No
     here = read(written)["setting"]
     for key, value in {"gpu": "NVIDIA H200", "torch": "1.0", "toy": False}.items():
         with pytest.raises(UserError, match=f"measured elsewhere.*{key}"):
-            Results(written, {**here, key: value})
+            Rows(written, {**here, key: value})
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(UserError, match="no file of measured rows"):
-        Results(tmp_path / "other.json", here)
+        Rows(tmp_path / "other.json", here)
 
 
 def table_row(path: Path, setting: dict[str, Any]) -> dict[str, Any]:
     """One cell, measured into a file."""
     ceilings = {"bytes_per_second": 1e9, "flops_per_second": 1e9}
-    return attention.table_row(Cell(1, 20, 5), TINY, Results(path, setting), ceilings, launches=1, repeats=2)
+    return attention.table_row(Cell(1, 20, 5), TINY, Rows(path, setting), ceilings, launches=1, repeats=2)
 
 
 def test_a_failing_system_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +214,10 @@ def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     case = check.toy_cases["B=2 ragged N=9"]
 
     def spoilt(factor: float) -> correctness.Case:
-        def run(dtype: torch.dtype, device: torch.device) -> correctness.Outcome:
+        def run(dtype: torch.dtype, device: torch.device) -> correctness.KernelOutcome:
             outcome = case(dtype, device)
             found: dict[str, Tensor] = {name: x * factor for name, x in outcome.actual.items()}
-            return correctness.Outcome(found, outcome.expected, outcome.by_kernel)
+            return correctness.KernelOutcome(found, outcome.expected, outcome.by_kernel)
 
         return run
 

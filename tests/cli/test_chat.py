@@ -16,7 +16,7 @@ from rich.console import Console
 
 from spectrain.cli import chat
 from spectrain.cli import main as cli
-from spectrain.cli.chat import Chat, Piece, Plain, Screen, Stream, Talk
+from spectrain.cli.chat import Chat, Piece, Plain, Screen, Talk, TextStream
 from spectrain.data.chat import prompt_tokens, render
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import Captured
@@ -112,7 +112,7 @@ def test_characters_are_never_torn(tiny: Target, text: str, cut: int) -> None:
     tokens = tiny.tokenizer(text, add_special_tokens=False)["input_ids"]
     tokens = tokens[: len(tokens) - cut]
     for width in (1, 2, 3):
-        stream, generation, pieces = Stream(tiny), Generation([]), list[Piece]()
+        stream, generation, pieces = TextStream(tiny), Generation([]), list[Piece]()
         for first in range(0, len(tokens), width):
             generation.output += tokens[first : first + width]
             generation.accepted.append(width)

@@ -20,7 +20,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval.comparison import Scored, Way, check_same, join, ratio_interval, recommend, sampling
-from spectrain.eval.memory import Held, extra_memory, own_bytes
+from spectrain.eval.memory import HeldBytes, extra_memory, own_bytes
 from spectrain.eval.report import print_comparison
 from spectrain.models.target import Target
 from spectrain.trees import Chain
@@ -279,7 +279,7 @@ def test_a_joined_comparison_says_where_runs_are(compared: Path, tmp_path: Path)
 
 def test_held_bytes_are_the_peak() -> None:
     """Two tensors at a time of three: the peak is the largest pair's; views and writes in place hold nothing more."""
-    with Held() as held:
+    with HeldBytes() as held:
         one = torch.zeros(1000)
         view = one.view(10, 100)
         view.add_(1)
