@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+os.environ["OMP_NUM_THREADS"] = "1"  # two test processes, and what they start, share two cores
+
 import torch
 
 if not torch.cuda.is_available():
@@ -20,7 +22,7 @@ from tests import sampling
 from tests.targets import cut_tiny
 
 register_resolvers()
-torch.set_num_threads(1)  # two test processes share two cores
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

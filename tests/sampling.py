@@ -42,13 +42,8 @@ def sample(cases: Sequence[Case], keep: int, free: Sequence[str] = (), cost: Cal
     return set(kept)
 
 
-EVERY = pytest.StashKey[list[pytest.Item]]()  # of the session: what was collected, the slow ones too
-
-
 def mark_what_is_left_out(items: Sequence[pytest.Item]) -> None:
-    """Of tests that are sweeps, mark as slow what is in no sample; remember all of them."""
-    for item in items[:1]:
-        item.session.stash[EVERY] = list(items)
+    """Of tests that are sweeps, mark as slow what is in no sample."""
     sweeps = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sweep") and not item.get_closest_marker("slow"):

@@ -13,6 +13,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     main()
 
 
+@pytest.mark.slow
 def test_bench_decode_prints_ratios(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A row for every number of rows, and our decoding against generate."""
     run(monkeypatch, "bench", "decode", "target=tiny", "eval.limit=2", "eval.max_new_tokens=6")

@@ -66,7 +66,7 @@ def test_it_starts_the_command() -> None:
 def test_what_is_made_here_stays_here() -> None:
     """Environments, caches, runs and history are not sent to the builder: all that git ignores, and git's own."""
     hidden = {line.removeprefix("**/").rstrip("/") for line in (ROOT / ".dockerignore").read_text().splitlines()}
-    ignored = {line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line}
+    ignored = {line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line}
     assert ignored | {".git"} <= hidden
     needed = {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "spectrain", "conf", "eval", "kernels", "recipes"}
     assert not needed & hidden

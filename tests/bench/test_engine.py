@@ -320,6 +320,7 @@ def test_command_takes_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {name.split("/")[0] for name in read(path)["rows"]} == {"ceilings", "counts"}
 
 
+@pytest.mark.slow
 def test_gpu_check_runs_without_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The script measures the engine at toy size where torch, transformers and peft are all that can be imported."""
     hidden = tmp_path / "hidden"

@@ -273,6 +273,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root / "scripts" / "gpu_check.sh"
 
 
+@pytest.mark.slow
 def test_gpu_check_runs_with_torch_alone(bare: Path, tmp_path: Path) -> None:
     """The script that a GPU machine runs works here at toy size, and interprets nothing even where it was told to."""
     ran = subprocess.run(["bash", str(bare), "kernels", "correctness", "toy"], capture_output=True, text=True, check=False)

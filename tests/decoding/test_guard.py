@@ -182,6 +182,7 @@ def test_proposals_after_skipped_rounds_depend_on_the_tokens_only(
                 assert torch.equal(tree.parents[row], fresh.trees[0].parents[0])
 
 
+@pytest.mark.slow
 def test_random_tokens_cost_little(tiny: Target) -> None:
     """After prompts of random tokens, an untrained drafter with a dear tree costs at most 5 % more target work than none."""
     torch.manual_seed(3)

@@ -150,6 +150,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sweep(1, free=("rule", "builder"))
 @pytest.mark.parametrize("rule, builder", PAIRS)
 def test_drafted_decoding_draws_from_the_target(
     tiny: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder
@@ -161,6 +162,7 @@ def test_drafted_decoding_draws_from_the_target(
     assert min(kept[1], kept[2]) > 200
 
 
+@pytest.mark.sweep(1, free=("rule",))
 @pytest.mark.parametrize("rule", [SpeculativeSampling, Block, Traversal])
 def test_plain_decoding_draws_from_the_target(tiny: Target, truth: Truth, rule: type[SamplingRule]) -> None:
     """Without a drafter, as the reference and guarded rounds decode, rules for drawn trees draw from the target too."""
@@ -184,6 +186,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.sweep(1, free=("rule", "builder"))
 @pytest.mark.parametrize("rule, builder", WRONG)
 def test_a_wrong_rule_is_caught(tiny: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder) -> None:
     """The same test, on as many sequences, rejects a rule that is not lossless."""

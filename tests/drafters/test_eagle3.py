@@ -125,7 +125,7 @@ def test_training_unroll_equals_decoding(architecture: dict[str, Any], tiny: Tar
         cache = TreeCache(1, 1, length + 8, "cpu")
         hidden = drafter.fuse(batch.features)[:, : t + 1]
         causal = torch.ones(1, t + 1, t + 1, dtype=torch.bool).tril()
-        output = drafter.decode(batch.tokens[:, 1 : t + 2], hidden, torch.arange(t + 1)[None], cache, causal)
+        output = drafter.run(batch.tokens[:, 1 : t + 2], hidden, torch.arange(t + 1)[None], cache, causal)
         cache.commit(torch.arange(t + 1)[None], torch.tensor([t + 1]))
         rollout = _Eagle3Rollout(drafter, cache, output[:, -1:])
         for step in range(1, 3):

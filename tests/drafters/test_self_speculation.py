@@ -188,6 +188,7 @@ def texts_before(generation: Generation) -> Iterator[list[int]]:
         yield generation.prompt + generation.output[: 1 + sum(generation.accepted[:turn])]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("stop_on", ["token", "path"])

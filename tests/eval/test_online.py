@@ -230,6 +230,7 @@ def without_learning(shallow: Target, tmp_path_factory: pytest.TempPathFactory) 
     return folder, summary, drafter
 
 
+@pytest.mark.sweep(2, free=("learn",))
 @LEARN
 def test_one_learns_and_the_other_does_not(
     shallow: Target, without_learning: tuple[Path, Any, Causal], tmp_path: Path, learn: Any

@@ -229,9 +229,11 @@ def test_numbers_are_those_of_the_summary(browser: Browser, folders: dict[str, P
 def test_a_token_says_who_proposed_it(browser: Browser, folders: dict[str, Path], size: str) -> None:
     """Pointed at or reached with the keyboard, a token tells its round, its depth or the target, and what was rejected."""
     page, _ = opened(browser, folders["ngram"] / "report.html", size)
-    turn = lines(folders["ngram"], "drafts.jsonl")[0]
+    turns = enumerate(lines(folders["ngram"], "drafts.jsonl"))
+    place, turn = next((place, turn) for place, turn in turns if any(round["kept"] for round in turn["rounds"]))
     number = next(number for number, round in enumerate(turn["rounds"], 1) if round["kept"])
-    run = page.locator(".answer").first.locator(".run").nth(number - 1)
+    answer = page.locator(".answer").nth(place)
+    run = answer.locator(".run").nth(number - 1)
     first, own = run.locator(".token").first, run.locator(".target")
     assert not first.locator(".tip").is_visible()
     first.hover()
@@ -245,7 +247,7 @@ def test_a_token_says_who_proposed_it(browser: Browser, folders: dict[str, Path]
     rejected = next(((number, round) for number, round in enumerate(turn["rounds"], 1)
                      if not round["kept"] and len(round["tokens"]) > 1), None)  # fmt: skip
     if rejected is not None:
-        one = page.locator(".answer").first.locator(".run").nth(rejected[0] - 1).locator(".token")
+        one = answer.locator(".run").nth(rejected[0] - 1).locator(".token")
         one.hover()
         assert "in place of the draft" in one.locator(".tip").inner_text() and one.locator("q").count() == 1
     page.close()

@@ -173,7 +173,7 @@ def test_prompts_that_do_not_fit_are_left_out(shallow: Target, tmp_path: Path) -
     scored.check_prompts(shallow)
     assert [prompt.id for prompt in scored.chosen] == ["short"] and scored.skipped == {"too long": 1}
     path.write_text(json.dumps(rows[0]) + "\n")
-    with pytest.raises(UserError, match="none fits the context of tiny"):
+    with pytest.raises(UserError, match="none fits the context of shallow"):
         Evaluation(prompts=str(path)).check_prompts(shallow)
 
 
@@ -209,6 +209,7 @@ def test_a_batch_says_what_single_prompts_say(shallow: Target, tmp_path: Path, e
     assert found[0] == found[1]
 
 
+@pytest.mark.sweep(2, free=("rule", "builder"))
 @pytest.mark.parametrize(
     "rule, builder",
     [
@@ -260,6 +261,7 @@ def test_a_tree_is_searched_and_timed_before_it_is_scored(shallow: Target, tmp_p
     assert len(summary["compared"]) == 0 and summary["setting"]["tree"]["median_size"] >= 2
 
 
+@pytest.mark.slow
 def test_the_sweep_scores_every_builder(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
     """eval.sweep=tree adds a row for every builder at every budget, each identical to generate."""
     scored = evaluation(tmp_path)

@@ -143,6 +143,7 @@ def test_the_output_is_that_of_the_saved_target(trained: Path, tiny: Target) -> 
     assert differ
 
 
+@pytest.mark.slow
 def test_a_run_scored_again_by_exits(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`eval run=RUN eval.sweep=exit` loads the trained target: the same rounds as at the end of training, also in the cell of
     the same exit and depth, every cell identical, and exits and drift as before."""
@@ -177,6 +178,7 @@ def test_a_drafter_without_its_target_is_refused(
 # transformers' own early exit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [None, 6])
 def test_transformers_leaves_at_the_drafters_exit(
     tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None
@@ -236,6 +238,7 @@ def test_skipped_layers_are_searched_and_can_be_given(
     assert rounds_of(tmp_path / "two", "heldout") == rounds_of(tmp_path / "one", "heldout")
 
 
+@pytest.mark.sweep(1, free=("name",))
 @pytest.mark.parametrize("name", ["without layers 5 and 6", "exit 6"])
 def test_drafts_are_those_of_a_smaller_model(tiny: Target, tmp_path: Path, name: str) -> None:
     """The rounds are those of transformers' own model with the layers taken out, drafting behind the whole model's keys and
@@ -275,6 +278,7 @@ def test_drafts_are_those_of_a_smaller_model(tiny: Target, tmp_path: Path, name:
 # Rules that weigh p against q
 
 
+@pytest.mark.slow
 def test_likeliest_children_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -318,6 +322,7 @@ def family(name: str, tiny: Target) -> tuple[SelfDrafter, set[int], int]:
     return EarlyExit(tiny, exit_layer), set(range(exit_layer)), 0
 
 
+@pytest.mark.sweep(4, free=("name", "depth"))
 @pytest.mark.parametrize("name", ["exit 1", "exit 4", "exit 7", "skip 2 and 6", "kangaroo 3"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, name: str, depth: int) -> None:

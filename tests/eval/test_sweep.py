@@ -185,6 +185,7 @@ def test_settings_are_sorted_and_named_once(tiny: Target) -> None:
     assert [system.builder.depth for system in systems] == [1, 4, 1, 4] and drafter.exit_layer == EXIT
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1, free=("rule",))
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), Block(0.8)], ids=lambda rule: rule.name)
 def test_drawn_chains_are_swept_too(tiny: Target, tmp_path: Path, rule: AcceptanceRule) -> None:
@@ -307,6 +308,7 @@ def test_what_is_saved_where_the_target_drafts(tiny: Target, tmp_path: Path, lay
 
 
 @RULES
+@pytest.mark.slow
 def test_pruned_beside_unpruned(tiny: Target, tmp_path: Path, rule: AcceptanceRule, capsys: pytest.CaptureFixture[str]) -> None:
     """eval.prune_layer puts the unpruned rounds beside the pruned ones: those of a score without it. From the same text, in an
     answer's first round, pruning never keeps more tokens."""
@@ -330,6 +332,7 @@ def test_pruned_beside_unpruned(tiny: Target, tmp_path: Path, rule: AcceptanceRu
     assert "pruned after 7 layers by their top 1" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
 def test_the_whole_vocabulary_prunes_nothing(tiny: Target, tmp_path: Path) -> None:
     """Where every token counts as likely, the pruned rounds are the unpruned ones and nothing is saved."""
     scored = evaluation(tmp_path, prune_layer=1, prune_top=10 * tiny.head.vocab_size)

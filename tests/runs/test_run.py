@@ -68,6 +68,7 @@ def test_a_finished_run_says_so(finished: Path, monkeypatch: pytest.MonkeyPatch,
     assert (finished / "drafter/model.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_eval_of_a_run_and_of_a_drafter_directory_agree(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other trees, rules and prompts by overrides; the same drafter scores the same from either folder."""
     found = []

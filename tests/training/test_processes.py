@@ -6,6 +6,7 @@ Processes are real ones, started by torchrun, with gloo between them.
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -21,16 +22,26 @@ from tests.training.worker import train
 
 WORKER = Path(__file__).with_name("worker.py")
 FAMILIES = ("eagle3", "medusa", "medusa2", "hydra", "causal", "pard", "kangaroo", "gated_lora", "early_exit")
-QUICK = [*((family, "ddp") for family in FAMILIES), ("eagle3", "fsdp2"), ("causal", "fsdp2"), ("medusa2", "fsdp2"),
-         ("eagle3", "zero2"), ("early_exit", "zero2"), ("causal", "zero3"), ("medusa2", "zero3")]  # fmt: skip
-SLOW = [(family, way) for way in ("fsdp2", "zero2", "zero3") for family in FAMILIES
+QUICK = [("eagle3", "ddp"), ("gated_lora", "ddp"), ("causal", "fsdp2"), ("early_exit", "zero2"), ("medusa2", "zero3")]
+SLOW = [(family, way) for way in ("ddp", "fsdp2", "zero2", "zero3") for family in FAMILIES
         if (family, way) not in QUICK and (family, way) != ("early_exit", "fsdp2")]  # fmt: skip
 
 
-def start(jobs: list[dict[str, Any]]) -> subprocess.CompletedProcess[str]:
-    """Run the worker on two processes."""
+def start(jobs: list[dict[str, Any]], folder: Path) -> tuple[int, str]:
+    """Run the worker on two processes; its exit status and what it said on stderr. Nothing may be compiled on the way."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(WORKER), json.dumps(jobs)]
-    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900)
+    extensions = folder / "extensions"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(extensions)}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=900)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the processes that it started too
+            raise
+    assert not extensions.exists()
+    return process.returncode, said
 
 
 def losses(run: Path) -> list[float]:
@@ -48,7 +59,8 @@ def assert_same(one: Path, other: Path) -> None:
 
 OPTIONS = {"batch_tokens": 32, "max_steps": 8, "save_every": 3, "log_every": 2}
 EPOCH = {"batch_tokens": 32, "max_steps": None, "epochs": 1.0, "save_every": 3, "log_every": 1}
-RESUMED = [("eagle3", "ddp"), ("causal", "fsdp2"), ("medusa2", "zero2"), ("eagle3", "zero3")]
+RESUMED = [("causal", "fsdp2"), ("medusa2", "zero2")]
+SLOWLY_RESUMED = [("eagle3", "ddp"), ("eagle3", "zero2"), ("eagle3", "zero3")]
 
 
 @dataclass
@@ -102,9 +114,8 @@ def trained(alone: Jobs) -> Jobs:
     many += [alone.job("medusa2", "moved", EPOCH, count=32, leave=4), alone.job("medusa2", "unmoved", EPOCH, count=32)]
     many += [alone.job("eagle3", "slow", {**OPTIONS, "max_steps": 1, "patience": 1.0}, slow=True)]
     many += [alone.job("eagle3", "dead", {**OPTIONS, "max_steps": 50}, count=40, die=[1, 2])]
-    done = start(many)
-    alone.said = done.stderr
-    assert done.returncode != 0
+    status, alone.said = start(many, alone.folder)
+    assert status != 0
     return alone
 
 
@@ -139,8 +150,8 @@ def test_a_target_on_two_processes(trained: Jobs, way: str) -> None:
 def test_every_family_shares_parameters_in_every_way(alone: Jobs) -> None:
     """The rest of the families and ways; early exits have no weights of their own for FSDP2 to shard."""
     ways = possible(SLOW)
-    done = start([alone.job(family, way, {"batch_tokens": 64, "sharding": way}) for family, way in ways])
-    assert done.returncode == 0, done.stderr[-4000:]
+    status, said = start([alone.job(family, way, {"batch_tokens": 64, "sharding": way}) for family, way in ways], alone.folder)
+    assert status == 0, said[-4000:]
     for family, way in ways:
         assert_same(alone.run(family, "one"), alone.run(family, way))
 
@@ -162,13 +173,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(trained: Jobs, family: str, way:
 
 
 @pytest.mark.slow
-def test_another_family_resumes_with_zero2(alone: Jobs) -> None:
+def test_other_ways_resume(alone: Jobs) -> None:
     """The same of a drafter all of whose weights are its own."""
-    if not possible([("eagle3", "zero2")]):
-        pytest.skip("DeepSpeed is not installed")
-    done = start(alone.interrupted("eagle3", "zero2"))
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert_resumed(alone, "eagle3", "zero2")
+    ways = possible(SLOWLY_RESUMED)
+    status, said = start([job for family, way in ways for job in alone.interrupted(family, way)], alone.folder)
+    assert status == 0, said[-4000:]
+    for family, way in ways:
+        assert_resumed(alone, family, way)
 
 
 def test_a_run_goes_on_with_another_number_of_processes(trained: Jobs) -> None:

@@ -32,6 +32,10 @@ class Zero(Parallel):
     def optimise(self, groups: list[dict[str, Any]], clip: float, **options: Any) -> None:
         import deepspeed
 
+        if self.device.type == "cpu":
+            # DeepSpeed would compile a quicker all-reduce: half a minute, and a process that is killed meanwhile leaves a lock
+            # for which every later one waits for ever
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if self.engine is not None:
             self._dismantle(everywhere=True)
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
