@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -40,7 +39,6 @@ def constructor(node: Mapping[str, Any]) -> Any:
     return _imported(str(node["_target_"]))
 
 
-@cache
 def _imported(target: str) -> Any:
     module, _, name = target.rpartition(".")
     try:
