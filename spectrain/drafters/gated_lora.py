@@ -31,7 +31,7 @@ from .abilities import Abilities, Capture, DraftingCost, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
 from .context import Context
 from .shared.losses import Loss, TargetLogProbs, head_loss
-from .shared.masks import add_blocks, mask_embeddings, start_masks
+from .shared.masks import add_blocks, mask_embeddings, prefix_ends, start_masks
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -234,10 +234,10 @@ class GatedLora(Drafter):
         return Losses(terms, hits, counts)
 
     def prefixes(self, batch: Batch, step: int) -> list[list[tuple[int, int]]]:
-        """Random prefixes of every sequence that the assistant goes on from, drawn for its own tokens and the step."""
+        """Random prefixes of every sequence with an answer for one of their masks, drawn for its own tokens and the step."""
         rows = []
         for tokens, mask in batch.sequences():
-            ends = mask[2:].nonzero()[:, 0]  # prefixes whose first mask has an answer of the assistant
+            ends = prefix_ends(mask, self.num_masks)
             length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0  # without padding
             source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, step)
             count = max(1, int(self.mask_ratio * length / self.num_masks))

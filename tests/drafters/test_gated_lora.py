@@ -421,12 +421,12 @@ def rows_of(batch: Batch, rows: list[int], padding: int = 0) -> Batch:
 
 @pytest.mark.parametrize("num_masks, mask_ratio", [(3, 1.0), (4, 0.5), (8, 0.1), (2, 3.0), (1, 100.0)])
 def test_prefixes_are_bounded_and_supervised(shallow: Target, num_masks: int, mask_ratio: float) -> None:
-    """Distinct prefixes whose first mask is asked; at most mask_ratio masks to a token, or one block; as many as fit."""
+    """Distinct prefixes of which a mask is asked; at most mask_ratio masks to a token, or one block; as many as fit."""
     drafter, batch = make(shallow, num_masks=num_masks, mask_ratio=mask_ratio), ragged(5)
     for step in range(4):
         for tokens, mask, row in zip(batch.tokens, batch.loss_mask, drafter.prefixes(batch, step)):
             length, ends = int((tokens > 0).sum()), [end for end, _ in row]
-            possible = [end for end in range(len(tokens) - 2) if mask[end + 2]]
+            possible = [end for end in range(len(tokens) - 2) if mask[end + 2 : end + 2 + num_masks].any()]
             assert ends == sorted(set(ends)) and set(ends) <= set(possible) and {size for _, size in row} == {num_masks}
             total = num_masks * len(row)
             assert total <= max(num_masks, mask_ratio * length)
@@ -444,10 +444,18 @@ def test_prefixes_are_drawn_for_a_sequence_and_a_step(shallow: Target) -> None:
         assert [drafter.prefixes(rows_of(batch, [row]), step)[0] for row in range(5)] == together
     for row in range(5):
         assert len({tuple(rows[row]) for rows in drawn}) > 20
-        possible = set((batch.loss_mask[row, 2:].nonzero()[:, 0]).tolist())
+        possible = {end for end in range(22) if batch.loss_mask[row, end + 2 : end + 2 + MASKS].any()}
         assert {end for rows in drawn for end, _ in rows[row]} == possible
     other = make(shallow, mask_ratio=0.5, seed=1)
     assert other.prefixes(batch, 39) != drawn[-1]
+
+
+def test_corrections_teach_every_mask(shallow: Target) -> None:
+    """Where single tokens carry loss, each is an answer at every depth, from a prefix of its own."""
+    mask = torch.zeros(1, 24, dtype=torch.bool)
+    mask[0, [8, 14, 23]] = True
+    batch = Batch(torch.randint(3, 2000, (1, 24)), mask)
+    assert make(shallow, mask_ratio=9.0).loss(batch, shallow, TrainingState()).counts.tolist() == [3] * MASKS
 
 
 def test_rows_without_an_answer_have_no_prefix(shallow: Target) -> None:
