@@ -176,6 +176,7 @@ class Evaluation:
         check(drafter, builder, rule)
         for part in parts:
             part.check(candidate)
+            part.keep(candidate)
         drafter.to(target.device, target.dtype).eval()
         target.pack()
         tune(drafter, target, lambda: self._calibration_prompts(target), builder.depth)

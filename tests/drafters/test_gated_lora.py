@@ -903,6 +903,25 @@ def test_reloaded_equals_saved(shallow: Target, tmp_path: Path) -> None:
     assert all(torch.equal(one.tokens, same.tokens) for one, same in zip(*trees, strict=True))
 
 
+@STRATEGY
+def test_rank_0_is_masks_alone(shallow: Target, tmp_path: Path, strategy: str) -> None:
+    """Without LoRA the masks and the sampler learn, output is greedy, and one file holds all of it."""
+    drafter, prompts = make(shallow, rank=0, strategy=strategy), [[5, 6, 7, 8], [40, 41]]
+    assert not drafter.abilities.adapts_layers and {name.split(".")[0] for name, _ in drafter.named_parameters()} == {
+        "masks",
+        "sampler",
+    }
+    drafter.loss(ragged(2), shallow, TrainingState()).total.backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in drafter.parameters())
+    found = decode(shallow, prompts, Greedy(), 8, drafter, Chain(3), ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in decode(shallow, prompts, Greedy(), 8, ignore_eos=True)]
+    save(drafter, tmp_path / "drafter")
+    assert {path.name for path in (tmp_path / "drafter").iterdir()} == {"config.json", "model.safetensors"}
+    other = GatedLora(shallow, num_masks=MASKS, rank=0)
+    load_weights(other, tmp_path / "drafter")
+    assert all(torch.equal(value, drafter.state_dict()[name]) for name, value in other.state_dict().items())
+
+
 def test_a_missing_file_is_refused(shallow: Target, tmp_path: Path) -> None:
     """Both files are needed, and the one that is missing is named."""
     drafter = make(shallow)
@@ -945,7 +964,7 @@ def test_a_tensor_that_does_not_fit_is_refused(
 
 @pytest.mark.parametrize(("options", "sentence"), [
     ({"num_masks": 0}, r"drafter\.num_masks=0: use 1 or more"),
-    ({"rank": 0}, r"drafter\.rank=0: use 1 or more"),
+    ({"rank": -1}, r"drafter\.rank=-1: use 0 or more"),
     ({"mask_ratio": 0.0}, r"drafter\.mask_ratio=0\.0: use more than 0"),
     ({"mask_ratio": float("nan")}, r"drafter\.mask_ratio=nan"),
     ({"consistency": -1.0}, r"drafter\.consistency=-1\.0: use 0 or more"),
