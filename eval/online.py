@@ -31,6 +31,7 @@ class Learner:
 
     learn: corrections, the tokens that the target put in place of a wrong draft; answers, every token of the answers; or
     split, replayed drafts with Draft-OPD's loss. The time that it takes is counted by itself and is no part of a speedup.
+    It is made before the drafter is rounded to the target's dtype, so that it starts from the weights as they were saved.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Learner:
         self.drafter, self.target, self.every, self.learn, self.save = drafter, target, every, learn, save
         self.parameters = [parameter for group in drafter.stages[0].groups for parameter in group["params"]]
         # Steps are taken in float32: a small one would be lost to the rounding of bfloat16 weights.
-        self.masters = [parameter.detach().float().clone() for parameter in self.parameters]
+        self.masters = [parameter.detach().to(target.device, torch.float32, copy=True) for parameter in self.parameters]
         self.optimizer = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
         self.random = Random(0)
         self.waiting: list[Example] = []
@@ -96,7 +97,16 @@ class Learner:
                     parameter.copy_(master)
         for parameter in self.parameters:
             parameter.grad = None
+        self._save()
+
+    def _save(self) -> None:
+        """Hand over the drafter with its weights before their rounding, so that learning can go on from them later."""
+        rounded = [parameter.data for parameter in self.parameters]
+        for parameter, master in zip(self.parameters, self.masters):
+            parameter.data = master
         self.save(self.drafter)
+        for parameter, data in zip(self.parameters, rounded):
+            parameter.data = data
 
     def summary(self) -> dict[str, Any]:
         return {"updates": self.updates, "every": self.every, "learn": self.learn, "seconds": round(self.seconds, 3)}
@@ -121,9 +131,11 @@ class Online(Part):
                 "eval.online_learn=split: this family does not learn from replayed drafts; use corrections or answers"
             )
 
-    def own(self, candidate: Candidate, first: System) -> System:
+    def keep(self, candidate: Candidate) -> None:
         save = candidate.save or (lambda learnt: None)
         self.learner = Learner(candidate.drafter, candidate.target, self.lr, self.every, self.learn, save)
+
+    def own(self, candidate: Candidate, first: System) -> System:
         self.recorder = Recorder(first.builder)
         return replace(first, builder=self.recorder)
 

@@ -163,14 +163,14 @@ def training_curves(metrics: list[dict[str, Any]], id: str) -> Markup:
     def draw(figure: Any) -> None:
         left, *right = figure.subplots(1, columns, squeeze=False)[0]
         left.plot([point["step"] for point in points], [point["loss"] for point in points], color=COLORS[0])
-        left.set(xlabel="step", ylabel="loss")
+        left.set(xlabel="step", ylabel="loss on training text")
         for axes in right:
             depths = max(len(point["agreement"]) for point in agreeing)
             for depth in range(depths):
                 found = [(point["step"], point["agreement"][depth]) for point in agreeing if depth < len(point["agreement"])]
                 style = ("-", "--", "-.", ":")[depth % 4]
                 axes.plot(*zip(*found), style, color=COLORS[depth % len(COLORS)], label=f"depth {depth + 1}")
-            axes.set(xlabel="step", ylabel="agreement with the target", ylim=(0, 1))
+            axes.set(xlabel="step", ylabel="agreement on training text", ylim=(0, 1))
             axes.legend(ncols=-(-depths // 4))
 
     return drawing(draw, (4.5 * columns, 3.2), f"{id}-training", "Training curves: loss and agreement by depth over the steps")

@@ -29,6 +29,9 @@ class Part:
     def check(self, candidate: Candidate) -> None:
         """Raise where it is not valid for this drafter, tree or rule."""
 
+    def keep(self, candidate: Candidate) -> None:
+        """Take from the drafter, as it was saved, what is lost when it is rounded to the target's dtype."""
+
     def own(self, candidate: Candidate, first: System) -> System:
         """The drafter's own system, as this part needs it."""
         return first

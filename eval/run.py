@@ -15,6 +15,7 @@ from rich.console import Console
 from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.calibration import calibrate, settle
 from spectrain.decoding.guard import Guard
+from spectrain.decoding.pruning import fit_early_heads
 from spectrain.decoding.session import Choice, check, ready, tune
 from spectrain.errors import UserError
 from spectrain.eval.baselines import OURS, TRANSFORMERS, Baselines
@@ -45,7 +46,7 @@ from spectrain.eval.turns import ORACLE, Interleaving
 from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain.settings.values import FolderName
+from spectrain.settings.values import FolderName, Number
 from spectrain.trees.measurements import Calibration, RuleForecast
 
 
@@ -74,6 +75,7 @@ class Evaluation:
     online_learn: Learn = "corrections"
     prune_layer: int | None = None  # drop branches that the target's first layers find unlikely: not among their
     prune_top: int = 8  # likeliest tokens
+    prune_rank: Number = 64  # of the head that names them, fitted beforehand and used if it is as good; 0: the target's own
     sweep: Literal["tree", "exit", "prune"] | None = None  # many settings of one drafter side by side
     trees: tuple[str, ...] | None = None  # sweep=tree: tree builders, all or these,
     budgets: tuple[int, ...] = (8, 16, 32, 64)  # at these sizes
@@ -176,6 +178,7 @@ class Evaluation:
         check(drafter, builder, rule)
         for part in parts:
             part.check(candidate)
+            part.keep(candidate)
         drafter.to(target.device, target.dtype).eval()
         target.pack()
         tune(drafter, target, lambda: self._calibration_prompts(target), builder.depth)
@@ -195,6 +198,10 @@ class Evaluation:
         systems = [first, *(system for part in parts for system in part.systems(candidate, first))]
         for system in systems:
             ready(system.drafter, target)
+        prunings = [system.pruning for system in systems if system.pruning is not None]
+        if prunings and self.prune_rank:
+            rank = min(self.prune_rank, target.width // 2)
+            fit_early_heads(target, prunings, self._calibration_prompts(target), rank)
         return systems, self._calibrate(target, systems)
 
     def _decoder(self, target: Target, first: System) -> Decoder:

@@ -71,7 +71,7 @@ def saved_by_pruning(turns: Sequence[Turn], pruning: Pruning, target: Target) ->
     judged = sum(sum(turn.drafted.judged) for turn in turns)
     count, head = target.num_layers, target.head.output.weight.numel()
     layer = sum(parameter.numel() for parameter in target.layers.parameters()) / count
-    spared = left * ((count - pruning.layer) * layer + head) - judged * head
+    spared = left * ((count - pruning.layer) * layer + head) - judged * pruning.work(target)
     return {
         **pruning.settings(),
         "nodes_pruned": round(left / max(every, 1), 4),

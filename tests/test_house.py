@@ -40,6 +40,7 @@ IMPOSED = {
     "models/compiled_layers.py:_attend_behind",  # an operation that torch traces takes no objects
 }
 CONFIGURED = {
+    "data/stream.py:Stream",
     "drafters/early_exit.py:EarlyExit",
     "drafters/gated_lora.py:GatedLora",
     "drafters/medusa.py:Medusa",

@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -41,6 +41,7 @@ class Dataset:
     num_conversations: int
     num_cut: int  # examples cut to max_length
     num_dropped: int  # examples without a supervised token after the cut
+    held_out: list[Example] = field(default_factory=list, kw_only=True)  # not to be trained on, but measured meanwhile
 
     is_sample: ClassVar[bool] = False  # there is more to train on than the examples
 
@@ -49,10 +50,11 @@ class Dataset:
         """Tokenise every conversation."""
         conversations = data.conversations()
         tokenized = [examples_of(tokenizer, messages, data.max_length) for messages in conversations]
-        examples = [example for found, _, _ in tokenized for example in found]
+        examples, held_out = split([found for found, _, _ in tokenized], data.held_out)
         if not examples:
             raise UserError(f"data.max_length={data.max_length}: it cuts off every answer; raise it")
-        return cls(examples, len(conversations), sum(cut for _, cut, _ in tokenized), sum(none for _, _, none in tokenized))
+        cut, dropped = sum(cut for _, cut, _ in tokenized), sum(none for _, _, none in tokenized)
+        return cls(examples, len(conversations), cut, dropped, held_out=held_out)
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +119,7 @@ class Dataset:
             f"{self.num_conversations} conversations, {self.num_tokens} tokens, {self.num_supervised} supervised"
             + (f", {self.num_cut} cut to data.max_length" if self.num_cut else "")
             + (f", {self.num_dropped} without an answer left out" if self.num_dropped else "")
+            + (f", {len(self.held_out)} held out" if self.held_out else "")
         )
 
     def facts(self) -> dict[str, Any]:
@@ -130,6 +133,21 @@ def examples_of(tokenizer: PreTrainedTokenizerBase, messages: list[Message], max
     cut = [Example(example.tokens[:max_length], example.mask[:max_length]) for example in found]
     kept = [example for example in cut if any(example.mask)]
     return kept, sum(len(example.tokens) > max_length for example in found), len(cut) - len(kept)
+
+
+def split(conversations: list[list[Example]], share: float) -> tuple[list[Example], list[Example]]:
+    """The examples to train on, and those held out: a share of the conversations, at least one where there are two.
+
+    They are chosen by a hash of what they say, so in any order the same, and one that occurs twice is never in both.
+    """
+    chance = {found[0].key: Random(f"held out/{found[0].key}").random() for found in conversations if found}
+    count = min(max(1, sum(drawn < share for drawn in chance.values())), len(chance) - 1) if share else 0
+    chosen = set(sorted(chance, key=chance.__getitem__)[: max(0, count)])
+    kept: list[Example] = []
+    apart: list[Example] = []
+    for found in conversations:
+        (apart if found and found[0].key in chosen else kept).extend(found)
+    return kept, apart
 
 
 # How examples become batches

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
+from spectrain.settings.values import Below1
 
 from .chat import Message
 from .dataset import Dataset
@@ -29,16 +30,19 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assist
 
 
 class Data(ABC):
-    """Conversations, at most `limit` of them, cut to `max_length` tokens each when they are tokenised."""
+    """Conversations, at most `limit` of them, cut to `max_length` tokens each when they are tokenised.
+
+    A share of them is `held_out`: not trained on, but measured while the others are.
+    """
 
     name: str
 
-    def __init__(self, limit: int | None = None, max_length: int = 2048) -> None:
+    def __init__(self, limit: int | None = None, max_length: int = 2048, held_out: Below1 = 0.0) -> None:
         if limit is not None and limit < 1:
             raise UserError(f"data.limit={limit}: use 1 or more, or null for all")
         if max_length < 8:
             raise UserError(f"data.max_length={max_length}: use 8 or more")
-        self.limit, self.max_length = limit, max_length
+        self.limit, self.max_length, self.held_out = limit, max_length, held_out
         self.found: list[list[Message]] = []
         self.num_left_out = 0  # conversations that the source itself holds and that cannot be used
         self.asks_only = False  # rows may be questions without answers, which are left empty: somebody will write them
@@ -90,8 +94,8 @@ class Jsonl(Data):
     A directory of regenerated conversations is read if all of its shards are there, unchanged.
     """
 
-    def __init__(self, path: str, limit: int | None = None, max_length: int = 2048) -> None:
-        super().__init__(limit, max_length)
+    def __init__(self, path: str, limit: int | None = None, max_length: int = 2048, held_out: Below1 = 0.0) -> None:
+        super().__init__(limit, max_length, held_out)
         self.path = Path(path).expanduser()
         self.name = str(path)
 
@@ -144,8 +148,8 @@ class Hub(Data):
     """Any data set that `datasets` can load, by name or directory, with `messages` or `conversations`."""
 
     def __init__(self, path: str, split: str = "train", subset: str | None = None, limit: int | None = None,
-                 max_length: int = 2048) -> None:  # fmt: skip
-        super().__init__(limit, max_length)
+                 max_length: int = 2048, held_out: Below1 = 0.0) -> None:  # fmt: skip
+        super().__init__(limit, max_length, held_out)
         self.path, self.split, self.subset = path, split, subset
         self.name = path
 

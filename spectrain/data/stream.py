@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import RunError, UserError
+from spectrain.settings.values import Below1
 
 from .chat import Example, Message
-from .dataset import Batches, Batching, Dataset, State, examples_of, grouped
+from .dataset import Batches, Batching, Dataset, State, examples_of, grouped, split
 from .readers import Data, conversation
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class Stream(Data):
     path or pattern.
 
     A row without a usable conversation is left out and counted. What wants to know the data beforehand, such as a draft
-    vocabulary, is given the first `sample` conversations. Use a multiple of the number of processes as `shards`.
+    vocabulary, is given the first `sample` conversations; a share of these is `held_out`. Use a multiple of the number of
+    processes as `shards`.
     """
 
     def __init__(
@@ -53,8 +55,9 @@ class Stream(Data):
         shards: int = 16,
         window: int = 512,  # conversations that are shuffled together
         sample: int = 2000,
+        held_out: Below1 = 0.0,
     ) -> None:
-        super().__init__(limit, max_length)
+        super().__init__(limit, max_length, held_out)
         for key, value in (("shards", shards), ("window", window), ("sample", sample)):
             if value < 1:
                 raise UserError(f"data.{key}={value}: use 1 or more")
@@ -145,13 +148,13 @@ class Stream(Data):
         conversations = self.conversations()
         found = [self.examples(tokenizer, messages) for messages in conversations]
         usable = [one for one in found if one is not None]
-        examples = [example for kept, _, _ in usable for example in kept]
+        examples, apart = split([kept for kept, _, _ in usable], self.held_out)
         if not examples:
             reason = self.first_reason or f"data.max_length={self.max_length} cuts off every answer"
             raise UserError(f"data.path={self.path}: its first {len(conversations)} conversations teach nothing; {reason}")
         self.num_left_out += len(found) - len(usable)
         cut, dropped = sum(cut for _, cut, _ in usable), sum(dropped for _, _, dropped in usable)
-        return StreamedDataset(examples, len(usable), cut, dropped, self, tokenizer)
+        return StreamedDataset(examples, len(usable), cut, dropped, self, tokenizer, held_out=apart)
 
 
 @dataclass(frozen=True)
@@ -225,6 +228,7 @@ class StreamBatches(Batches):
     def __init__(self, dataset: StreamedDataset, batching: Batching, process: int, processes: int, state: State | None) -> None:
         super().__init__(process, processes, state)
         self.dataset, self.data, self.batching = dataset, dataset.data, batching
+        self.held_out = {example.key for example in dataset.held_out}
         count = self.data.shards
         self.places: list[list[int]] = state["shards"] if state else [[number, 0, 0, 0] for number in range(count)]
         mine = {(self.done + process + taken * processes) % count for taken in range(count)}
@@ -262,7 +266,7 @@ class StreamBatches(Batches):
             raise RunError(f"{error}, and go on with trainer.resume=auto") from error
         found = [self.data.examples(self.dataset.tokenizer, self.data.usable(row)) for row in rows]
         shard.useless = sum(one is None for one in found)
-        kept = [example for one in found if one is not None for example in one[0]]
+        kept = [example for one in found if one is not None for example in one[0] if example.key not in self.held_out]
         random = Random(f"{self.batching.seed}/{shard.window}")
         random.shuffle(kept)
         small = [(array("i", example.tokens), bytes(example.mask)) for example in kept]

@@ -1,11 +1,12 @@
 """Early pruning (ProPD, Zhong et al., 2024): branches leave a tree while it is verified.
 
-Shapes: B batch, N nodes, V vocabulary.
+Shapes: B batch, N nodes, V vocabulary, D target width, T tokens, r rank.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +20,67 @@ from spectrain.models.target import Target
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import Accepted, Pruned, TokenTree
 
-from .acceptance import AcceptanceRule
+from .acceptance import AcceptanceRule, Greedy
+from .loop import decode
+
+ANSWER = 64  # tokens of the target's own answer to each prompt that an early head is fitted on
+
+
+@dataclass(frozen=True)
+class EarlyHead:
+    """What the target will say, read off a layer's states through r numbers: r (D + V) multiply-adds a node, for D V."""
+
+    down: Tensor  # [D, r]
+    up: Tensor  # [V, r]
+    bias: Tensor | None  # [V]
+
+    def __call__(self, normed: Tensor) -> Tensor:
+        """Logits [.., V], without the head's scale and cap, of normed states [.., D]: their order is all that is asked for."""
+        logits = normed @ self.down @ self.up.T
+        return logits if self.bias is None else logits + self.bias
+
+    @classmethod
+    def fitted(cls, normed: Tensor, final: Tensor, head: Tensor, bias: Tensor | None, rank: int) -> EarlyHead:
+        """By least squares from normed states [T, D] to what the head [V, D] reads, [T, D]; of that map the `rank` directions
+        that move the logits most (reduced-rank regression). The ridge is the states' own mean square: it draws the map to
+        the identity, the early exit as it is, where the few tokens do not say otherwise."""
+        x, y, width = normed.double(), final.double(), normed.shape[-1]
+        one = torch.eye(width, dtype=x.dtype, device=x.device)
+        learnt = one + torch.linalg.solve(x.T @ x + x.pow(2).mean() * len(x) * one, x.T @ (y - x))
+        gram = (head.float().T @ head.float()).double()
+        root = torch.linalg.cholesky(gram + 1e-6 * gram.diagonal().mean() * one)
+        best = torch.linalg.svd(x @ learnt @ root, full_matrices=False).Vh[:rank].T
+        back = torch.linalg.solve(root.T, best)  # undoes the root
+        return cls((learnt @ root @ best).to(head.dtype), head @ back.to(head.dtype), bias)
+
+
+def fit_early_heads(target: Target, prunings: Sequence[Pruning], prompts: list[list[int]], rank: int) -> None:
+    """Give each pruning a head of this rank, fitted on the target's own answers to prompts; where it names the target's token
+    less often than the target's own head does, on every fourth answer, which it was not fitted on, that one stays."""
+    answers = decode(target, prompts, Greedy(), ANSWER)
+    layers = tuple({pruning.layer for pruning in prunings})
+    read: list[tuple[dict[int, Tensor], Tensor]] = []
+    for answer in answers:
+        seen = target.features(torch.tensor([answer.prompt + answer.output], device=target.device), (*layers, "final"))
+        read.append(({layer: target.normed(seen.at(layer))[0] for layer in layers}, seen.at("final")[0]))
+    taught = [pair for number, pair in enumerate(read) if number % 4 or len(read) == 1]
+    final, projection = torch.cat([final for _, final in taught]), target.head.projection
+    heads = {
+        layer: EarlyHead.fitted(
+            torch.cat([states[layer] for states, _ in taught]), final, projection.weight, projection.bias, rank
+        )
+        for layer in layers
+    }
+    apart = read[::4]
+    wanted = target.head.logits(torch.cat([final for _, final in apart])).argmax(-1, keepdim=True)
+    for pruning in prunings:
+        states = torch.cat([states[pruning.layer] for states, _ in apart])
+
+        def named(logits_of: Callable[[Tensor], Tensor], pruning: Pruning = pruning, states: Tensor = states) -> int:
+            return int((pruning.likeliest(logits_of(states)) == wanted).any(-1).sum())
+
+        head = heads[pruning.layer]
+        pruning.head = head if named(head) >= named(target.head.logits) else None
 
 
 class Pruning:
@@ -35,6 +96,7 @@ class Pruning:
             if value < 1:
                 raise UserError(f"eval.{key}={value}: use 1 or more")
         self.layer, self.top_k = layer, top_k
+        self.head: EarlyHead | None = None  # None: the target's own
 
     def check(self, rule: AcceptanceRule, target: Target) -> None:
         """Raise where a pruned tree would change the output's distribution, or there is no such layer."""
@@ -74,14 +136,22 @@ class Pruning:
         judged = hosts.sum(1)
         order = hosts.long().argsort(dim=1, descending=True, stable=True)[:, : max(1, int(judged.max()))]
         asked = states.gather(1, order[..., None].expand(-1, -1, target.width))
-        logits = target.head.logits(target.normed(asked))
-        likely = logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).indices
+        likely = self.likeliest((self.head or target.head.logits)(target.normed(asked)))
         places = torch.zeros_like(above).scatter(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
         return likely.gather(1, places[..., None].expand(-1, -1, likely.shape[-1])), judged
 
+    def likeliest(self, logits: Tensor) -> Tensor:
+        """[.., K] the tokens that stay, of logits [.., V]."""
+        return logits.topk(min(self.top_k, logits.shape[-1]), dim=-1).indices
+
+    def work(self, target: Target) -> int:
+        """Multiply-adds of judging what follows a node."""
+        own = target.head.output.weight.numel()
+        return own if self.head is None else self.head.down.numel() + self.head.up.numel()
+
     def settings(self) -> dict[str, int]:
         """What a report says about it."""
-        return {"layer": self.layer, "top_k": self.top_k}
+        return {"layer": self.layer, "top_k": self.top_k, "rank": 0 if self.head is None else self.head.down.shape[1]}
 
 
 class PrunedDrafter:

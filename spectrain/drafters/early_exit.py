@@ -73,7 +73,7 @@ class EarlyExit(SelfDrafter):
         for key, value in (("rotate", rotate), ("rank", rank)):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
-        self.exit_layer = exit_of(target, exit_layer)
+        self.exit_layer = exit_of(target, exit_layer, 1 / 4)
         self.max_dropout, self.dropout_schedule, self.exit_scale = max_dropout, dropout_schedule, exit_scale
         self.curriculum, self.rotate, self.seed = curriculum, rotate, seed
         self.self_distillation = self_distillation
@@ -88,7 +88,7 @@ class EarlyExit(SelfDrafter):
     def at_exit(self, exit_layer: int, target: Target) -> EarlyExit:
         """The same drafter, sharing its weights, with another exit."""
         other = copy.copy(self)
-        other.exit_layer = exit_of(target, exit_layer)
+        other.exit_layer = exit_of(target, exit_layer, 1 / 4)
         return other
 
     # Training

@@ -31,7 +31,7 @@ from .abilities import Abilities, Capture, DraftingCost, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
 from .context import Context
 from .shared.losses import Loss, TargetLogProbs, head_loss
-from .shared.masks import add_blocks, mask_embeddings, start_masks
+from .shared.masks import add_blocks, mask_embeddings, prefix_ends, start_masks
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -83,13 +83,15 @@ class GatedLora(Drafter):
     so that a forward sees at most (1 + mask_ratio) T tokens of a sequence.
 
     Decoding verifies a tree and its masks in one forward. quadratic puts all masks behind every node, so that drafts are ready
-    whatever is accepted; linear puts them behind one deepest node only, and nothing is drafted after another end.
+    whatever is accepted; linear puts them behind one deepest node only, and nothing is drafted after another end. The first
+    round drafts nothing, for no masks ran before it: a forward over masks alone could bring its drafts, but would cost as much
+    as this round, which brings a token and masks as well.
     """
 
     saved = SavedFiles(
         shape=("num_masks", "rank", "alpha", "sampler"),
         layout=lambda drafter: drafter.adapter_layout(),
-        sidecars=lambda drafter: {"adapter_config.json": drafter.adapter_config()},
+        sidecars=lambda drafter: {"adapter_config.json": drafter.adapter_config()} if drafter.rank else {},
     )
     cost = DraftingCost(
         extra_nodes=lambda drafter, builder: drafter.num_masks * (builder.budget if drafter.strategy == "quadratic" else 1),
@@ -100,7 +102,7 @@ class GatedLora(Drafter):
         self,
         target: Target,
         num_masks: Steps = 4,
-        rank: int = 16,
+        rank: int = 16,  # of LoRA; 0: mask vectors alone learn, with the sampler
         alpha: float = 32.0,
         strategy: Literal["quadratic", "linear"] = "quadratic",  # masks behind every node, or behind the deepest only
         sampler: bool = True,  # a head that reads the token before, too
@@ -110,9 +112,9 @@ class GatedLora(Drafter):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for key, value in (("num_masks", num_masks), ("rank", rank)):
-            if value < 1:
-                raise UserError(f"drafter.{key}={value}: use 1 or more")
+        for key, value, least in (("num_masks", num_masks, 1), ("rank", rank, 0)):
+            if value < least:
+                raise UserError(f"drafter.{key}={value}: use {least} or more")
         if not mask_ratio > 0:
             raise UserError(f"drafter.mask_ratio={mask_ratio}: use more than 0")
         if not consistency >= 0:
@@ -121,10 +123,10 @@ class GatedLora(Drafter):
         self.divergence, self.consistency, self.mask_ratio, self.seed = loss, consistency, mask_ratio, seed
         # Masks behind every node are ready whatever is accepted; behind one node, the host must know whether they are.
         capture = Capture(carried=("states", "ready_at")) if strategy == "quadratic" else None
-        self.abilities = Abilities(capture=capture, adapts_layers=True)
+        self.abilities = Abilities(capture=capture, adapts_layers=rank > 0)
         self.head, self.path = target.head, target.path
         inside = {id(module) for module in target.layers.modules() if isinstance(module, nn.Linear)}
-        linears: dict[str, Any] = {name: m for name, m in target.model.named_modules() if id(m) in inside}
+        linears: dict[str, Any] = {name: m for name, m in target.model.named_modules() if rank and id(m) in inside}
         self.names = list(linears)  # of the target's linears that LoRA acts on
         self.factors = nn.ModuleList(LoraFactors(linear, rank) for linear in linears.values())
         self.masks = nn.Parameter(torch.zeros(num_masks, target.width))
@@ -170,9 +172,10 @@ class GatedLora(Drafter):
         may be said to be the `last` places of every row, and nothing is asked."""
         places = torch.arange(numbers.numel(), device=numbers.device)
         rows = places[(numbers >= 0).flatten()] if last is None else places.view_as(numbers)[:, -last:].flatten()
-        scale = self.alpha / self.rank
 
         def added(name: str, factors: nn.Module) -> Any:
+            scale = self.alpha / self.rank
+
             def hook(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Tensor:
                 flat = args[0].flatten(0, -2)
                 if not isinstance(output, Tensor) or len(flat) != numbers.numel():
@@ -234,10 +237,10 @@ class GatedLora(Drafter):
         return Losses(terms, hits, counts)
 
     def prefixes(self, batch: Batch, step: int) -> list[list[tuple[int, int]]]:
-        """Random prefixes of every sequence that the assistant goes on from, drawn for its own tokens and the step."""
+        """Random prefixes of every sequence with an answer for one of their masks, drawn for its own tokens and the step."""
         rows = []
         for tokens, mask in batch.sequences():
-            ends = mask[2:].nonzero()[:, 0]  # prefixes whose first mask has an answer of the assistant
+            ends = prefix_ends(mask, self.num_masks)
             length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0  # without padding
             source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, step)
             count = max(1, int(self.mask_ratio * length / self.num_masks))
@@ -260,7 +263,7 @@ class GatedLora(Drafter):
             ready = self.ready_at == context.cache.lengths
         if self.states is None or not ready.any():
             children = context.builder.children
-            q = None if children == "deterministic" else torch.zeros(len(ready), 1, self.head.vocab_size)
+            q = None if children == "deterministic" else context.fresh.hidden.new_zeros(len(ready), 1, self.head.vocab_size)
             return Draft(complete=lambda root: self._with_masks(replace(root, children=children, q=q)))
 
         def complete(tree: TokenTree) -> TokenTree:

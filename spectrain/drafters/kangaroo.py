@@ -35,6 +35,8 @@ class Kangaroo(SelfDrafter):
 
     Trained on the target's distribution at every token of the assistant (equation 4). Decoding stops a draft where its most
     likely token is unlikely, the second exit, which is the tree builder's to do: tree=chain with stop and stop_on=token.
+
+    `exit_layer` is by default behind a fourteenth of the layers, at least one: the authors' 2 of 32 and 3 of 40.
     """
 
     saved = SavedFiles(shape=("exit_layer",), settings=lambda drafter: {"exit_layer": drafter.exit_layer})
@@ -43,7 +45,7 @@ class Kangaroo(SelfDrafter):
     def __init__(self, target: Target, exit_layer: int | None = None, loss: Loss = "forward_kl") -> None:
         super().__init__()
         config = llama_config(target)
-        self.exit_layer, self.divergence = exit_of(target, exit_layer), loss
+        self.exit_layer, self.divergence = exit_of(target, exit_layer, 1 / 14), loss
         self.layers: tuple[Layer, ...] = (self.exit_layer,)
         self.head = target.head
         self.input_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)

@@ -23,7 +23,7 @@ from .abilities import Abilities, Capture, DraftingCost, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
 from .context import Context
 from .shared.losses import Loss, head_loss
-from .shared.masks import add_blocks, mask_embeddings, start_masks
+from .shared.masks import add_blocks, mask_embeddings, prefix_ends, start_masks
 from .shared.small_models import small_model
 
 if TYPE_CHECKING:
@@ -117,10 +117,10 @@ class Pard(Drafter):
         return Losses({self.divergence: judged.loss}, hits, counts)
 
     def prefixes(self, batch: Batch, step: int) -> list[list[tuple[int, int]]]:
-        """Every prefix that the assistant goes on from, with as many masks as the conditional drop leaves it."""
+        """Every prefix with an answer for one of its masks, with as many of these as the conditional drop leaves it."""
         rows = []
         for tokens, mask in batch.sequences():
-            ends = mask[2:].nonzero()[:, 0]  # prefixes whose first mask has an answer of the assistant
+            ends = prefix_ends(mask, self.num_drafts - 1)
             source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, step)
             rank = torch.randperm(len(ends), generator=source)
             kept = [max(self.keep**depth, self.keep_least) * len(ends) for depth in range(1, self.num_drafts)]

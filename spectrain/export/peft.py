@@ -58,7 +58,9 @@ class Peft(Layout):
     def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
         adapter = drafter.description.get("adapter_config")
         if adapter is None:
-            raise UserError("adapter_config.json: it is missing beside the drafter, so peft could not read the adapter")
+            raise UserError(
+                "adapter_config.json: it is missing beside the drafter (drafter.rank=0 has none), so peft could not read it"
+            )
         tensors = drafter.tensors
         settings = {
             **shape_of(tensors, adapter),

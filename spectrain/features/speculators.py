@@ -18,6 +18,7 @@ from spectrain.data.readers import Data
 from spectrain.errors import UserError
 from spectrain.models.features import Layer
 from spectrain.models.target import Target
+from spectrain.settings.values import Below1
 
 from .store import names
 
@@ -29,8 +30,8 @@ SmolLM2: bfloat16 instead of float32 makes at most 0.02, and neighbouring layers
 class Prepared(Data):
     """Sequences that speculators tokenised: a directory of `datasets` with input_ids and loss_mask, taken as they are."""
 
-    def __init__(self, path: str, limit: int | None = None, max_length: int = 1_000_000) -> None:
-        super().__init__(limit, max_length)
+    def __init__(self, path: str, limit: int | None = None, max_length: int = 1_000_000, held_out: Below1 = 0.0) -> None:
+        super().__init__(limit, max_length, held_out)
         self.path = Path(path).expanduser()
         self.name = path
 

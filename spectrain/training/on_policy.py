@@ -23,9 +23,9 @@ class Generated(Source):
 
     `by` the drafter (on-policy), the target, or interleaved (speculative knowledge distillation, Xu et al., 2024): the drafter
     writes and the target replaces what is not among its `top_k` likeliest tokens, checked `block` tokens at a time. An
-    answer is written for the first prompt of a conversation, at most `max_new_tokens` long and no longer than the data's own; a
-    prompt that leaves no room for two tokens keeps the data's. By replay, the target decodes greedily with chains of `block`
-    drafts, and a draft of that is learnt from with Draft-OPD's split loss.
+    answer is written for the first prompt of a conversation, `max_new_tokens` long at most, whatever the data's own length: a
+    batch may grow beyond `batch_tokens`. A prompt that leaves no room for two tokens keeps the data's. By replay, the target
+    decodes greedily with chains of `block` drafts, and a draft of that is learnt from with Draft-OPD's split loss.
     """
 
     writes_text = True
@@ -106,11 +106,10 @@ class Generated(Source):
         """New answers to the same prompts, each drawn by its example's key, so that no batching changes it."""
         rows = [int(example.key[:7], 16) for example in examples]
         prompts = [example.prompt for example in examples]
-        most = [max(2, len(example.tokens) - len(prompt)) for example, prompt in zip(examples, prompts)]
         writer = target if self.by != "drafter" else drafter.abilities.on_policy.writer
         if writer is None:
             raise UserError("source.by=drafter: this family cannot write by itself; use source.by=target or interleaved")
-        limit = max(2, min(max(most), self._limit(writer, prompts)))
+        limit = self._limit(writer, prompts)
         seed = self.seed + 1_000_003 * step
         with evaluating(drafter):
             if self.by == "interleaved":
@@ -119,10 +118,8 @@ class Generated(Source):
                 found = decode(target, prompts, rule, limit, drafter, chain, rows)
             else:
                 found = decode(writer, prompts, Match(self.temperature, seed=seed), limit, sequence_ids=rows)
-        answers = [one.output[:length] for one, length in zip(found, most)]
-        return [
-            Example(prompt + answer, [False] * len(prompt) + [True] * len(answer)) for prompt, answer in zip(prompts, answers)
-        ]
+        return [Example(prompt + one.output, [False] * len(prompt) + [True] * len(one.output))
+                for prompt, one in zip(prompts, found)]  # fmt: skip
 
 
 @contextmanager

@@ -34,7 +34,8 @@ class Pace:
 
 
 class TrainingProgress:
-    """Shows the steps of a training with loss, agreement by depth and tokens/s; nothing at all where it is not enabled."""
+    """Shows the steps of a training with loss and agreement by depth on its own batches, tokens/s, and acceptance on what was
+    held out; nothing at all where it is not enabled."""
 
     def __init__(self, num_steps: int, step: int, enabled: bool) -> None:
         self.num_steps, self.first, self.enabled = num_steps, step, enabled
@@ -69,5 +70,8 @@ class TrainingProgress:
 def _line(metrics: dict[str, Any]) -> str:
     agreement = " ".join(f"{value:.2f}" for value in metrics["agreement"])
     loss = "not finite" if metrics["loss"] is None else f"{metrics['loss']:.3f}"
-    line = f"loss {loss}  agreement {agreement}  {metrics['tokens_per_second']:.0f} tokens/s"
+    line = f"on training text: loss {loss}, agreement {agreement}; {metrics['tokens_per_second']:.0f} tokens/s"
+    if held_out := metrics.get("held_out"):
+        kept = " ".join(f"{value:.2f}" for value in held_out["acceptance"])
+        line += f"; held out: acceptance {kept}, so {held_out['forecast']:.2f} tokens a forward"
     return line + (f"  {metrics['left_out']} rows left out" if metrics.get("left_out") else "")

@@ -20,6 +20,7 @@ from spectrain.models.target import Target
 from spectrain.settings.values import Below1, NotNegative, Positive, Share
 
 from .checkpoints import checkpoint_path
+from .held_out import held_out_acceptance
 from .job import Job, Trained
 from .metrics import MetricsFile, Tracker
 from .parallel import Sharding, connect, parallel
@@ -49,7 +50,7 @@ class Trainer:
     betas: tuple[Below1, Below1] = (0.9, 0.95)  # AdamW's
     weight_decay: NotNegative = 0.0  # AdamW's
     seed: int = 0  # of the first weights, the order of the data and what is drawn
-    save_every: int | None = None  # steps between two checkpoints; null: only where a run is stopped or ends
+    save_every: int | None = None  # steps between two checkpoints, and looks at held-out data; null: where a run stops or ends
     keep_checkpoints: int = 2  # how many of the newest stay
     log_every: int = 10  # steps between two lines of metrics.jsonl
     mixed_precision: str = "auto"  # bf16 or no; auto: bf16 on a GPU
@@ -127,14 +128,26 @@ class Trainer:
         with TrainingReport(job, tracker) as report, StopSignals() as stop, job.watch:
             while job.step < job.num_steps:
                 self._next_step(job, stop)
-                is_logged = job.step % self.log_every == 0 or job.step in (1, job.num_steps)
-                report.step(job.metrics() if is_logged else None)
+                report.step(self._metrics(job, dataset))
                 if self.save_every is not None and job.step % self.save_every == 0 and job.step < job.num_steps:
                     job.save()
                     report.saved(checkpoint_path(run, job.step))
                 if on_step is not None:
                     on_step(job.step)
         return job.finish()
+
+    def _metrics(self, job: Job, dataset: Dataset) -> dict[str, Any] | None:
+        """What is logged of the step that was done, if anything; with each checkpoint and at the end what was held out too."""
+        is_end = job.step == job.num_steps
+        saves = is_end or (self.save_every is not None and job.step % self.save_every == 0)
+        measures = saves and bool(dataset.held_out) and job.shared.whole  # drafting takes the whole drafter
+        if not (is_end or job.step == 1 or job.step % self.log_every == 0 or measures):
+            return None
+        metrics = job.metrics()
+        if measures:
+            job.watch.at(job.step, "drafting for what was held out")
+            metrics["held_out"] = held_out_acceptance(job.drafter, job.target, dataset.held_out)
+        return metrics
 
     def _refuse(self, job: Job) -> None:
         """Stop where the family and these settings do not go together."""

@@ -19,7 +19,7 @@ from spectrain.decoding.acceptance import (
     Typical,
 )
 from spectrain.decoding.loop import decode
-from spectrain.decoding.pruning import Pruning
+from spectrain.decoding.pruning import EarlyHead, Pruning, fit_early_heads
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
@@ -285,3 +285,44 @@ def test_a_chosen_tree_needs_no_distributions() -> None:
     tree = TokenTree.chain(torch.arange(3, 3 + chain.budget)[None])
     part = tree.select(torch.tensor([[True, True, False, False]]))
     assert part.q is None and part.is_chain and part.tokens.tolist() == [[3, 4]]
+
+
+# The fitted head
+
+
+def test_a_fitted_head_is_the_best_of_its_rank() -> None:
+    """Of the logits that ridge regression gives, no rank r comes closer: what is missed are the last singular values."""
+    torch.manual_seed(0)
+    normed, head, bias = torch.randn(60, 12), torch.randn(40, 12), torch.randn(40)
+    final = normed @ torch.randn(12, 12) + 0.1 * torch.randn(60, 12)
+    x, y, one = normed.double(), final.double(), torch.eye(12, dtype=torch.float64)
+    strength = x.pow(2).mean() * 60
+    change = torch.linalg.lstsq(torch.cat([x, strength.sqrt() * one]), torch.cat([y - x, 0 * one])).solution
+    wanted = x @ (one + change) @ head.double().T
+    values = torch.linalg.svdvals(wanted)
+    for rank in (1, 4, 12):
+        fitted = EarlyHead.fitted(normed, final, head, bias, rank)
+        assert fitted.down.shape == (12, rank) and fitted.up.shape == (40, rank)
+        missed = ((fitted(normed) - bias).double() - wanted).norm()
+        torch.testing.assert_close(missed, values[rank:].norm(), rtol=1e-3, atol=1e-3)
+
+
+def test_pruning_with_a_fitted_head_is_lossless(tiny: Target, prompts: list[list[int]], drafters: dict[str, Drafter]) -> None:
+    """Heads are fitted for each layer, prune, cost less than the target's own, and leave the output as it is."""
+    prunings = [Pruning(2, 4), Pruning(4, 8)]
+    fit_early_heads(tiny, prunings, prompts, 64)
+    plain = [one.output for one in decode(tiny, prompts, Greedy(), LIMIT)]
+    assert any(pruning.head is not None for pruning in prunings)
+    for pruning in prunings:
+        found = Session(tiny, Greedy(), drafters["eagle3"], TREE, pruning=pruning).decode(prompts, LIMIT)
+        assert [one.output for one in found] == plain and sum(sum(one.pruned) for one in found) > 0
+        assert (pruning.work(tiny) < Pruning(2, 4).work(tiny)) == (pruning.head is not None)
+
+
+def test_a_head_that_names_less_is_not_used(tiny: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On answers that it was not fitted on it must be as good as the target's own head."""
+    worthless = EarlyHead(torch.zeros(tiny.width, 1), torch.zeros(tiny.head.vocab_size, 1), None)
+    monkeypatch.setattr(EarlyHead, "fitted", lambda *given: worthless)
+    pruning = Pruning(6, 4)
+    fit_early_heads(tiny, [pruning], prompts, 8)
+    assert pruning.head is None

@@ -421,12 +421,12 @@ def rows_of(batch: Batch, rows: list[int], padding: int = 0) -> Batch:
 
 @pytest.mark.parametrize("num_masks, mask_ratio", [(3, 1.0), (4, 0.5), (8, 0.1), (2, 3.0), (1, 100.0)])
 def test_prefixes_are_bounded_and_supervised(shallow: Target, num_masks: int, mask_ratio: float) -> None:
-    """Distinct prefixes whose first mask is asked; at most mask_ratio masks to a token, or one block; as many as fit."""
+    """Distinct prefixes of which a mask is asked; at most mask_ratio masks to a token, or one block; as many as fit."""
     drafter, batch = make(shallow, num_masks=num_masks, mask_ratio=mask_ratio), ragged(5)
     for step in range(4):
         for tokens, mask, row in zip(batch.tokens, batch.loss_mask, drafter.prefixes(batch, step)):
             length, ends = int((tokens > 0).sum()), [end for end, _ in row]
-            possible = [end for end in range(len(tokens) - 2) if mask[end + 2]]
+            possible = [end for end in range(len(tokens) - 2) if mask[end + 2 : end + 2 + num_masks].any()]
             assert ends == sorted(set(ends)) and set(ends) <= set(possible) and {size for _, size in row} == {num_masks}
             total = num_masks * len(row)
             assert total <= max(num_masks, mask_ratio * length)
@@ -444,10 +444,18 @@ def test_prefixes_are_drawn_for_a_sequence_and_a_step(shallow: Target) -> None:
         assert [drafter.prefixes(rows_of(batch, [row]), step)[0] for row in range(5)] == together
     for row in range(5):
         assert len({tuple(rows[row]) for rows in drawn}) > 20
-        possible = set((batch.loss_mask[row, 2:].nonzero()[:, 0]).tolist())
+        possible = {end for end in range(22) if batch.loss_mask[row, end + 2 : end + 2 + MASKS].any()}
         assert {end for rows in drawn for end, _ in rows[row]} == possible
     other = make(shallow, mask_ratio=0.5, seed=1)
     assert other.prefixes(batch, 39) != drawn[-1]
+
+
+def test_corrections_teach_every_mask(shallow: Target) -> None:
+    """Where single tokens carry loss, each is an answer at every depth, from a prefix of its own."""
+    mask = torch.zeros(1, 24, dtype=torch.bool)
+    mask[0, [8, 14, 23]] = True
+    batch = Batch(torch.randint(3, 2000, (1, 24)), mask)
+    assert make(shallow, mask_ratio=9.0).loss(batch, shallow, TrainingState()).counts.tolist() == [3] * MASKS
 
 
 def test_rows_without_an_answer_have_no_prefix(shallow: Target) -> None:
@@ -895,6 +903,25 @@ def test_reloaded_equals_saved(shallow: Target, tmp_path: Path) -> None:
     assert all(torch.equal(one.tokens, same.tokens) for one, same in zip(*trees, strict=True))
 
 
+@STRATEGY
+def test_rank_0_is_masks_alone(shallow: Target, tmp_path: Path, strategy: str) -> None:
+    """Without LoRA the masks and the sampler learn, output is greedy, and one file holds all of it."""
+    drafter, prompts = make(shallow, rank=0, strategy=strategy), [[5, 6, 7, 8], [40, 41]]
+    assert not drafter.abilities.adapts_layers and {name.split(".")[0] for name, _ in drafter.named_parameters()} == {
+        "masks",
+        "sampler",
+    }
+    drafter.loss(ragged(2), shallow, TrainingState()).total.backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in drafter.parameters())
+    found = decode(shallow, prompts, Greedy(), 8, drafter, Chain(3), ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in decode(shallow, prompts, Greedy(), 8, ignore_eos=True)]
+    save(drafter, tmp_path / "drafter")
+    assert {path.name for path in (tmp_path / "drafter").iterdir()} == {"config.json", "model.safetensors"}
+    other = GatedLora(shallow, num_masks=MASKS, rank=0)
+    load_weights(other, tmp_path / "drafter")
+    assert all(torch.equal(value, drafter.state_dict()[name]) for name, value in other.state_dict().items())
+
+
 def test_a_missing_file_is_refused(shallow: Target, tmp_path: Path) -> None:
     """Both files are needed, and the one that is missing is named."""
     drafter = make(shallow)
@@ -937,7 +964,7 @@ def test_a_tensor_that_does_not_fit_is_refused(
 
 @pytest.mark.parametrize(("options", "sentence"), [
     ({"num_masks": 0}, r"drafter\.num_masks=0: use 1 or more"),
-    ({"rank": 0}, r"drafter\.rank=0: use 1 or more"),
+    ({"rank": -1}, r"drafter\.rank=-1: use 0 or more"),
     ({"mask_ratio": 0.0}, r"drafter\.mask_ratio=0\.0: use more than 0"),
     ({"mask_ratio": float("nan")}, r"drafter\.mask_ratio=nan"),
     ({"consistency": -1.0}, r"drafter\.consistency=-1\.0: use 0 or more"),

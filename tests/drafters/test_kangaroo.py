@@ -3,7 +3,8 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.shared.losses import DIVERGENCES
+from spectrain.drafters.shared.self_speculation import exit_of
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
@@ -313,6 +315,13 @@ def test_trees_stay_lossless(tiny: Target) -> None:
     found = decode(tiny, prompts, Greedy(), 14, drafter, Eagle2(depth=3, budget=8, top_k=3), ignore_eos=True)
     plain = decode(tiny, prompts, Greedy(), 14, ignore_eos=True)
     assert [generation.output for generation in found] == [generation.output for generation in plain]
+
+
+@pytest.mark.parametrize("num_layers, exit_layer", [(2, 1), (8, 1), (30, 2), (32, 2), (40, 3)])
+def test_the_default_exit_is_the_authors(tiny: Target, num_layers: int, exit_layer: int) -> None:
+    """A fourteenth of the layers, at least one: 2 of 32 and 3 of 40, 2 of SmolLM2's 30."""
+    assert exit_of(cast(Target, SimpleNamespace(num_layers=num_layers)), None, 1 / 14) == exit_layer
+    assert Kangaroo(tiny).exit_layer == 1
 
 
 @pytest.mark.parametrize("layer", [0, 8, -1])

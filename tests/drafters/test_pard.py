@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,18 +86,28 @@ def logits_of(drafter: Pard, text: list[int], count: int) -> Tensor:
     "num_drafts, keep, keep_least", [(4, 0.7, 0.2), (8, 0.7, 0.2), (6, 0.5, 0.5), (3, 1.0, 1.0), (5, 0.3, 0.05), (2, 0.7, 0.2)]
 )
 def test_masks_are_dropped_by_the_formula(tiny: Target, num_drafts: int, keep: float, keep_least: float) -> None:
-    """Of n prefixes that the assistant goes on from, max(keep^b, keep_least) n have b masks or more, rounded up."""
+    """Of n prefixes with an answer for some mask, max(keep^b, keep_least) n have b masks or more, rounded up."""
     drafter = make(tiny, num_drafts=num_drafts, keep=keep, keep_least=keep_least)
     batch = batch_of(tiny, drafter, [0, 1, 2, 3, 4])
     for step in range(3):
         for mask, row in zip(batch.loss_mask, drafter.prefixes(batch, step)):
-            possible = [end for end in range(len(mask) - 2) if mask[end + 2]]
+            possible = [end for end in range(len(mask) - 2) if mask[end + 2 : end + 1 + num_drafts].any()]
             ends, sizes = [end for end, _ in row], [size for _, size in row]
             assert ends == sorted(set(ends)) and set(ends) <= set(possible)
             assert all(1 <= size <= num_drafts - 1 for size in sizes)
             for depth in range(1, num_drafts):
                 share = max(keep**depth, keep_least)
                 assert sum(size >= depth for size in sizes) == math.ceil(share * len(possible))
+
+
+def test_corrections_teach_every_mask(tiny: Target) -> None:
+    """Where single tokens carry loss, each is an answer at every depth, from a prefix of its own."""
+    drafter = make(tiny, keep=1.0)
+    mask = torch.zeros(1, 26, dtype=torch.bool)
+    mask[0, [8, 14, 23]] = True
+    batch = Batch(torch.randint(3, 2000, (1, 26)), mask)
+    batch = replace(batch, features=tiny.features(batch.tokens, drafter.stages[0].layers))
+    assert drafter.loss(batch, tiny, TrainingState()).counts.tolist() == [3] * DRAFTS
 
 
 def test_every_mask_that_is_kept_sees_the_chain_before_it(tiny: Target) -> None:

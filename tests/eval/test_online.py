@@ -25,9 +25,10 @@ from spectrain.drafters.causal import Causal
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import RunError, UserError
 from spectrain.eval.metrics import Turn
-from spectrain.eval.online import Learner, curve, supervised
+from spectrain.eval.online import Learner, Online, curve, supervised
 from spectrain.eval.run import Evaluation
 from spectrain.features.batch import Batch, collate
+from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Eagle2, TreeBuilder
@@ -192,6 +193,30 @@ def test_the_curve_is_a_moving_mean_over_rounds() -> None:
 
 
 # An evaluation
+
+
+def test_learning_starts_from_the_weights_as_saved(shallow_folder: Path, tmp_path: Path) -> None:
+    """A bf16 target's drafter decodes in bf16, but what is stepped, and saved, are the float32 weights it was loaded with."""
+    target = load_hf(str(shallow_folder), dtype="bfloat16")
+    drafter, saved = Causal(target, num_layers=1), list[Weights]()
+    drafter.float()
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(1e-4 * torch.randn_like(parameter))
+    before = weights(drafter)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    evaluation = Evaluation(prompts=str(tmp_path / "prompts.jsonl"), online=True, baselines=())
+    candidate = Candidate(target, drafter, Chain(3), Greedy(), SETTING, save=lambda learnt: saved.append(weights(learnt)))
+    (online, *_) = parts = evaluation.parts()
+    assert isinstance(online, Online)
+    evaluation._ready(candidate, parts)
+    names = [name for name, parameter in drafter.named_parameters() if parameter.requires_grad]
+    rounded = weights(drafter)
+    assert rounded[names[0]].dtype == torch.bfloat16 and not torch.equal(rounded[names[0]].float(), before[names[0]])
+    assert all(torch.equal(master, before[name]) for name, master in zip(names, online.learner.masters, strict=True))
+    online.learner._save()
+    assert same({name: saved[0][name] for name in names}, {name: before[name] for name in names})
+    assert same(weights(drafter), rounded)
 
 
 def scored(

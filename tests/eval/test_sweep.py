@@ -45,7 +45,7 @@ def evaluation(folder: Path, **options: Any) -> Evaluation:
     path = folder / "prompts.jsonl"
     rows = [{"id": str(number), "category": "talk", "turns": turns} for number, turns in enumerate(QUESTIONS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=(), oracle=False, **options)
+    return Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=(), oracle=False, **{"prune_rank": 0, **options})
 
 
 def jobs(folder: Path) -> list[tuple[list[int], int]]:
@@ -279,7 +279,7 @@ def test_every_cell_of_prunings_is_decoded(
         kept, left = (sum(sum(getattr(one, key)) for one in found) for key in ("nodes", "pruned"))
         assert rounds_of(folder, name) == rounds(found) and left > 0
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == NUM_TURNS
-        assert entry["pruning"].keys() == {"layer", "top_k", "nodes_pruned", "node_layers_saved", "work_saved"}
+        assert entry["pruning"].keys() == {"layer", "top_k", "rank", "nodes_pruned", "node_layers_saved", "work_saved"}
         assert (entry["pruning"]["layer"], entry["pruning"]["top_k"]) == (layer, top)
         assert entry["pruning"]["nodes_pruned"] == pytest.approx(left / (left + kept), abs=1e-4)
         assert entry["pruning"]["node_layers_saved"] == pytest.approx(saved, abs=1e-4)
@@ -339,6 +339,13 @@ def test_the_whole_vocabulary_prunes_nothing(tiny: Target, tmp_path: Path) -> No
     summary = scored.score(Candidate(tiny, eagle3(tiny), Eagle2(3, 8, 3), Greedy(), SETTING), tmp_path / "out")
     assert summary["pruning"]["nodes_pruned"] == summary["pruning"]["node_layers_saved"] == 0
     assert rounds_of(tmp_path / "out", "drafter") == rounds_of(tmp_path / "out", "unpruned")
+
+
+def test_the_head_is_fitted_before_decoding(tiny: Target, tmp_path: Path) -> None:
+    """With a rank, the head that prunes is read off fewer numbers and counted so; the output is the target's."""
+    scored = evaluation(tmp_path, prune_layer=2, prune_top=4, prune_rank=64)
+    found = scored.score(Candidate(tiny, eagle3(tiny), Static(1, 4, [[0], [1], [2]]), Greedy(), SETTING), tmp_path / "out")
+    assert found["pruning"]["rank"] == 64 and found["lossless"]["identical"] == NUM_TURNS
 
 
 @pytest.mark.parametrize("options", [{"sweep": "prune"}, {"prune_layer": 2}], ids=["sweep", "one"])

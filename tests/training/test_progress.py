@@ -40,8 +40,8 @@ def test_a_log_has_a_line_every_half_minute(clock: Clock, capsys: pytest.Capture
     said = capsys.readouterr().out.splitlines()
     assert [int(one.split()[1]) for one in said] == [1, *range(8, 100, 8), 100]
     newest = max(1, 8 - 8 % logged) if logged < 8 else 1
-    assert said[1] == f"step 8 of 100  loss {newest / 10:.3f}  agreement 0.50 0.25  120 tokens/s  6 min left"
-    assert said[-1].startswith("step 100 of 100  loss 10.000") and said[-1].endswith("0 s left")
+    assert said[1] == f"step 8 of 100  on training text: loss {newest / 10:.3f}, agreement 0.50 0.25; 120 tokens/s  6 min left"
+    assert said[-1].startswith("step 100 of 100  on training text: loss 10.000") and said[-1].endswith("0 s left")
 
 
 def test_a_resumed_run_counts_its_own_steps(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,7 +49,7 @@ def test_a_resumed_run_counts_its_own_steps(clock: Clock, capsys: pytest.Capture
     line = TrainingProgress(100, 80, enabled=True)
     clock.now = 40.0
     line.update(90, metrics(None, left_out=3))
-    assert capsys.readouterr().out.endswith("loss not finite  agreement 0.50 0.25  120 tokens/s  3 rows left out  40 s left\n")
+    assert capsys.readouterr().out.endswith("loss not finite, agreement 0.50 0.25; 120 tokens/s  3 rows left out  40 s left\n")
 
 
 def test_other_processes_are_silent(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.features.batch import Batch
@@ -52,6 +53,12 @@ class Blocks:
         tokens = torch.bincount(owner.expand_as(batch.tokens)[batch.loss_mask], minlength=count)
         mine = document.expand_as(asked)[asked]
         return (tokens / torch.bincount(mine, minlength=count).clamp(min=1))[mine]
+
+
+def prefix_ends(mask: Tensor, num_masks: int) -> Tensor:
+    """Positions [n] that prefixes may end at: one of the masks behind it, not only the first, has an answer in `mask` [T], for
+    answers may be corrections of single tokens, which deep masks are to learn too."""
+    return F.pad(mask[2:], (0, num_masks)).unfold(0, num_masks, 1).any(-1).nonzero()[:, 0]
 
 
 def add_blocks(batch: Batch, prefixes: list[list[tuple[int, int]]]) -> Blocks:

@@ -63,12 +63,12 @@ class SelfRollout(Rollout):
         return self.drafter.log_q(self.partial.extend(tokens, parents))
 
 
-def exit_of(target: Target, exit_layer: int | None) -> int:
-    """The exit that was asked for, or a quarter of the way."""
+def exit_of(target: Target, exit_layer: int | None, share: float) -> int:
+    """The exit that was asked for, or one behind this share of the layers."""
     if target.num_layers < 2:
         raise UserError(f"drafter.exit_layer: {target.name} has one layer, so no part of it can draft")
     if exit_layer is None:
-        return max(1, target.num_layers // 4)
+        return max(1, round(share * target.num_layers))
     if not 1 <= exit_layer < target.num_layers:
         raise UserError(
             f"drafter.exit_layer={exit_layer}: {target.name} has {target.num_layers} layers; use 1 to {target.num_layers - 1}"
