@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from spectrain.data.readers import check_text
+from spectrain.data.readers import MOST_TURNS, check_text
 from spectrain.errors import UserError
 
 HUB: dict[str, tuple[str, str | None, str]] = {  # name -> data set, subset, split
@@ -98,6 +98,8 @@ def _rows(source: str | None) -> Rows:
     if source == "humaneval":
         return _file_rows(_humaneval())
     file = Path(source).expanduser()
+    if file.is_dir():
+        raise UserError(f"eval.prompts={source}: this is a folder; give a file of prompts")
     if not file.is_file():
         known = "" if file.suffix else f" and no data set of this name; use one of {', '.join(NAMES)}, or"
         raise UserError(f"eval.prompts={source}: there is no such file{known or ';'} give a file of prompts")
@@ -170,6 +172,8 @@ def _prompt(row: Any, name: str, category: str, where: str) -> Prompt:
         turns = next((read(row) for columns, read in FORMATS.items() if row.keys() >= set(columns)), None)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise UserError(f'{where}: it holds no prompt; write {{"turns": [..]}}, {{"messages": [..]}} or {{"prompt": ".."}}')
+    if len(turns) + len(before) > MOST_TURNS:
+        raise UserError(f"{where}: a prompt of {len(turns) + len(before)} turns; cut it into several of {MOST_TURNS} or fewer")
     for text in [*turns, *(message["content"] for message in before)]:
         check_text(text, where)
     named = [str(row[column]) for column in ("id", "question_id", "prompt_id", "task_id") if column in row]

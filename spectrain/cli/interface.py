@@ -15,6 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spectrain.data.chat import prompt_tokens
+from spectrain.data.readers import check_text
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Session
@@ -144,7 +145,10 @@ def generate(
     if isinstance(prompts, str):
         raise UserError("prompts: this is one text; give a list of them")
     rule: AcceptanceRule = Greedy() if temperature == 0 else Match(temperature, seed=seed)
-    tokens = [prompt_tokens(target.tokenizer, as_chat(prompt)) for prompt in prompts]
+    chats = [as_chat(prompt) for prompt in prompts]
+    for number, message in ((number, message) for number, chat in enumerate(chats) for message in chat):
+        check_text(message["content"], f"prompts[{number}]")
+    tokens = [prompt_tokens(target.tokenizer, chat) for chat in chats]
     if drafter is None:
         session = Session(target, rule, engine="auto")
     else:

@@ -104,6 +104,16 @@ def checked_orders(content: dict[str, Any], path: Path) -> dict[str, Any]:
     return content
 
 
+def saved_drafter(content: Any, path: Path) -> dict[str, Any]:
+    """A drafter's own description: `drafter`, and where they are said `target`, `tree` and `acceptance`, as nodes."""
+    found = saved_groups(content, path)
+    for group in ("drafter", "target", "tree", "acceptance"):
+        node, optional = found.get(group), group != "drafter"
+        if not (isinstance(node, dict) and "_target_" in node) and not (optional and node is None):
+            raise UserError(f"{path}: this is not a drafter's description: it names no {group}; copy the file again")
+    return found
+
+
 def saved_groups(content: Any, path: Path) -> dict[str, Any]:
     """Settings by group as `choices.named` wrote them, as nodes to construct; a group that names no choice stays as it is.
 

@@ -17,7 +17,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.features.base import Source
 from spectrain.models.target import Target
-from spectrain.settings.values import Below1, NotNegative, Positive, Share
+from spectrain.settings.values import Below1, NotNegative, Positive, Seed, Share
 
 from .checkpoints import checkpoint_path
 from .job import Job, Trained
@@ -48,7 +48,7 @@ class Trainer:
     clip: Positive = 0.5  # the largest norm of the gradient
     betas: tuple[Below1, Below1] = (0.9, 0.95)  # AdamW's
     weight_decay: NotNegative = 0.0  # AdamW's
-    seed: int = 0  # of the first weights, the order of the data and what is drawn
+    seed: Seed = 0  # of the first weights, the order of the data and what is drawn
     save_every: int | None = None  # steps between two checkpoints; null: only where a run is stopped or ends
     keep_checkpoints: int = 2  # how many of the newest stay
     log_every: int = 10  # steps between two lines of metrics.jsonl
