@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spectrain.data.readers import MOST_TURNS, check_text
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 
 HUB: dict[str, tuple[str, str | None, str]] = {  # name -> data set, subset, split
     "mt_bench": ("HuggingFaceH4/mt_bench_prompts", None, "train"),
@@ -136,7 +136,7 @@ def _file_rows(file: Path) -> Rows:
             return f"{file}, row", enumerate(pyarrow.parquet.read_table(file).to_pylist(), 1)
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise UserError(f"{file}: it cannot be read ({error}); check that the file is whole") from error
+        raise UserError(f"{file}: it cannot be read ({first_line(error)}); see that it is whole and yours") from error
     if file.suffix != ".json":
         lines = [(at, line) for at, line in enumerate(data.split(b"\n"), 1) if line.strip()]
         return f"{file}, line", ((at, _json(line, file, at, "write one prompt a line")) for at, line in lines)

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 
 from .chat import Message
 from .dataset import Dataset
@@ -127,7 +127,7 @@ class Jsonl(Data):
             raise UserError(f"{path}, after line {number}: it is no text ({error.reason}); save it as UTF-8 text") from error
         except (OSError, EOFError) as error:
             raise UserError(
-                f"{path}, after line {number}: it cannot be read ({error}); see that it is whole and yours"
+                f"{path}, after line {number}: it cannot be read ({first_line(error)}); see that it is whole and yours"
             ) from error
 
     def _parse(self, line: str, where: str) -> list[Message]:

@@ -92,7 +92,7 @@ def read_as_data(files: Files, layout: Layout) -> Iterator[Finding]:
         try:
             read()
         except UserError as error:
-            what, _, mend = str(error).rpartition("; ")
+            what, _, mend = str(error).partition("; ")
             yield Finding(NOT_DATA, "error", what, "a stranger's file must not say what is run on your machine", mend)
 
 

@@ -103,7 +103,7 @@ def trained_target(run: Path) -> Path | None:
 
 def keep_earlier(folder: Path) -> None:
     """Move an earlier score of the same name aside, to NAME.1, NAME.2 and so on: the newest has the plain name."""
-    if not (folder / "summary.json").exists():
+    if not folder.exists():
         return
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():

@@ -54,7 +54,7 @@ def _read(path: Path, parse: Callable[[str], Any], kind: str) -> Any:
             raise UserError(f"{path}: it has more than {LONGEST // 1_000_000} MB, which no settings need; copy the file again")
         return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: it cannot be read ({error.strerror})") from error
+        raise UserError(f"{path}: it cannot be read ({error.strerror}); see that it is there and yours") from error
     except UserError:
         raise
     except RecursionError as error:

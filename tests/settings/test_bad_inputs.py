@@ -2,17 +2,19 @@
 
 import io
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
+import spectrain
 from spectrain.cli.chat import Chat, Talk
 from spectrain.cli.main import quietly
 from spectrain.data.readers import Jsonl
@@ -267,6 +269,29 @@ def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             raise UserError(f"{place}: the disk is full")
 
     monkeypatch.setattr("spectrain.runs.folder.write_text", full)
+    either: Any = SimpleNamespace(path="", name="", facts=dict)  # data and target
     with pytest.raises(UserError, match="the disk is full"):
-        open_run(tmp_path / "run", OmegaConf.create(), *(SimpleNamespace(path="", name="", facts=dict) for _ in "dt"))  # type: ignore[arg-type]
+        open_run(tmp_path / "run", OmegaConf.create(), either, either)
     assert not list(tmp_path.iterdir())
+
+
+def test_python_says_the_same(tiny: Target) -> None:
+    """The Python interface raises what the command line says before it exits."""
+    nobody: Any = SimpleNamespace(config={})
+    for call, sentence in (
+        (lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lrr": 1}), "trainer.lrr: there is no such key"),
+        (lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lr": math.nan}), "trainer.lr=nan: use a finite number"),
+        (lambda: spectrain.train("medusa0"), "recipe=medusa0: there is no such choice"),
+        (lambda: spectrain.train("medusa1", data="jsonl", **{"data.path": "none.jsonl"}), "data.path=none.jsonl: there is no"),
+        (lambda: spectrain.generate(tiny, None, ["\ud800"]), r"prompts\[0\]: its text holds"),
+        (lambda: spectrain.generate(tiny, None, ["a"], temperature=-1), "temperature=-1"),
+        (lambda: spectrain.generate(tiny, None, ["a"], max_new_tokens=0), "max_new_tokens=0"),
+        (lambda: spectrain.generate(tiny, None, ["a"], batch_size=0), "batch_size=0"),
+        (lambda: spectrain.generate(tiny, None, cast(Any, [["a"]])), r"prompts\[0\]: "),
+        (lambda: spectrain.generate(tiny, None, ["a " * 3000]), r"prompts\[0\]: "),
+        (lambda: spectrain.Drafter.from_pretrained(Path(__file__).parent, tiny), "there is no drafter in it"),
+        (lambda: spectrain.evaluate(tiny, nobody, name="../x"), "eval.name=../x: use the name"),
+        (lambda: spectrain.evaluate(tiny, nobody, limmit=1), "eval.limmit: there is no such key"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=sentence):
+            call()
