@@ -98,8 +98,6 @@ def _rows(source: str | None) -> Rows:
     if source == "humaneval":
         return _file_rows(_humaneval())
     file = Path(source).expanduser()
-    if file.is_dir():
-        raise UserError(f"eval.prompts={source}: this is a folder; give a file of prompts")
     if not file.is_file():
         known = "" if file.suffix else f" and no data set of this name; use one of {', '.join(NAMES)}, or"
         raise UserError(f"eval.prompts={source}: there is no such file{known or ';'} give a file of prompts")
