@@ -20,6 +20,7 @@ from spectrain.eval.metrics import Interval, interval
 from spectrain.eval.noise import is_possible
 from spectrain.settings.build import settings_of
 from spectrain.settings.choices import choice, looked_up
+from spectrain.settings.saved import read_object
 
 SAME = ("max_new_tokens", "batch_size", "dtype", "rule")  # of the setting, without which numbers say nothing of each other
 TRAINED = ", trained"  # behind the name of a target that was trained with its drafter
@@ -40,10 +41,9 @@ class Scored:
     @classmethod
     def read(cls, name: str, folder: Path, batched: Path | None = None) -> "Scored":
         """What an evaluation left in its folder."""
-        try:
-            summary = json.loads((folder / "summary.json").read_text())
-        except (OSError, ValueError) as error:
-            raise UserError(f"{folder}: there is no score in it ({error}); make one with spectrain eval run=RUN") from error
+        if not (folder / "summary.json").exists():
+            raise UserError(f"{folder}: there is no score in it; make one with spectrain eval run=RUN")
+        summary = read_object(folder / "summary.json")
         if not (folder / "prompts.parquet").exists():
             raise UserError(
                 f"{folder}: it was scored by an earlier version; score it again with spectrain eval run={folder.parents[1]}"
@@ -51,8 +51,8 @@ class Scored:
         facts = folder.parents[1] / "provenance.json"
         more = None if batched is None else batched / "summary.json"
         return cls(
-            name, folder, summary, json.loads(facts.read_text()) if facts.exists() else {},
-            json.loads(more.read_text()) if more is not None and more.exists() else None,
+            name, folder, summary, read_object(facts) if facts.exists() else {},
+            read_object(more) if more is not None and more.exists() else None,
         )  # fmt: skip
 
     @property

@@ -11,8 +11,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from spectrain.data.readers import check_text
-from spectrain.errors import UserError
+from spectrain.data.readers import MOST_TURNS, check_text
+from spectrain.errors import UserError, first_line
 
 HUB: dict[str, tuple[str, str | None, str]] = {  # name -> data set, subset, split
     "mt_bench": ("HuggingFaceH4/mt_bench_prompts", None, "train"),
@@ -134,7 +134,7 @@ def _file_rows(file: Path) -> Rows:
             return f"{file}, row", enumerate(pyarrow.parquet.read_table(file).to_pylist(), 1)
         data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise UserError(f"{file}: it cannot be read ({error}); check that the file is whole") from error
+        raise UserError(f"{file}: it cannot be read ({first_line(error)}); see that it is whole and yours") from error
     if file.suffix != ".json":
         lines = [(at, line) for at, line in enumerate(data.split(b"\n"), 1) if line.strip()]
         return f"{file}, line", ((at, _json(line, file, at, "write one prompt a line")) for at, line in lines)
@@ -170,6 +170,8 @@ def _prompt(row: Any, name: str, category: str, where: str) -> Prompt:
         turns = next((read(row) for columns, read in FORMATS.items() if row.keys() >= set(columns)), None)
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
         raise UserError(f'{where}: it holds no prompt; write {{"turns": [..]}}, {{"messages": [..]}} or {{"prompt": ".."}}')
+    if len(turns) + len(before) > MOST_TURNS:
+        raise UserError(f"{where}: a prompt of {len(turns) + len(before)} turns; cut it into several of {MOST_TURNS} or fewer")
     for text in [*turns, *(message["content"] for message in before)]:
         check_text(text, where)
     named = [str(row[column]) for column in ("id", "question_id", "prompt_id", "task_id") if column in row]

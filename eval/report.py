@@ -222,25 +222,30 @@ def _rates(values: list[float]) -> str:
     return " ".join(f"{value:.2f}" for value in values)
 
 
+ONLY_IN_REPORT = ("predicted", "memory")  # columns for which a terminal has no room
 MARKS = {"target": "", "trained target": "*", "nothing": "!"}
 
 
 def print_comparison(comparison: dict[str, Any]) -> None:
     """One line a drafter and tree: what it reaches and what it costs; below, which to take for what."""
     setting = comparison["setting"]
-    console = Console(width=None if Console().is_terminal else 170)
-    apart = " " if console.width >= 170 else "\n"
+    console = Console(width=min(WIDTH, Console().width) if Console().is_terminal else WIDTH)
     budget = f", {setting['budget']} each" if setting.get("budget") else ""
     table = Table(
         title=f"{setting['target']}: {setting['prompts']} prompts, {setting['max_new_tokens']} tokens{budget}; "
-        f"{setting['device']}, {setting['dtype']}"
-    )
-    for number, title in enumerate(comparison_titles(comparison)):
-        table.add_column(title.replace(" ", "\n", 1) if len(title) > 9 else title, justify="right" if number > 1 else "left")
+        f"{setting['device']}, {setting['dtype']}",
+        box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    titles = comparison_titles(comparison)
+    shown = [number for number, title in enumerate(titles) if title not in ONLY_IN_REPORT]
+    for number in shown:
+        folds, title = titles[number] in ("drafter", "tree", "trained"), titles[number]
+        table.add_column(
+            title.replace(" per ", " per\n"), justify="right" if number > 1 else "left", overflow="fold", no_wrap=not folds
+        )
     for row in comparison["rows"]:
-        for cells in comparison_cells(row, f"{apart}[", "]"):
-            table.add_row(*map(escape, cells))
-        table.add_section()
+        for cells in comparison_cells(row, "\n", ""):
+            table.add_row(*(escape(cells[number]) for number in shown))
     console.print(table)
     for sentence in [*legend(comparison), *comparison["caveats"]]:
         console.print(sentence, markup=False)
@@ -287,7 +292,7 @@ def legend(comparison: dict[str, Any]) -> Iterator[str]:
     """What columns and marks mean."""
     if any(row["batched"] for row in comparison["rows"]):
         yield "at once: the better tree's speedup with so many prompts decoded together"
-    yield "learns: parameters that were trained; memory: what decoding holds beside the target; trained: tokens, seconds"
+    yield "learns: parameters that were trained; trained: tokens, seconds; predicted speedups and memory: in report.html"
     found = {row["lossless_to"] for row in comparison["rows"]}
     if "trained target" in found:
         yield "* changes the target: identical to the trained one"

@@ -49,6 +49,7 @@ class Interleaving:
         self.turns: dict[str, list[Turn]] = {system.name: [] for system in systems}
         self.batches: list[list[Asked]] = []
         self.left_out = Counter[str]()
+        self.console, self.pace = Console(stderr=True), Pace(0)
         self.repeats = 1
 
     def run(self, prompts: Sequence[Prompt]) -> None:
@@ -59,13 +60,12 @@ class Interleaving:
         for part in self.parts:
             part.begin()
         starts = range(0, len(prompts), self.batch_size)
-        console = Console(stderr=True)
-        pace = Pace(len(prompts))
+        console, self.pace = self.console, Pace(len(prompts))
         for first in track(starts, "prompts", console=console, disable=not console.is_terminal, transient=True):
             self._converse(prompts[first : first + self.batch_size])
             done = min(first + self.batch_size, len(prompts))
-            if not console.is_terminal and done < len(prompts) and pace.is_due():
-                console.print(f"scored {done} of {len(prompts)} prompts  {pace.left(done)}", highlight=False)
+            if not console.is_terminal and done < len(prompts) and self.pace.is_due():
+                console.print(f"scored {done} of {len(prompts)} prompts  {self.pace.left(done)}", highlight=False)
 
     def _converse(self, prompts: Sequence[Prompt]) -> None:
         """Decode a batch of prompts turn by turn; a later turn follows the target's own answers."""
@@ -88,6 +88,8 @@ class Interleaving:
                 part.see(runs[self.systems[0].name])
             index += 1
             chats = self._going_on(chats, runs[AUTOREGRESSIVE], index)
+            if chats and not self.console.is_terminal and self.pace.is_due():  # a prompt may have hundreds of turns
+                self.console.print(f"scored {index} turns of a prompt", highlight=False)
 
     def _decode(self, batch: Sequence[Asked], number: int) -> Runs:
         """A batch by everything, the first contender another one from batch to batch."""

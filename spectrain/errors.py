@@ -21,7 +21,9 @@ class Stopped(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library says of its error, for a sentence of ours."""
+    """What another library or the system says of its error, for a sentence of ours."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 
 from spectrain.decoding import captured as engine
+from spectrain.decoding import generation
 from spectrain.decoding import loop as decode
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import Captured
-from spectrain.drafters import eagle3
+from spectrain.drafters import base, context, eagle3
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.kernels import kv_append, kv_commit, tree_attention, tree_verify
@@ -37,6 +38,9 @@ from .rounds import Course, Given, Place, Sample, engine_maker, given_tree, set_
 from .speedup import AR, Parts, Roofline, gains, lines, parts_us, verify_ratio
 from .steps import Bench, Step, digest
 from .training import training_row
+
+LOOP = decode, generation, context, base
+"""The code of every round, whoever drafts."""
 
 Part = Literal["all", "counts", "identity", "single", "batched", "training"]
 
@@ -129,7 +133,7 @@ class EngineBench(Bench):
                 yield from steps()
 
     def counts(self) -> Iterator[Step]:
-        source = digest(launches, engine, decode, eagle3)
+        source = digest(launches, engine, *LOOP, eagle3)
         last = f"N={self.sizes.nodes[-1]}"
         for name in (AR, last, *self.sizes.trees()):
             yield Step(f"counts/{name}", source, partial(self.count_row, name))
@@ -152,7 +156,7 @@ class EngineBench(Bench):
         return Given(given, drafter.draft_ids.device), given
 
     def identity(self) -> Iterator[Step]:
-        source = digest(identity, engine, compiled, decode)
+        source = digest(identity, engine, compiled, *LOOP)
         for name, load in targets(self.target, self.device).items():
             for family in FAMILIES:
                 yield Step(f"identity/{name}/{family}", source, partial(identity_row, load, family, self.sizes.new_tokens))
@@ -160,7 +164,7 @@ class EngineBench(Bench):
     def training(self) -> Iterator[Step]:
         conversations, length = self.sizes.conversations
         name = f"training/eagle3 B={conversations} T={length}"
-        yield Step(name, digest(training, eagle3), partial(self.training_row, conversations, length))
+        yield Step(name, digest(training, base, eagle3), partial(self.training_row, conversations, length))
 
     def training_row(self, conversations: int, length: int) -> dict[str, Any]:
         rate, repeats = self.rates()["flops_per_second"], max(3, self.sizes.repeats // 2)
@@ -181,7 +185,7 @@ class EngineBench(Bench):
                         yield self.step(f"{title}/{tree}", batch, prefix, partial(self.drafted_row, tree))
 
     def step(self, name: str, batch: int, prefix: int, row: Any) -> Step:
-        code = engine, compiled, decode, eagle3, rounds, tree_attention, tree_verify, kv_append, kv_commit
+        code = engine, compiled, *LOOP, eagle3, rounds, tree_attention, tree_verify, kv_append, kv_commit
 
         @torch.inference_mode()
         def measure() -> dict[str, Any]:

@@ -132,7 +132,7 @@ def markdown(folder: Path) -> str:
 
 
 def against_goals(folder: Path) -> str:
-    """The first table of every section, which the README holds."""
+    """The first table of every section, which docs/engine.md holds."""
     return "\n\n".join(goal_table(evidence) for evidence in gather(folder) or [Evidence("no GPU yet")])
 
 

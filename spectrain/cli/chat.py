@@ -19,7 +19,7 @@ from rich.text import Text
 from tokenizers.decoders import DecodeStream
 
 from spectrain.data.chat import prompt_tokens
-from spectrain.data.readers import Embedded
+from spectrain.data.readers import Embedded, check_text
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Choice, Session, captured_or_refused
 from spectrain.errors import UserError, nearest
@@ -181,6 +181,11 @@ class Chat:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
             raise UserError(f"chat.max_new_tokens={self.max_new_tokens}: use 2 or more")
+        for where, text in (("--once", self.once), ("chat.system", self.system)):
+            if text is not None:
+                check_text(text, where)
+        if self.once is not None and not self.once.strip():
+            raise UserError("--once: the text is empty; say what to answer")
 
     def run(self, config: DictConfig, folder: Path) -> None:
         """Load what `config` names, then answer line by line, or what `once` asks and no more."""
@@ -249,6 +254,8 @@ class Talk:
                 line = input("> " if asks else "").strip()
             except EOFError:
                 return
+            except UnicodeDecodeError as error:
+                raise UserError(f"standard input: it is no text ({error.reason}); write it in UTF-8") from error
             except KeyboardInterrupt:
                 if not asks:
                     raise
@@ -259,6 +266,7 @@ class Talk:
                     return
                 self.command(line)
             elif line:
+                check_text(line, "standard input")
                 self.ask(line)
 
     @property

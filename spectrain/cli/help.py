@@ -8,10 +8,11 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from spectrain.errors import UserError, nearest
 from spectrain.settings.schema import choice_files, chosen, conf_folders, header, load, schema, settings
-from spectrain.settings.signatures import Key
+from spectrain.settings.signatures import Key, written
 
 HELP = ("-h", "--help", "help")
 
@@ -147,8 +148,16 @@ def recipes(words: list[str]) -> str:
     if name not in files:
         raise UserError(f"recipes {words[0]}: there is no such recipe; {nearest(name, files)}")
     values = {key: value for key, value in load(files[name]).items() if key != "defaults"}
-    lines = [f"  {group}.{key}={value}" for group, node in values.items() for key, value in node.items()]
+    lines = [f"  {group}.{key}={told(value, values)}" for group, node in values.items() for key, value in node.items()]
     return f"recipe={name}\n{wrapped(header(files[name]), '  ')}\n\nSettings\n" + "\n".join(lines)
+
+
+def told(value: Any, recipe: Mapping[str, Mapping[str, Any]]) -> str:
+    """A recipe's value as one writes it, where it refers to another key that key's."""
+    other = re.fullmatch(r"\$\{(\w+)\.(\w+)\}", str(value))
+    if other and other[2] in recipe.get(other[1], {}):
+        value = recipe[other[1]][other[2]]
+    return written(value)
 
 
 def version() -> str:

@@ -15,6 +15,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spectrain.data.chat import prompt_tokens
+from spectrain.data.readers import check_text
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Session
@@ -144,7 +145,16 @@ def generate(
     if isinstance(prompts, str):
         raise UserError("prompts: this is one text; give a list of them")
     rule: AcceptanceRule = Greedy() if temperature == 0 else Match(temperature, seed=seed)
-    tokens = [prompt_tokens(target.tokenizer, as_chat(prompt)) for prompt in prompts]
+    for key, number in (("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        if number < 1:
+            raise UserError(f"{key}={number}: use 1 or more")
+    tokens = [prompt_tokens(target.tokenizer, as_chat(prompt, f"prompts[{at}]")) for at, prompt in enumerate(prompts)]
+    for at, one in enumerate(tokens):
+        if len(one) + max_new_tokens > target.max_length:
+            raise UserError(
+                f"prompts[{at}]: its {len(one)} tokens and max_new_tokens={max_new_tokens} do not fit the context of "
+                f"{target.name} ({target.max_length}); shorten one of them"
+            )
     if drafter is None:
         session = Session(target, rule, engine="auto")
     else:
@@ -157,9 +167,14 @@ def generate(
     return answers
 
 
-def as_chat(prompt: Prompt) -> list[dict[str, str]]:
-    """A text as the first thing that a user says."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def as_chat(prompt: Prompt, where: str) -> list[dict[str, str]]:
+    """A text as the first thing that a user says; stops at what is neither text nor chat."""
+    chat: Any = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(chat, list) or not all(isinstance(one, dict) and isinstance(one.get("content"), str) for one in chat):
+        raise UserError(f'{where}: it is no prompt; give a text, or messages [{{"role": .., "content": ..}}, ..]')
+    for message in chat:
+        check_text(message["content"], where)
+    return chat
 
 
 def evaluate(target: Target, drafter: PretrainedDrafter, out: str | Path | None = None, **settings: Any) -> dict[str, Any]:

@@ -104,6 +104,9 @@ def quietly(task: Task) -> Task:
             sys.exit(fail(str(stopped), stopped.status) if str(stopped) else stopped.status)
         except (UserError, RunError) as error:
             sys.exit(fail(str(error), 2 if isinstance(error, UserError) else 1))
+        except PermissionError as error:
+            place = f"{error.filename}: " if error.filename else ""
+            sys.exit(fail(f"{place}{error.strerror or error}; see that it is yours to read or write, or name another", 2))
         except Exception as error:
             if (message := hydra_mistake(error)) is None:
                 raise

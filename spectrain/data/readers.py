@@ -16,8 +16,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+<<<<<<< HEAD
 from spectrain.errors import UserError
 from spectrain.settings.values import Below1
+=======
+from spectrain.errors import UserError, first_line
+>>>>>>> inputs
 
 from .chat import Message
 from .dataset import Dataset
@@ -131,7 +135,7 @@ class Jsonl(Data):
             raise UserError(f"{path}, after line {number}: it is no text ({error.reason}); save it as UTF-8 text") from error
         except (OSError, EOFError) as error:
             raise UserError(
-                f"{path}, after line {number}: it cannot be read ({error}); see that it is whole and yours"
+                f"{path}, after line {number}: it cannot be read ({first_line(error)}); see that it is whole and yours"
             ) from error
 
     def _parse(self, line: str, where: str) -> list[Message]:

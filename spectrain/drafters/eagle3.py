@@ -18,7 +18,7 @@ from spectrain.models.attention import unrolled_attention
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
-from spectrain.settings.values import Count, Share, Steps
+from spectrain.settings.values import Share, Steps, VocabularySize
 from spectrain.trees.base import Branches, Draft, Rollout
 from spectrain.trees.token_tree import Accepted
 
@@ -60,7 +60,7 @@ class Eagle3(VocabularyDrafter):
         self,
         target: Target,
         ttt_steps: Steps = 7,
-        vocab_size: Count = 32000,
+        vocab_size: VocabularySize = 32000,
         layers: list[int] | None = None,
         loss: Loss = "forward_kl",
         step_decay: Share = 0.8,  # weight of each draft step's loss against the one before it
@@ -71,6 +71,9 @@ class Eagle3(VocabularyDrafter):
         asked = check_architecture(architecture or {})
         config = llama_config(target, {key: value for key, value in asked.items() if key in LAYER})
         chosen = default_layers(target.num_layers) if layers is None else sorted(set(layers))
+        if not chosen:
+            raise UserError("drafter.layers=[]: name at least one layer, or leave it out")
+        target.check_layers(chosen)
         self.fused: tuple[Layer, ...] = tuple(chosen)
         self.layers = (*self.fused, "final")
         self.ttt_steps, self.divergence, self.step_decay, self.start = ttt_steps, loss, step_decay, start

@@ -17,7 +17,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.settings.values import Count, Share, Steps
+from spectrain.settings.values import Share, Steps, VocabularySize
 from spectrain.trees.base import Draft, Rollout
 
 from .abilities import Capture, SavedFiles
@@ -100,7 +100,7 @@ class Hydra(HeadsDrafter):
         target: Target,
         num_heads: Steps = 3,
         num_layers: Steps = 1,
-        vocab_size: Count = 32000,
+        vocab_size: VocabularySize = 32000,
         loss: Loss = "forward_kl",
         head_decay: Share = 0.8,
         prefix_attention: bool = False,

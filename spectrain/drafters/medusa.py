@@ -19,7 +19,7 @@ from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
-from spectrain.settings.values import Count, Share, Steps
+from spectrain.settings.values import Share, Steps, VocabularySize
 from spectrain.trees.base import DepthRollout, Draft
 
 from .abilities import Capture, SavedFiles
@@ -69,7 +69,7 @@ class Medusa(HeadsDrafter):
         target: Target,
         num_heads: Steps = 3,
         num_layers: Steps = 1,
-        vocab_size: Count = 32000,
+        vocab_size: VocabularySize = 32000,
         loss: Loss = "cross_entropy",
         head_decay: Share = 0.8,
         adapt: Literal["lora", "full"] | None = None,

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 from spectrain.settings.choices import choice
 from spectrain.settings.saved import checked_orders, read_object, saved_groups
 
@@ -60,7 +60,7 @@ class Files:
             try:
                 tensors |= load_file(path)
             except (OSError, SafetensorError) as error:
-                raise UserError(f"{path}: it cannot be read ({error}); copy the file again") from error
+                raise UserError(f"{path}: it cannot be read ({first_line(error)}); copy the file again") from error
         return Files(directory, config, tensors)
 
     def sidecar(self, name: str) -> dict[str, Any]:

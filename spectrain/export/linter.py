@@ -59,10 +59,12 @@ def check(files: Files, layout: Layout, target: TargetFiles | None) -> Iterator[
         yield from layout.findings(files)
         if (held := layout.eagle3(files)) is not None:
             said, tensors = held
-            yield from vocabulary(said, tensors)
+            yield from vocabulary(int(said.layer["vocab_size"]), tensors)
             yield from fused(said, tensors)
             if target is not None:
                 yield from against(said, target, layout)
+        elif {"d2t", "t2d"} <= files.tensors.keys():
+            yield from vocabulary(len(files.tensors["t2d"]), files.tensors)
         if target is not None:
             yield from tokens(files, target)
     except KeyError as error:
@@ -90,7 +92,7 @@ def read_as_data(files: Files, layout: Layout) -> Iterator[Finding]:
         try:
             read()
         except UserError as error:
-            what, _, mend = str(error).rpartition("; ")
+            what, _, mend = str(error).partition("; ")
             yield Finding(NOT_DATA, "error", what, "a stranger's file must not say what is run on your machine", mend)
 
 
@@ -185,9 +187,9 @@ def misshapen(name: str, found: tuple[int, ...], wanted: tuple[int | None, ...])
     return Finding("wrong-shape", "error", said, "engines stop, or read it wrongly", "write the sizes as they were trained")
 
 
-def vocabulary(said: Settings, tensors: dict[str, Tensor]) -> Iterator[Finding]:
+def vocabulary(vocab: int, tensors: dict[str, Tensor]) -> Iterator[Finding]:
     """d2t, which holds offsets, and t2d."""
-    offsets, marked, vocab = tensors.get("d2t"), tensors.get("t2d"), int(said.layer["vocab_size"])
+    offsets, marked = tensors.get("d2t"), tensors.get("t2d")
     if offsets is None:
         return
     if offsets.is_floating_point():

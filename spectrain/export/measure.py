@@ -26,7 +26,7 @@ from spectrain.drafters.shared.vocabulary import VocabularyDrafter
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.settings.build import build
-from spectrain.training.checkpoints import load_tensors
+from spectrain.training.checkpoints import load_tensors, misfits
 from spectrain.trees import Chain
 
 from .eagle3_settings import rope_of
@@ -54,6 +54,8 @@ def misread(drafter: Portable, files: TargetFiles) -> list[Finding]:
         return []
     target: Target = build(files.settings)
     target.pack()
+    for _, fault in misfits(described(drafter, target), drafter.tensors):
+        return [Finding("wrong-shape", "error", fault, "it is of another target", "lint with the target that it is for")]
     found = list(head_order(drafter, target))
     written = decode(target, openings(target), Greedy(), NUM_TOKENS)
     as_said = divergences(drafter, target, written)
@@ -106,9 +108,15 @@ def accepted(drafter: Portable, target: Target, written: list[Generation]) -> fl
 
 def instantiate(drafter: Portable, target: Target) -> VocabularyDrafter:
     """The drafter as a module, ready to decode."""
-    module: VocabularyDrafter = build({**drafter.drafter, **MEASURED.get(drafter.family, {})}, target=target)
+    module = described(drafter, target)
     load_tensors(module, drafter.tensors)
     return module.to(target.device, target.dtype).eval()
+
+
+def described(drafter: Portable, target: Target) -> VocabularyDrafter:
+    """The module that a drafter's settings construct, without its weights."""
+    module: VocabularyDrafter = build({**drafter.drafter, **MEASURED.get(drafter.family, {})}, target=target)
+    return module
 
 
 def changed(drafter: Portable, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Portable:

@@ -12,8 +12,9 @@ from torch import Tensor
 from spectrain.drafters.eagle3 import VARIANTS
 from spectrain.errors import UserError
 from spectrain.provenance import versions
+from spectrain.settings.check import check_node
 from spectrain.settings.choices import choice, named
-from spectrain.settings.saved import saved_groups
+from spectrain.settings.saved import saved_drafter, saved_groups
 
 from .eagle3 import completed, shapes_of
 from .eagle3_settings import Settings
@@ -32,7 +33,7 @@ class Own(Layout):
         return "drafter" in files.config
 
     def check_data(self, files: Files) -> None:
-        saved_groups(files.config, files.directory / "config.json")
+        saved_drafter(files.config, files.directory / "config.json")
 
     def expected(self, files: Files) -> Expected:
         held = self.eagle3(files)
@@ -71,7 +72,16 @@ class Own(Layout):
         return drafter
 
     def findings(self, files: Files) -> Iterator[Finding]:
-        return iter(())
+        for group in ("drafter", "tree", "acceptance"):
+            node = files.node(group)
+            try:
+                if node is not None:
+                    check_node(group, node)
+            except UserError as error:
+                yield Finding(
+                    "malformed", "error", f"config.json: {error}", "no command can use it",
+                    "write it as it was when the drafter was trained",
+                )  # fmt: skip
 
     def read(self, files: Files, target: TargetFiles | None) -> Portable:
         target_files = self._target(files)

@@ -8,7 +8,7 @@ Nothing here copies or patches model code: attention goes through `AttentionInte
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -195,9 +195,16 @@ class Target(nn.Module):
         cache.positions = positions if previous is None else torch.cat([previous, positions], dim=1)
         return positions, cache.sees(mask, positions, cache.positions)
 
+    def check_layers(self, layers: Sequence[Layer]) -> None:
+        """Stop at a layer that this target does not have."""
+        for layer in layers:
+            if layer != "final" and not 0 <= layer <= self.num_layers:
+                raise UserError(f"drafter.layers: {layer} is not a layer of {self.name}, which has 0 to {self.num_layers}")
+
     @contextmanager
     def _captured(self, layers: tuple[Layer, ...]) -> Iterator[dict[Layer, Tensor]]:
         """Hooks that keep the residual stream where `layers` ask for it."""
+        self.check_layers(layers)
         captured: dict[Layer, Tensor] = {}
 
         def keep_input(layer: int) -> Any:
@@ -213,8 +220,6 @@ class Target(nn.Module):
         for layer in layers:
             if layer == "final":
                 continue
-            if not 0 <= layer <= self.num_layers:
-                raise UserError(f"drafter.layers: {layer} is not a layer of {self.name}, which has 0 to {self.num_layers}")
             if layer == self.num_layers:
                 handles.append(self.layers[-1].register_forward_hook(keep_output))
             else:

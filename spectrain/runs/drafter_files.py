@@ -1,7 +1,6 @@
 """The files of a drafter: written after training, and read from any layout."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from spectrain.models.target import Target
 from spectrain.provenance import versions
 from spectrain.settings.build import build
 from spectrain.settings.choices import named
-from spectrain.settings.saved import read_json, read_object, saved_groups
-from spectrain.training.checkpoints import load_tensors, tensors_of
+from spectrain.settings.saved import read_json, read_object, saved_drafter
+from spectrain.training.checkpoints import load_tensors, misfits, tensors_of
 from spectrain.training.job import Trained
 
 from .folder import plain, recipe_name, trained_target
@@ -97,21 +96,6 @@ def tensors_in(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def misfits(drafter: Drafter, weights: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Tensors that the drafter and the files do not share: the first of a kind, and what is wrong with it."""
-    wanted, known = tensors_of(drafter), drafter.state_dict()
-    kinds = {
-        "has another shape": [name for name in weights if name in known and weights[name].shape != known[name].shape],
-        "is missing": [name for name in wanted if name not in weights],
-        "is unknown": [name for name in weights if name not in known],
-    }
-    for what, names in kinds.items():
-        for name in names[:1]:
-            shapes = [list(of[name].shape) for of in (weights, known) if name in of]
-            told = f"{name} {what}" + (f", {shapes[0]} in place of {shapes[1]}" if len(shapes) > 1 else "")
-            yield name, told + (f", and {len(names) - 1} more" if len(names) > 1 else "")
-
-
 def is_ours(directory: Path) -> bool:
     """Whether `save_drafter` wrote a directory; otherwise it is another project's, or an export."""
     if not (directory / "config.json").exists():  # peft has no such file
@@ -125,12 +109,7 @@ def saved_description(directory: Path, target: Any) -> dict[str, Any]:
     settings: Any = plain(target) if target else None
     if is_ours(directory):
         path = directory / "config.json"
-        found = saved_groups(read_json(path), path)
-        for group in ("drafter", "target", "tree", "acceptance"):
-            node, optional = found.get(group), group != "drafter"
-            if not (isinstance(node, dict) and "_target_" in node) and not (optional and node is None):
-                raise UserError(f"{path}: this is not a drafter's description: it names no {group}; copy the file again")
-        return found
+        return saved_drafter(read_json(path), path)
     foreign: Portable = read_drafter(directory, TargetFiles.of(settings) if settings else None)
     if settings is None and foreign.target is not None:
         settings = TargetFiles(foreign.target).settings

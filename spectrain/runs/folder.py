@@ -1,6 +1,7 @@
 """Run folders: which one a run takes, what it keeps there from the first moment, and going on with one."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ from spectrain.provenance import provenance
 from spectrain.settings.choices import choice, named
 from spectrain.settings.saved import read_yaml, saved_groups
 from spectrain.training.checkpoints import latest_checkpoint
-
-RESUME = "go on with trainer.resume=auto"
 
 
 def choose_folder(config: DictConfig, accelerator: Any) -> Path:
@@ -45,6 +44,7 @@ def choose_folder(config: DictConfig, accelerator: Any) -> Path:
 
 def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) -> None:
     """Create the folder with its configuration and provenance; a resumed run keeps its own."""
+    made = not run.exists()
     try:
         run.mkdir(parents=True, exist_ok=True)
         if (run / "config.yaml").exists():
@@ -60,6 +60,9 @@ def open_run(run: Path, config: DictConfig, dataset: Dataset, target: Target) ->
         write_text(run / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(named(plain(config)))))
     except OSError as error:
         raise UserError(f"run={run}: the folder cannot be written ({error.strerror}); choose another") from error
+    finally:
+        if made and not (run / "config.yaml").exists():
+            shutil.rmtree(run, ignore_errors=True)  # of a full disk: half of a beginning
 
 
 FREE = {
@@ -100,7 +103,7 @@ def trained_target(run: Path) -> Path | None:
 
 def keep_earlier(folder: Path) -> None:
     """Move an earlier score of the same name aside, to NAME.1, NAME.2 and so on: the newest has the plain name."""
-    if not (folder / "summary.json").exists():
+    if not folder.exists():
         return
     number = 1
     while (aside := folder.with_name(f"{folder.name}.{number}")).exists():

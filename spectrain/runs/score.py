@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, has_weights
 from spectrain.errors import UserError
+from spectrain.files import written
 from spectrain.models.target import Target
 from spectrain.provenance import processor, provenance
 from spectrain.settings.build import build
@@ -83,7 +84,8 @@ def score(
     """Run an evaluation and write its results below the run folder, or `place`."""
     folder = (place or run) / "eval" / evaluation.name
     keep_earlier(folder)
-    summary: dict[str, Any] = evaluation.score(candidate(config, run, target, drafter, dataset, folder), folder)
+    with written(folder, folder=True) as scratch:  # a folder that cannot be written is told before anything is decoded
+        summary: dict[str, Any] = evaluation.score(candidate(config, run, target, drafter, dataset, scratch), scratch)
     print(f"written to {folder}")
     tracker.scored(summary, folder)
     return summary

@@ -12,13 +12,13 @@ from spectrain.features.base import Source
 from spectrain.files import written
 from spectrain.models.target import Target
 from spectrain.settings.build import build
-from spectrain.training.checkpoints import latest_checkpoint, step_of
+from spectrain.training.checkpoints import latest_checkpoint, resuming, step_of
 from spectrain.training.job import Trained
 from spectrain.training.metrics import Tracker, last_step
 from spectrain.training.trainer import Trainer
 
 from .drafter_files import save_drafter
-from .folder import RESUME, choose_folder, evaluation_name, open_run
+from .folder import choose_folder, evaluation_name, open_run
 from .fresh import fresh_drafter, take_shape
 from .score import evaluate, score
 from .tracking import tracked
@@ -112,10 +112,10 @@ def read_all(config: DictConfig, trainer: Trainer, target: Target | None, datase
 def save(work: TrainingInput, config: DictConfig, run: Path, trained: Trained) -> None:
     """The drafter, after the target where that was trained too."""
     if work.drafter.abilities.target_training:
-        with written(run / "target", folder=True, mend=RESUME) as scratch:
+        with written(run / "target", folder=True, mend=resuming(run)) as scratch:
             work.target.save(scratch)
         work.target.name = f"{work.target.name}, trained"
-    save_drafter(run / "drafter", work.drafter, config, trained, RESUME)
+    save_drafter(run / "drafter", work.drafter, config, trained, resuming(run))
 
 
 def score_trained(

@@ -74,6 +74,8 @@ def check_value(group: str, name: str, value: Any, known: Mapping[str, Key]) -> 
     full = f"{group}.{name}"
     if name not in known:
         raise UserError(f"{full}: there is no such key; {elsewhere(group, name) or nearest(name, known)}")
+    if value == "" and known[name].default != "":
+        raise UserError(f"{full}=: it is empty; write {full}=VALUE, or leave it out")
     if value == "???":
         raise UserError(f"{full}: it must be given, as in {full}=VALUE")
     order = next(orders(value, full), None)
@@ -131,7 +133,7 @@ def reason(error: ValidationError, hint: Any) -> str:
     """What is wrong with a value: the bounds that it should keep, else the type that it should have."""
     first = error.errors()[0]
     if first["type"] in BOUNDS:
-        return BOUNDS[first["type"]].format(**{key: f"{bound:g}" for key, bound in first["ctx"].items()})
+        return BOUNDS[first["type"]].format(**{key: f"{bound:.10g}" for key, bound in first["ctx"].items()})
     if first["type"] == "predicate_failed":
         return f"use {predicate(hint).__doc__}"
     return f"{first['msg'][0].lower() + first['msg'][1:]} ({said(hint)})"
@@ -151,6 +153,8 @@ def said(hint: Any) -> str:
         return " | ".join(map(said, typing.get_args(hint)))
     if hint is types.NoneType:
         return "null"
+    if origin in (tuple, list, dict):
+        return f"{origin.__name__}[{', '.join(map(said, typing.get_args(hint)))}]"
     return hint.__name__ if isinstance(hint, type) and origin is None else str(hint).replace("typing.", "")
 
 

@@ -54,7 +54,7 @@ def _read(path: Path, parse: Callable[[str], Any], kind: str) -> Any:
             raise UserError(f"{path}: it has more than {LONGEST // 1_000_000} MB, which no settings need; copy the file again")
         return parse(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"{path}: it cannot be read ({error.strerror})") from error
+        raise UserError(f"{path}: it cannot be read ({error.strerror}); see that it is there and yours") from error
     except UserError:
         raise
     except RecursionError as error:
@@ -102,6 +102,16 @@ def checked_orders(content: dict[str, Any], path: Path) -> dict[str, Any]:
     if found is not None:
         raise UserError(f"{path}: {found}; delete it")
     return content
+
+
+def saved_drafter(content: Any, path: Path) -> dict[str, Any]:
+    """A drafter's own description: `drafter`, and where they are said `target`, `tree` and `acceptance`, as nodes."""
+    found = saved_groups(content, path)
+    for group in ("drafter", "target", "tree", "acceptance"):
+        node, optional = found.get(group), group != "drafter"
+        if not (isinstance(node, dict) and "_target_" in node) and not (optional and node is None):
+            raise UserError(f"{path}: this is not a drafter's description: it names no {group}; copy the file again")
+    return found
 
 
 def saved_groups(content: Any, path: Path) -> dict[str, Any]:

@@ -13,6 +13,8 @@ def is_folder_name(value: str) -> bool:
 Count = Annotated[int, Ge(1)]
 Steps = Annotated[int, Interval(ge=1, le=64)]  # of drafting: each is a pass or a head, and hardly a tenth token is ever kept
 Number = Annotated[int, Ge(0)]
+Seed = Annotated[int, Interval(ge=0, le=2**31 - 1)]
+VocabularySize = Annotated[int, Interval(ge=2, le=1_000_000)]  # of a drafter; no target has so many tokens
 Positive = Annotated[float, Gt(0)]
 NotNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Interval(ge=0, le=1)]

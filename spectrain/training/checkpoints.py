@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,7 @@ def save_checkpoint(
     keep: int,
 ) -> None:
     """Write weights, optimiser state and `progress`, then drop all but the newest `keep` checkpoints."""
-    mend = f"{'go on' if _by_step(path.parent) else 'start anew'} with trainer.resume=auto"
-    with written(path, folder=True, mend=mend) as scratch:
+    with written(path, folder=True, mend=resuming(path.parent.parent)) as scratch:
         save_file({name: tensor.contiguous() for name, tensor in weights.items()}, scratch / "model.safetensors")
         save_file({name: tensor.contiguous() for name, tensor in optimizer.items()}, scratch / "optimizer.safetensors")
         (scratch / "progress.json").write_text(json.dumps(progress))
@@ -52,6 +52,11 @@ def save_checkpoint(
         shutil.rmtree(old.rename(old.with_name(old.name + ".part")))  # renamed first: what is half deleted is no checkpoint
     for rest in path.parent.glob("*.part"):
         shutil.rmtree(rest)  # of a save or a deletion that was killed
+
+
+def resuming(run: Path) -> str:
+    """How a run that could not be saved is gone on with."""
+    return f"{'start anew' if latest_checkpoint(run) is None else 'go on'} with trainer.resume=auto"
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
@@ -82,6 +87,25 @@ def load_tensors(module: nn.Module, weights: dict[str, Tensor]) -> None:
     loaded = {known[name].data_ptr() for name in weights if name in known}
     tied = {name: tensor for name, tensor in known.items() if name not in weights and tensor.data_ptr() in loaded}
     module.load_state_dict({**tied, **weights})
+
+
+def misfits(module: nn.Module, weights: dict[str, Tensor]) -> Iterator[tuple[str, str]]:
+    """Tensors that a drafter and its files do not share: the first of a kind, and what is wrong with it."""
+    wanted, known = tensors_of(module), module.state_dict()
+    kinds = {
+        "has another shape": [name for name in weights if name in known and weights[name].shape != known[name].shape],
+        "holds fractions": [
+            name for name in weights if name in known and weights[name].is_floating_point() > known[name].is_floating_point()
+        ],
+        "is missing": [name for name in wanted if name not in weights],
+        "is unknown": [name for name in weights if name not in known],
+    }
+    for what, names in kinds.items():
+        for name in names[:1]:
+            shapes = [list(of[name].shape) for of in (weights, known) if name in of]
+            differ = len(shapes) > 1 and shapes[0] != shapes[1]
+            told = f"{name} {what}" + (f", {shapes[0]} in place of {shapes[1]}" if differ else "")
+            yield name, told + (f", and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def gathered(tensor: Any) -> Tensor:

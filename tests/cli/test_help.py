@@ -151,3 +151,9 @@ def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     for line in help.explain("train", ["recipe=eagle3"]).splitlines():
         assert len(line) <= 80 or "spectrain train" in line, line
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "recipe").glob("*.yaml")))
+def test_a_recipe_is_told_in_values(name: str) -> None:
+    """As one writes them, not as references to the machine or to other keys."""
+    assert "${" not in help.recipes([name])

@@ -1,16 +1,22 @@
 """Bad numbers, weights, data and prompts: each ends in one sentence, before anything is written."""
 
+import io
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
+import spectrain
+from spectrain.cli.chat import Chat, Talk
+from spectrain.cli.main import quietly
 from spectrain.data.readers import Jsonl
 from spectrain.drafters.causal import Causal
 from spectrain.errors import RunError, UserError
@@ -23,15 +29,20 @@ from spectrain.export.targets import TargetFiles
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_drafter, save_drafter
+from spectrain.runs.folder import open_run
 from spectrain.settings.build import build
 from spectrain.settings.check import check_given
 from spectrain.settings.schema import schema
+from spectrain.training.checkpoints import resuming
 
 NUMBERS = {
     "trainer.lr=nan": "finite", "trainer.lr=-1": "above 0", "trainer.clip=nan": "more than 0", "trainer.clip=-1": "more than 0",
     "trainer.clip=inf": "finite", "trainer.betas=[2,3]": "less than 1", "trainer.weight_decay=nan": "0 or more",
     "trainer.weight_decay=-1": "0 or more", "trainer.warmup=2": "1 or less", "trainer.min_lr=-1": "0 or more",
-    "drafter.ttt_steps=0": "1 or more", "drafter.ttt_steps=100000": "64 or less", "drafter.vocab_size=-1": "1 or more",
+    "drafter.ttt_steps=0": "1 or more", "drafter.ttt_steps=100000": "64 or less", "drafter.vocab_size=-1": "2 or more",
+    "drafter.vocab_size=1": "2 or more", "drafter.vocab_size=999999999": "1000000 or less", "drafter.layers=[]": "at least one",
+    "drafter.layers=[99]": "99 is not a layer of tiny", "trainer.seed=-1": "0 or more",
+    "trainer.seed=99999999999999999999": "2147483647 or less", "trainer.betas=[0.9]": "(tuple[float, float])",
     "drafter.step_decay=nan": "", "acceptance.temperature=nan": "", "tree.depth=0": "",
 }  # fmt: skip
 
@@ -82,6 +93,10 @@ def nan(tensors: dict[str, Any]) -> None:
     tensors["heads.0.lm_head.weight"][0, 0] = float("nan")
 
 
+def fractions(tensors: dict[str, Any]) -> None:
+    tensors["d2t"] = tensors["d2t"] + 0.5
+
+
 def wider(tensors: dict[str, Any]) -> None:
     for name in [name for name in tensors if name.startswith("heads")]:
         tensors[name] = tensors[name].repeat_interleave(2, dim=-1)
@@ -94,6 +109,7 @@ def astray(tensors: dict[str, Any]) -> None:
 WEIGHTS: dict[str, tuple[Callable[[dict[str, Any]], None], type[Exception], str]] = {
     "not finite": (nan, RunError, r"model\.safetensors: heads\.0\.lm_head\.weight holds NaN"),
     "of another width": (wider, UserError, r"model\.safetensors: it does not fit .*, \[256\] in place of \[128\], and 2 more"),
+    "fractions": (fractions, UserError, r"d2t holds fractions"),
     "ids astray": (astray, UserError, r"d2t: it leads outside of the target's 2048 tokens"),
 }
 
@@ -110,6 +126,24 @@ def test_weights_that_are_wrong(case: str, saved: Path, tmp_path: Path, tiny: Ta
     with pytest.raises(kind, match=sentence) as told:
         load_drafter(OmegaConf.create({"drafter": node}), tmp_path / "medusa", tiny)
     assert len(str(told.value).replace(str(tmp_path), "")) < 200
+    assert any(finding.level == "error" for finding in lint(tmp_path / "medusa", TargetFiles("tiny")))
+
+
+OURS: dict[str, Any] = {
+    "a list for a number": {"drafter": {"choice": "medusa", "head_decay": [1]}}, "no drafter": {"drafter": None},
+    "a tree of text": {"tree": "chain"}, "an unknown key": {"tree": {"choice": "chain", "deep": 3}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_values_of_wrong_kinds_in_our_own_layout(case: str, saved: Path, tmp_path: Path) -> None:
+    """What eval refuses, lint calls an error, and nobody converts or exports it."""
+    shutil.copytree(saved, tmp_path / "medusa")
+    content = json.loads((saved / "config.json").read_text())
+    (tmp_path / "medusa" / "config.json").write_text(json.dumps({**content, **OURS[case]}))
+    assert any(finding.level == "error" for finding in lint(tmp_path / "medusa", None))
+    with pytest.raises(UserError, match=r"^[^\n]+$"):
+        read_drafter(tmp_path / "medusa")
 
 
 KINDS: dict[str, Any] = {
@@ -178,9 +212,86 @@ def test_folders_without_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content, sentence", [
     (json.dumps({"prompt": "\ud800"}), r"line 1: its text holds \\ud800"), ("[" * 100_000, "nested too deeply"),
     (json.dumps({"prompt": "a" * 3_000_000}), "a text of 3,000,000 characters"),
-], ids=["half a character", "nested", "long"])  # fmt: skip
+    (json.dumps({"turns": ["Hi"] * 2000}), "line 1: a prompt of 2000 turns"),
+], ids=["half a character", "nested", "long", "turns"])  # fmt: skip
 def test_prompts_that_cannot_be_asked(content: str, sentence: str, tmp_path: Path) -> None:
     """As of data, the line is named."""
     (tmp_path / "prompts.jsonl").write_text(content + "\n")
     with pytest.raises(UserError, match=sentence):
         read_prompts(str(tmp_path / "prompts.jsonl"))
+
+
+def test_chats_that_cannot_be_held() -> None:
+    """Bytes of the shell or of stdin that are no text, and nothing at all."""
+    for settings, sentence in (({"once": "\udcff"}, "--once: its text holds"), ({"once": " "}, "--once: the text is empty"),
+                               ({"system": "\ud800"}, "chat.system: its text holds")):  # fmt: skip
+        with pytest.raises(UserError, match=sentence):
+            Chat(**settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("line", [b"\xff\xfe", b"\xed\xa0\x80"])
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_lines_that_are_no_text(line: bytes, errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(line), encoding="utf-8", errors=errors))
+    with pytest.raises(UserError, match="standard input: it"):
+        Talk.go_on(SimpleNamespace(screen=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("word", ["eval.prompts=", "data.path=", "target.device="])
+def test_values_that_are_empty(word: str) -> None:
+    """An empty path is the working folder to Python, and hardly to anybody else."""
+    with pytest.raises(UserError, match=f"^{word}: it is empty"):
+        check_given(schema("train"), ["recipe=eagle3", "data=jsonl", "target=tiny", word])
+
+
+def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """Wherever a file is another user's, its name is said, without a traceback."""
+
+    def task(_: Any) -> None:
+        raise PermissionError(13, "Permission denied", "drafter/config.json")
+
+    with pytest.raises(SystemExit) as left:
+        quietly(task)(None)
+    assert left.value.code == 2
+    assert capsys.readouterr().err.startswith("spectrain: drafter/config.json: Permission denied; ")
+
+
+def test_a_full_disk_says_what_there_is_to_go_on_with(tmp_path: Path) -> None:
+    """Without a checkpoint, it starts anew; and a folder that was only begun is not left."""
+    assert resuming(tmp_path) == "start anew with trainer.resume=auto"
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    assert resuming(tmp_path) == "go on with trainer.resume=auto"
+
+
+def test_a_run_that_no_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(place: Path, text: str) -> None:
+        if place.name == "config.yaml":
+            raise UserError(f"{place}: the disk is full")
+
+    monkeypatch.setattr("spectrain.runs.folder.write_text", full)
+    either: Any = SimpleNamespace(path="", name="", facts=dict)  # data and target
+    with pytest.raises(UserError, match="the disk is full"):
+        open_run(tmp_path / "run", OmegaConf.create(), either, either)
+    assert not list(tmp_path.iterdir())
+
+
+def test_python_says_the_same(tiny: Target) -> None:
+    """The Python interface raises what the command line says before it exits."""
+    nobody: Any = SimpleNamespace(config={})
+    for call, sentence in (
+        (lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lrr": 1}), "trainer.lrr: there is no such key"),
+        (lambda: spectrain.train("medusa1", target="tiny", **{"trainer.lr": math.nan}), "trainer.lr=nan: use a finite number"),
+        (lambda: spectrain.train("medusa0"), "recipe=medusa0: there is no such choice"),
+        (lambda: spectrain.train("medusa1", data="jsonl", **{"data.path": "none.jsonl"}), "data.path=none.jsonl: there is no"),
+        (lambda: spectrain.generate(tiny, None, ["\ud800"]), r"prompts\[0\]: its text holds"),
+        (lambda: spectrain.generate(tiny, None, ["a"], temperature=-1), "temperature=-1"),
+        (lambda: spectrain.generate(tiny, None, ["a"], max_new_tokens=0), "max_new_tokens=0"),
+        (lambda: spectrain.generate(tiny, None, ["a"], batch_size=0), "batch_size=0"),
+        (lambda: spectrain.generate(tiny, None, cast(Any, [["a"]])), r"prompts\[0\]: "),
+        (lambda: spectrain.generate(tiny, None, ["a " * 3000]), r"prompts\[0\]: "),
+        (lambda: spectrain.Drafter.from_pretrained(Path(__file__).parent, tiny), "there is no drafter in it"),
+        (lambda: spectrain.evaluate(tiny, nobody, name="../x"), "eval.name=../x: use the name"),
+        (lambda: spectrain.evaluate(tiny, nobody, limmit=1), "eval.limmit: there is no such key"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=sentence):
+            call()
