@@ -16,12 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-<<<<<<< HEAD
-from spectrain.errors import UserError
-from spectrain.settings.values import Below1
-=======
 from spectrain.errors import UserError, first_line
->>>>>>> inputs
+from spectrain.settings.values import Below1
 
 from .chat import Message
 from .dataset import Dataset

@@ -49,13 +49,8 @@ class Trainer:
     clip: Positive = 0.5  # the largest norm of the gradient
     betas: tuple[Below1, Below1] = (0.9, 0.95)  # AdamW's
     weight_decay: NotNegative = 0.0  # AdamW's
-<<<<<<< HEAD
-    seed: int = 0  # of the first weights, the order of the data and what is drawn
-    save_every: int | None = None  # steps between two checkpoints, and looks at held-out data; null: where a run stops or ends
-=======
     seed: Seed = 0  # of the first weights, the order of the data and what is drawn
-    save_every: int | None = None  # steps between two checkpoints; null: only where a run is stopped or ends
->>>>>>> inputs
+    save_every: int | None = None  # steps between two checkpoints, and looks at held-out data; null: where a run stops or ends
     keep_checkpoints: int = 2  # how many of the newest stay
     log_every: int = 10  # steps between two lines of metrics.jsonl
     mixed_precision: str = "auto"  # bf16 or no; auto: bf16 on a GPU
