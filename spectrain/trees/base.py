@@ -22,6 +22,7 @@ from spectrain.randomness import DRAFT
 
 from .measurements import Calibration
 from .token_tree import Children, TokenTree
+from .trie import Trie
 
 NEVER = float("-inf")
 LEAST = 1e-20  # chance of a token that can be drawn; far below what a draw meets, far above where float32 ends
@@ -77,10 +78,10 @@ class Rollout(ABC):
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter hands over in a round: how to draft from here, or continuations that are ready, the best first."""
+    """What a drafter hands over in a round: how to draft from here, or continuations that are ready."""
 
     rollout: Rollout | None = None
-    continuations: list[list[list[int]]] | None = None  # of every text: tokens that may follow its root
+    continuations: list[Trie] | None = None  # of every text, below its root: what may follow it, by weight
     complete: Callable[[TokenTree], TokenTree] | None = None  # adds to the tree what only drafts, such as mask tokens
 
 
@@ -163,7 +164,7 @@ class TreeBuilder(ABC):
         if draft.rollout is not None:
             tree = self.expand(prefix, draft.rollout)
         else:
-            tree = merged(prefix, draft.continuations or [], self.depth, self.budget)
+            tree = merged(prefix, draft.continuations or [], self)
         return tree if draft.complete is None else draft.complete(tree)
 
     @abstractmethod
@@ -233,39 +234,26 @@ class RootAlone(TreeBuilder):
     is_chain = is_fixed = keeps_drafted = True
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        return merged(prefix, [], self.depth, self.budget)
+        return merged(prefix, [], self)
 
 
-def merged(prefix: Prefix, continuations: list[list[list[int]]], depth: int, budget: int) -> TokenTree:
-    """Continuations as one trie a text, which takes them in their order while it has room; padded to the longest row.
-    Where there are none at all, the root alone."""
-    if not any(map(any, continuations)):
+def merged(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> TokenTree:
+    """Of the trie of every text what the builder has room for, by weight; padded to the longest row. Where there is nothing
+    at all, the root alone."""
+    chosen = [trie.path(builder.depth) if builder.is_chain else trie.best(builder.depth, builder.budget) for trie in tries]
+    width, device = max(map(len, chosen), default=1), prefix.root.device
+    if width == 1:
         return TokenTree.chain(prefix.root[:, None])
-    rows = [trie(root, known, depth, budget) for root, known in zip(prefix.root.tolist(), continuations)]
-    width, device = max(len(tokens) for tokens, _ in rows), prefix.root.device
-    tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in rows], device=device)
-    parents = torch.tensor([parents + [0] * (width - len(parents)) for _, parents in rows], device=device)
-    valid = torch.tensor([[node < len(tokens) for node in range(width)] for tokens, _ in rows], device=device)
-    if all(len(known) < 2 for known in continuations):
-        return TokenTree.chain(tokens, valid)
-    return TokenTree.of(tokens, parents, valid)
-
-
-def trie(root: int, continuations: list[list[int]], depth: int, budget: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents of a trie below `root` of at most `budget` nodes, the root included."""
-    tokens, parents = [root], [-1]
-    children: dict[tuple[int, int], int] = {}
-    for continuation in continuations:
-        node = 0
-        for token in continuation[:depth]:
-            if (node, token) not in children:
-                if len(tokens) >= budget:
-                    return tokens, parents
-                children[node, token] = len(tokens)
-                tokens.append(token)
-                parents.append(node)
-            node = children[node, token]
-    return tokens, parents
+    rows = []
+    for root, trie, nodes in zip(prefix.root.tolist(), tries, chosen):
+        place = {node: at for at, node in enumerate(nodes)} | {-1: -1}
+        padding = [0] * (width - len(nodes))
+        tokens = [root, *(trie.tokens[node] for node in nodes[1:]), *padding]
+        rows.append(
+            (tokens, [*(place[trie.parents[node]] for node in nodes), *padding], [node < len(nodes) for node in range(width)])
+        )
+    tokens, parents, valid = (torch.tensor(part, device=device) for part in zip(*rows))
+    return TokenTree.chain(tokens, valid) if builder.is_chain else TokenTree.of(tokens, parents, valid)
 
 
 def drawable(log_q: Tensor, temperature: float) -> Tensor:
