@@ -82,6 +82,7 @@ class Draft:
 
     rollout: Rollout | None = None
     continuations: list[Trie] | None = None  # of every text, below its root: what may follow it, by weight
+    join: Callable[[TokenTree], list[Trie]] | None = None  # what a rollout drafted and what else is known, by calibrated chance
     complete: Callable[[TokenTree], TokenTree] | None = None  # adds to the tree what only drafts, such as mask tokens
 
 
@@ -160,11 +161,14 @@ class TreeBuilder(ABC):
     needs: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency"
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
-        """A round's tree: grown along a rollout, or made of ready continuations."""
+        """A round's tree: grown along a rollout, made of ready continuations, or the best of both."""
         if draft.rollout is not None:
             tree = self.expand(prefix, draft.rollout)
+            if draft.join is not None:  # of what goes by the clock, the size is the measured one
+                room = tree.tokens.shape[1] if self.goes_by_clock else self.budget
+                tree = merged(prefix, draft.join(tree), self, room)
         else:
-            tree = merged(prefix, draft.continuations or [], self)
+            tree = merged(prefix, draft.continuations or [], self, self.budget)
         return tree if draft.complete is None else draft.complete(tree)
 
     @abstractmethod
@@ -234,13 +238,13 @@ class RootAlone(TreeBuilder):
     is_chain = is_fixed = keeps_drafted = True
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        return merged(prefix, [], self)
+        return merged(prefix, [], self, self.budget)
 
 
-def merged(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> TokenTree:
+def merged(prefix: Prefix, tries: list[Trie], builder: TreeBuilder, budget: int) -> TokenTree:
     """Of the trie of every text what the builder has room for, by weight; padded to the longest row. Where there is nothing
     at all, the root alone."""
-    chosen = [trie.path(builder.depth) if builder.is_chain else trie.best(builder.depth, builder.budget) for trie in tries]
+    chosen = [trie.path(builder.depth) if builder.is_chain else trie.best(builder.depth, budget) for trie in tries]
     width, device = max(map(len, chosen), default=1), prefix.root.device
     if width == 1:
         return TokenTree.chain(prefix.root[:, None])
@@ -335,7 +339,8 @@ class GrowingTree:
             q = q[:, :count]
         every = torch.ones_like(valid)
         drawn = self.builder.children, q, self.rollout.draft_ids
-        return TokenTree(tokens, parents, valid, every, *drawn, self.levels, self.widest)
+        scores = self.scores.gather(1, keep)
+        return TokenTree(tokens, parents, valid, every, *drawn, self.levels, self.widest, scores=scores)
 
     def _pick(self, width: int) -> tuple[Tensor, Tensor]:
         """Draft ids [B, F, K] of children and their log q; drawn ones in the order of the draw."""

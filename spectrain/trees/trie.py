@@ -41,13 +41,16 @@ class Trie:
             self.children.append({})
         return found
 
-    def add(self, tokens: Sequence[int], weight: float = 1.0) -> None:
-        """Add a continuation, whose weight comes on top of what its nodes weigh."""
+    def add(self, tokens: Sequence[int], weight: float = 1.0) -> list[int]:
+        """Add a continuation, whose weight comes on top of what its nodes weigh; its nodes."""
+        nodes = []
         node = 0
         self.weights[0] += weight
         for token in tokens:
             node = self.node(node, token)
             self.weights[node] += weight
+            nodes.append(node)
+        return nodes
 
     def best(self, depth: int, budget: int) -> list[int]:
         """The `budget` heaviest nodes, the root one of them, down to a depth, in their order; among equals the first ones."""
