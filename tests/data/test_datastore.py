@@ -7,9 +7,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from spectrain.data.datastore import END, LONGEST, Datastore, phrase_hashes, suffix_array, text_hash, write_store
+from spectrain.data.chat import tokenize
+from spectrain.data.datastore import (
+    END,
+    LONGEST,
+    Datastore,
+    phrase_hashes,
+    suffix_array,
+    text_hash,
+    vocabulary_hash,
+    write_store,
+)
+from spectrain.data.index import index
 from spectrain.errors import UserError
+from spectrain.models.target import Target
 
 
 class Numbers:
@@ -23,8 +36,6 @@ class Numbers:
 
 
 def stored(folder: Path, texts: list[list[int]], asked: tuple[str, ...] = (), answered: tuple[str, ...] = ()) -> Datastore:
-    from spectrain.data.datastore import vocabulary_hash
-
     write_store(folder, texts, asked, answered, {"tokenizer": vocabulary_hash(Numbers())})
     return Datastore(str(folder), Numbers())
 
@@ -99,3 +110,28 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
     refused("answers.npy", np.array([{"a": 1}], dtype=object))
     refused("phrases.npy", "no array")
     Datastore(str(folder), Numbers())
+
+
+def test_data_becomes_a_store(shallow: Target, shallow_folder: Path, tmp_path: Path) -> None:
+    """Answers with what comes just before them, hashes of what was asked and answered, and where all of it is from."""
+    said = [("What is a bee?", "A bee is an insect."), ("And a fly?", "That is one too.")]
+    lines = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in said]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = OmegaConf.create(
+        {
+            "target": {"_target_": "spectrain.models.loading.load_hf", "model": str(shallow_folder)},
+            "data": {"_target_": "spectrain.data.readers.Jsonl", "path": str(tmp_path / "chats.jsonl")},
+            "out": str(tmp_path / "store"),
+        }
+    )
+    index(config)
+    store = Datastore(str(tmp_path / "store"), shallow.tokenizer)
+    assert sorted(store.questions.tolist()) == sorted(text_hash(question) for question, _ in said)
+    assert sorted(store.answers.tolist()) == sorted(text_hash(answer) for _, answer in said)
+    (example,) = tokenize(shallow.tokenizer, lines[0]["messages"])
+    first = example.mask.index(True)
+    assert store.holds(example.tokens[first - LONGEST :]) and not store.holds(example.tokens[first - LONGEST - 1 :])
+    assert store.facts["conversations"] == 2 and store.facts["tokens"] == len(store.tokens) and "spectrain" in str(store.facts)
+    for out, words in {str(tmp_path / "store"): "there already", "": "say where"}.items():
+        with pytest.raises(UserError, match=words):
+            index(OmegaConf.merge(config, {"out": out}))
