@@ -31,9 +31,9 @@ class Retrieval(Drafter):
         self,
         target: Target,
         store: str | None = None,  # a folder that spectrain data index wrote; null: the text alone
-        longest: int = 6,
-        matches: int = 200,
-        enough: int = 64,
+        longest: int = 6,  # tokens of the text's end that are looked for in the text itself
+        matches: int = 200,  # places of each source that are read at most
+        enough: int = 64,  # with fewer places in the store, shorter ends of the text are looked for
     ) -> None:
         super().__init__()
         known = None if store is None else Datastore(store, target.tokenizer)

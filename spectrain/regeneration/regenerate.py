@@ -226,9 +226,9 @@ def engine_writer(config: DictConfig, sampling: Sampling, settings: Regeneration
     """Our own engine with the target and, where a run is named, its drafter."""
     if config.run is None and config.get("tree") is not None:
         raise UserError("tree: nothing is drafted without a drafter; give one, as in run=runs/NAME, or leave tree out")
-    drafter = None if config.run else {"_target_": "spectrain.drafters.ngram.Ngram"}  # stands in: nothing is drafted
+    standing_in = None if config.run else {"_target_": "spectrain.drafters.ngram.Ngram"}  # nothing is drafted
     asked = {key: config.get(key) for key in ("run", "target", "tree")}
-    completed, run = with_defaults(OmegaConf.create({**asked, "drafter": drafter, "acceptance": None, "eval": None}))
+    completed, run = with_defaults(OmegaConf.create({**asked, "drafter": standing_in, "acceptance": None, "eval": None}))
     completed = check_config(completed, [str(key) for key in completed])
     target: Target = build(completed.target)
     target.pack()

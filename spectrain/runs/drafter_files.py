@@ -54,7 +54,7 @@ def save_drafter(
 
 def build_drafter(node: Any, target: Target) -> Drafter:
     """The drafter that settings describe; one inside it that a directory holds comes with its weights."""
-    settings = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else dict(node)
+    settings: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else dict(node)
     key = constructor(settings).saved.inner if inspect.isclass(constructor(settings)) else None
     where = settings.get(key) if key else None
     if key is None or not isinstance(where, str) or where in constructors("drafter"):

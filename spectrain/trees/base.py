@@ -253,11 +253,10 @@ def merged(prefix: Prefix, tries: list[Trie], builder: TreeBuilder, budget: int)
         place = {node: at for at, node in enumerate(nodes)} | {-1: -1}
         padding = [0] * (width - len(nodes))
         tokens = [root, *(trie.tokens[node] for node in nodes[1:]), *padding]
-        rows.append(
-            (tokens, [*(place[trie.parents[node]] for node in nodes), *padding], [node < len(nodes) for node in range(width)])
-        )
-    tokens, parents, valid = (torch.tensor(part, device=device) for part in zip(*rows))
-    return TokenTree.chain(tokens, valid) if builder.is_chain else TokenTree.of(tokens, parents, valid)
+        parents = [*(place[trie.parents[node]] for node in nodes), *padding]
+        rows.append((tokens, parents, [at < len(nodes) for at in range(width)]))
+    columns = [torch.tensor(list(part), device=device) for part in zip(*rows)]  # tokens, parents, valid
+    return TokenTree.chain(columns[0], columns[2]) if builder.is_chain else TokenTree.of(*columns)
 
 
 def drawable(log_q: Tensor, temperature: float) -> Tensor:

@@ -58,9 +58,9 @@ def test_a_run_of_before_loads_whole(tiny: Target) -> None:
 
 
 def test_every_former_name_is_a_choice() -> None:
-    """The table of former names knows every choice of every group that is saved, and no other."""
+    """The table of former names leads to choices that there are; newer choices never had another name."""
     for group, names in FORMER.items():
-        assert set(names.values()) == set(constructors(group)), group
+        assert set(names.values()) <= set(constructors(group)), group
 
 
 def test_named_and_looked_up_are_inverse() -> None:

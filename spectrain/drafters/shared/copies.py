@@ -94,7 +94,7 @@ class SayingKind(NamedTuple):
     source: str
     length: int  # tokens that match up to here, in classes; 0 for a drafter
     share: int  # of what the source has at this place, in classes
-    count: int  # places that say so, 3 for more
+    places: int  # that say so, 3 for more
 
 
 class Saying(NamedTuple):
