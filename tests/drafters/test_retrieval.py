@@ -8,6 +8,7 @@ import torch
 
 from spectrain.data.datastore import vocabulary_hash, write_store
 from spectrain.decoding.acceptance import Greedy, Match, Recursive
+from spectrain.decoding.calibration import calibrate
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import check
 from spectrain.drafters.hybrid import Hybrid
@@ -17,7 +18,7 @@ from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import build_drafter, save_drafter, saved_description
 from spectrain.settings.build import build
-from spectrain.trees import Chain, DySpec, Eagle2, TreeBuilder
+from spectrain.trees import Chain, DySpec, Eagle2, Static, TreeBuilder
 from tests.decoding.rounds import Keeping
 from tests.drafters.test_contract import EAGLE3, composed
 
@@ -118,3 +119,12 @@ def test_a_hybrid_takes_a_drafter_by_its_directory(shallow: Target, tmp_path: Pa
             build_drafter({**node, "inner": wrong}, shallow)
     with pytest.raises(UserError, match="_target_"):
         build({**node, "inner": {"choice": "eagle3", "architecture": {"_target_": "os.system"}}}, target=shallow)
+
+
+def test_trees_are_searched_over_the_drafters_own_hits(shallow: Target, prompts: list[list[int]], store: str) -> None:
+    """Calibration forces chains on the drafter inside, without copies; what is decoded then has both and is the target's."""
+    drafter, builder = Hybrid(shallow, INNER, store).eval(), Static(depth=3, budget=6)
+    calibrate(shallow, drafter, [builder], Greedy(), prompts[:1], 8)
+    found = decode(shallow, prompts, Greedy(), 24, drafter, builder)
+    assert builder.paths
+    assert [one.output for one in found] == [one.output for one in decode(shallow, prompts, Greedy(), 24)]
