@@ -23,6 +23,7 @@ from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import rule_drift
 from spectrain.eval.exits import judge_target
 from spectrain.eval.identity import check_identity
+from spectrain.eval.leaks import refuse_answers, refuse_prompts
 from spectrain.eval.memory import extra_memory
 from spectrain.eval.noise import Noise, judge, load_of, spread
 from spectrain.eval.online import Learn, Online
@@ -179,6 +180,10 @@ class Evaluation:
         for part in parts:
             part.check(candidate)
             part.keep(candidate)
+        if (store := drafter.abilities.datastore(drafter)) is not None:
+            found = refuse_prompts(store, self.chosen)
+            print(f"{found['near_duplicates']} of {len(self.chosen)} prompts are much like a question in {store.folder}")
+            candidate.setting["store"] = found
         drafter.to(target.device, target.dtype).eval()
         target.pack()
         tune(drafter, target, lambda: self._calibration_prompts(target), builder.depth)
@@ -220,6 +225,8 @@ class Evaluation:
     def _results(self, candidate: Candidate, decoding: Interleaving, folder: Path) -> Results:
         """The numbers of every system."""
         decoder, turns, target = decoding.decoder, decoding.turns, candidate.target
+        if (store := candidate.drafter.abilities.datastore(candidate.drafter)) is not None:
+            refuse_answers(store, turns["drafter"], target.tokenizer)
         noise = Noise(spread(turns["drafter"]), load_of(target.device), decoding.repeats)
         entries = {}
         for system in decoding.systems:

@@ -168,6 +168,7 @@ TASKS: Mapping[str, Task] = {
     "compare": calls("eval.compare.compare", COMPARE_KEYS, asked=True),
     "chat": builds("chat", completed=True),
     "data inspect": calls("data.inspect.show", ("target", "data", "index")),
+    "data index": calls("data.index.index", ("target", "data", "out")),
     "data regenerate": calls("regeneration.regenerate.regenerate", REGENERATE_KEYS),
     "data store": calls("features.capture.capture", TRAIN_KEYS),
     "data verify": calls("features.capture.verify", ("path", "drop")),

@@ -19,7 +19,7 @@ from spectrain.errors import UserError
 from spectrain.models.device import wait
 from spectrain.models.target import Target
 from spectrain.randomness import DRAFT, generator, gumbel
-from spectrain.trees.base import Prefix, Rollout, Round, TreeBuilder
+from spectrain.trees.base import Draft, Prefix, Rollout, Round, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency, RuleForecast
 from spectrain.trees.token_tree import Children, TokenTree
 
@@ -72,7 +72,7 @@ def settle(
     if builder.children in Recursive.children:
         return Recursive(*rule.shaping), builder, None
     drawn = builder.drawn(rule.shaping[0])
-    if drawn is None or drafter.abilities.copies_text:
+    if drawn is None or drafter.abilities.copies_text or drafter.abilities.undrawn:
         return rule.matched(), builder, None
     forecast = run_forced(target, drafter, builder, rule.matched(), prompts()[:SETTLED_BY], SETTLED_TOKENS).rules
     if forecast is None or not forecast.weighing_pays:
@@ -120,6 +120,9 @@ class Forced(TreeBuilder):
         self.overlaps, self.firsts = [0.0] * self.depth, [0] * self.depth  # sums over the places of each depth
         self.levels: list[Tensor] = []  # log q [B, V] after each node of this round's chain
         self.rollout: Rollout | None = None
+
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        return super().grow(prefix, replace(draft, join=None))  # the drafter alone is measured
 
     @property
     def hits(self) -> list[list[float]]:

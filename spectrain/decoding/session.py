@@ -110,6 +110,13 @@ class Session:
 
 def check(drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule) -> None:
     """Refuse a rule that would be wrong about such trees."""
+    if drafter.abilities.undrawn and "deterministic" not in rule.children:
+        raise UserError(
+            f"acceptance={rule.name}: it weighs p against the q that a child was drawn from, and copied tokens have none; use "
+            "acceptance=greedy or match"
+        )
+    if drafter.abilities.undrawn and not drafter.abilities.copies_text and builder.children != "deterministic":
+        raise UserError(f"tree.children={builder.children}: copied tokens are not drawn; use tree.children=deterministic")
     if not drafter.abilities.copies_text:  # otherwise nothing is drawn, whatever the builder is made for
         rule.check(builder.children, builder.is_chain)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from spectrain.data.datastore import Datastore
 from spectrain.models.lora import TargetTraining
 from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
@@ -57,6 +58,8 @@ class Abilities:
     on_policy: OnPolicy = OnPolicy()
     adapts_layers: bool = False  # it changes what single layers of the target compute, so no compilation serves them all
     copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and nothing is drawn
+    undrawn: bool = False  # its trees hold copies, which no q was asked for: what weighs p against q is refused
+    datastore: Callable[[Any], Datastore | None] = lambda drafter: None  # texts that it copies from, which hold nothing scored
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class SavedFiles:
     it loads alone; `layout` says where tensors go that do not stay in model.safetensors: name -> (file, name there);
     `sidecars` are further files, for tools that read its layout: name -> text."""
 
+    inner: str | None = None  # the setting, and attribute, that names a drafter inside: a choice, or whose directory it is
     shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
     settings: Callable[[Any], dict[str, Any]] = lambda drafter: {}
     layout: Callable[[Any], dict[str, tuple[str, str]]] = lambda drafter: {}

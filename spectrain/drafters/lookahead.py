@@ -14,6 +14,7 @@ from spectrain.models.features import Features
 from spectrain.randomness import DRAFT, generator
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.trie import Trie
 
 from .abilities import Abilities, DraftingCost
 from .base import Drafter
@@ -62,7 +63,7 @@ class Lookahead(Drafter):
         else:
             for sequence, tokens, count in zip(self.sequences, context.following.tolist(), context.counts.tolist()):
                 sequence.follow(tokens[:count])
-        return Draft(continuations=[sequence.guesses() for sequence in self.sequences], complete=self._with_window)
+        return Draft(continuations=[Trie.of(sequence.guesses()) for sequence in self.sequences], complete=self._with_window)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         seen = super().verify(context, tree)

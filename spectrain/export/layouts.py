@@ -24,10 +24,12 @@ FORMATS: dict[str, tuple[Layout, ...]] = {
 ALONE = "score it with spectrain eval, which needs no engine"
 NOWHERE = {
     "hydra": f"no engine drafts with heads that read each other's tokens; {ALONE}, or train recipe=medusa1",
+    "hybrid": f"no engine merges copies into a drafter's trees; {ALONE}, or export the drafter inside",
     "kangaroo": f"no engine drafts with an adapter behind an early exit; {ALONE}, or train recipe=eagle3",
     "layer_skip": f"no engine leaves layers of the target out; {ALONE}",
     "lookahead": f"it has no weights, and no engine has its pool of n-grams; {ALONE}",
     "ngram": 'it has no weights; vLLM has its own, --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+    "retrieval": f"it has no weights, and no engine reads its store; {ALONE}",
 }
 
 

@@ -24,7 +24,7 @@ from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
 from spectrain.runs.defaults import complete as with_defaults
-from spectrain.runs.drafter_files import drafter_directory, load_weights
+from spectrain.runs.drafter_files import build_drafter, drafter_directory, load_weights
 from spectrain.runs.folder import trained_target
 from spectrain.settings.build import build, constructor
 from spectrain.settings.check import check_config
@@ -226,16 +226,16 @@ def engine_writer(config: DictConfig, sampling: Sampling, settings: Regeneration
     """Our own engine with the target and, where a run is named, its drafter."""
     if config.run is None and config.get("tree") is not None:
         raise UserError("tree: nothing is drafted without a drafter; give one, as in run=runs/NAME, or leave tree out")
-    drafter = None if config.run else {"_target_": "spectrain.drafters.ngram.Ngram"}  # stands in: nothing is drafted
+    standing_in = None if config.run else {"_target_": "spectrain.drafters.ngram.Ngram"}  # nothing is drafted
     asked = {key: config.get(key) for key in ("run", "target", "tree")}
-    completed, run = with_defaults(OmegaConf.create({**asked, "drafter": drafter, "acceptance": None, "eval": None}))
+    completed, run = with_defaults(OmegaConf.create({**asked, "drafter": standing_in, "acceptance": None, "eval": None}))
     completed = check_config(completed, [str(key) for key in completed])
     target: Target = build(completed.target)
     target.pack()
     plain: EngineWriter = build(config.writer, sampling=sampling, target=target)
     if config.run is None:
         return plain
-    directory, drafter, builder = drafter_directory(run), build(completed.drafter, target=target), build(completed.tree)
+    directory, drafter, builder = drafter_directory(run), build_drafter(completed.drafter, target), build(completed.tree)
     if drafter.abilities.target_training or trained_target(run) is not None:
         raise UserError(
             f"run={run}: its drafter belongs to the target that was trained with it; regenerate without a drafter, by "

@@ -1,10 +1,11 @@
 """The files of a drafter: written after training, and read from any layout."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -17,8 +18,8 @@ from spectrain.export.targets import TargetFiles
 from spectrain.files import AGAIN, written
 from spectrain.models.target import Target
 from spectrain.provenance import versions
-from spectrain.settings.build import build
-from spectrain.settings.choices import named
+from spectrain.settings.build import build, constructor
+from spectrain.settings.choices import constructors, named
 from spectrain.settings.saved import read_json, read_object, saved_drafter
 from spectrain.training.checkpoints import load_tensors, misfits, tensors_of
 from spectrain.training.job import Trained
@@ -50,9 +51,26 @@ def save_drafter(
         (scratch / "config.json").write_text(json.dumps(description, indent=2) + "\n")
 
 
+def build_drafter(node: Any, target: Target) -> Drafter:
+    """The drafter that settings describe; one inside it that a directory holds comes with its weights."""
+    settings: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else dict(node)
+    key = constructor(settings).saved.inner if inspect.isclass(constructor(settings)) else None
+    where = settings.get(key) if key else None
+    if key is None or not isinstance(where, str) or where in constructors("drafter"):
+        return build(settings, target=target)
+    directory = drafter_directory(Path(where))
+    if directory is None:
+        raise UserError(f"drafter.{key}={where}: there is no drafter in it; give a run folder, a drafter directory or a choice")
+    drafter: Drafter = build(
+        {**settings, key: named({"drafter": saved_description(directory, None)["drafter"]})["drafter"]}, target=target
+    )
+    load_weights(getattr(drafter, key), directory, target)
+    return drafter
+
+
 def load_drafter(config: DictConfig, run: Path, target: Target) -> Drafter:
     """The drafter that `config` describes, with the weights of a run folder or of a drafter directory where it is one."""
-    drafter: Drafter = build(config.drafter, target=target)
+    drafter = build_drafter(config.drafter, target)
     directory = drafter_directory(run)
     if directory is not None:
         load_weights(drafter, directory, target)

@@ -9,16 +9,16 @@ from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import Drafter, has_weights
 from spectrain.errors import UserError
 from spectrain.models.target import Target
-from spectrain.settings.build import build, constructor
+from spectrain.settings.build import constructor
 from spectrain.settings.choices import choice
 
-from .drafter_files import drafter_directory, load_weights, saved_description
+from .drafter_files import build_drafter, drafter_directory, load_weights, saved_description
 
 
 def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Drafter:
     """A drafter as training starts from it: prepared on the data, or with drafter.init the weights of another one."""
     torch.manual_seed(config.trainer.get("seed", 0))
-    drafter: Drafter = build(config.drafter, target=target)
+    drafter = build_drafter(config.drafter, target)
     if config.drafter.get("init") and not has_weights(drafter):
         raise UserError(
             f"drafter.init={config.drafter.init}: this family has no weights beside the target's; go on from a trained target, "

@@ -22,6 +22,7 @@ from spectrain.randomness import DRAFT
 
 from .measurements import Calibration
 from .token_tree import Children, TokenTree
+from .trie import Trie
 
 NEVER = float("-inf")
 LEAST = 1e-20  # chance of a token that can be drawn; far below what a draw meets, far above where float32 ends
@@ -77,10 +78,11 @@ class Rollout(ABC):
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter hands over in a round: how to draft from here, or continuations that are ready, the best first."""
+    """What a drafter hands over in a round: how to draft from here, or continuations that are ready."""
 
     rollout: Rollout | None = None
-    continuations: list[list[list[int]]] | None = None  # of every text: tokens that may follow its root
+    continuations: list[Trie] | None = None  # of every text, below its root: what may follow it, by weight
+    join: Callable[[TokenTree], list[Trie]] | None = None  # what a rollout drafted and what else is known, by calibrated chance
     complete: Callable[[TokenTree], TokenTree] | None = None  # adds to the tree what only drafts, such as mask tokens
 
 
@@ -159,11 +161,14 @@ class TreeBuilder(ABC):
     needs: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency"
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
-        """A round's tree: grown along a rollout, or made of ready continuations."""
+        """A round's tree: grown along a rollout, made of ready continuations, or the best of both."""
         if draft.rollout is not None:
             tree = self.expand(prefix, draft.rollout)
+            if draft.join is not None:  # of what goes by the clock, the size is the measured one
+                room = tree.tokens.shape[1] if self.goes_by_clock else self.budget
+                tree = merged(prefix, draft.join(tree), self, room)
         else:
-            tree = merged(prefix, draft.continuations or [], self.depth, self.budget)
+            tree = merged(prefix, draft.continuations or [], self, self.budget)
         return tree if draft.complete is None else draft.complete(tree)
 
     @abstractmethod
@@ -233,39 +238,25 @@ class RootAlone(TreeBuilder):
     is_chain = is_fixed = keeps_drafted = True
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        return merged(prefix, [], self.depth, self.budget)
+        return merged(prefix, [], self, self.budget)
 
 
-def merged(prefix: Prefix, continuations: list[list[list[int]]], depth: int, budget: int) -> TokenTree:
-    """Continuations as one trie a text, which takes them in their order while it has room; padded to the longest row.
-    Where there are none at all, the root alone."""
-    if not any(map(any, continuations)):
+def merged(prefix: Prefix, tries: list[Trie], builder: TreeBuilder, budget: int) -> TokenTree:
+    """Of the trie of every text what the builder has room for, by weight; padded to the longest row. Where there is nothing
+    at all, the root alone."""
+    chosen = [trie.path(builder.depth) if builder.is_chain else trie.best(builder.depth, budget) for trie in tries]
+    width, device = max(map(len, chosen), default=1), prefix.root.device
+    if width == 1:
         return TokenTree.chain(prefix.root[:, None])
-    rows = [trie(root, known, depth, budget) for root, known in zip(prefix.root.tolist(), continuations)]
-    width, device = max(len(tokens) for tokens, _ in rows), prefix.root.device
-    tokens = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in rows], device=device)
-    parents = torch.tensor([parents + [0] * (width - len(parents)) for _, parents in rows], device=device)
-    valid = torch.tensor([[node < len(tokens) for node in range(width)] for tokens, _ in rows], device=device)
-    if all(len(known) < 2 for known in continuations):
-        return TokenTree.chain(tokens, valid)
-    return TokenTree.of(tokens, parents, valid)
-
-
-def trie(root: int, continuations: list[list[int]], depth: int, budget: int) -> tuple[list[int], list[int]]:
-    """Tokens and parents of a trie below `root` of at most `budget` nodes, the root included."""
-    tokens, parents = [root], [-1]
-    children: dict[tuple[int, int], int] = {}
-    for continuation in continuations:
-        node = 0
-        for token in continuation[:depth]:
-            if (node, token) not in children:
-                if len(tokens) >= budget:
-                    return tokens, parents
-                children[node, token] = len(tokens)
-                tokens.append(token)
-                parents.append(node)
-            node = children[node, token]
-    return tokens, parents
+    rows = []
+    for root, trie, nodes in zip(prefix.root.tolist(), tries, chosen):
+        place = {node: at for at, node in enumerate(nodes)} | {-1: -1}
+        padding = [0] * (width - len(nodes))
+        tokens = [root, *(trie.tokens[node] for node in nodes[1:]), *padding]
+        parents = [*(place[trie.parents[node]] for node in nodes), *padding]
+        rows.append((tokens, parents, [at < len(nodes) for at in range(width)]))
+    columns = [torch.tensor(list(part), device=device) for part in zip(*rows)]  # tokens, parents, valid
+    return TokenTree.chain(columns[0], columns[2]) if builder.is_chain else TokenTree.of(*columns)
 
 
 def drawable(log_q: Tensor, temperature: float) -> Tensor:
@@ -347,7 +338,8 @@ class GrowingTree:
             q = q[:, :count]
         every = torch.ones_like(valid)
         drawn = self.builder.children, q, self.rollout.draft_ids
-        return TokenTree(tokens, parents, valid, every, *drawn, self.levels, self.widest)
+        scores = self.scores.gather(1, keep)
+        return TokenTree(tokens, parents, valid, every, *drawn, self.levels, self.widest, scores=scores)
 
     def _pick(self, width: int) -> tuple[Tensor, Tensor]:
         """Draft ids [B, F, K] of children and their log q; drawn ones in the order of the draw."""

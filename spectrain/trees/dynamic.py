@@ -154,7 +154,9 @@ class DySpec(TreeBuilder):
             for b, row in enumerate(rows):
                 for node, drawn_from in row.q.items():
                     q[b, node] = drawn_from
-        return TokenTree(tokens, parents, valid, torch.ones_like(valid), self.children, q, rollout.draft_ids)
+        values = torch.tensor([row.values + [0.0] * (width - len(row.tokens)) for row in rows], device=device)
+        every = torch.ones_like(valid)
+        return TokenTree(tokens, parents, valid, every, self.children, q, rollout.draft_ids, scores=values.log())
 
 
 class _Row:
@@ -163,6 +165,7 @@ class _Row:
     def __init__(self, builder: DySpec, root: int, source: torch.Generator) -> None:
         self.builder, self.source = builder, source
         self.tokens, self.parents, self.depths = [root], [-1], [0]
+        self.values = [1.0]  # the chance that a node is reached
         self.fed: dict[int, int] = {}  # node -> its order in the rollout
         self.q: dict[int, Tensor] = {}  # what each node's children are drawn from, where the drafter has run it
         self.left: dict[int, Tensor] = {}  # the same, without the children it has
@@ -180,6 +183,7 @@ class _Row:
             chance = float(left[choice])
             node = len(self.tokens)
             self.tokens.append(int(rollout.to_target(choice)))
+            self.values.append(self.values[parent] * float(self.q[parent][choice]))
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1)
             if self.depths[node] < self.builder.reach(rollout):

@@ -40,6 +40,7 @@ class TokenTree:
     height: int | None = None  # no node is deeper, where the host knows it
     most_children: int | None = None  # no node has more that can be emitted, where the host knows it
     pruned: Pruned | None = None
+    scores: Tensor | None = None  # [B, N] log of the drafter's own estimate that a node is kept, where it has one
 
     @classmethod
     def of(cls, tokens: Tensor, parents: Tensor, valid: Tensor | None = None) -> "TokenTree":

@@ -104,7 +104,7 @@ def test_values_are_those_that_a_type_lists() -> None:
 
 def test_words_of_other_commands(place: Path) -> None:
     """Subcommands, shells, recipes, flags, formats and files."""
-    assert offered("data", "") == ["inspect", "regenerate", "store", "verify"]
+    assert offered("data", "") == ["index", "inspect", "regenerate", "store", "verify"]
     assert offered("completion", "") == sorted(SCRIPTS)
     assert offered("recipes", "ea") == ["eagle3"]
     assert offered("doctor", "--") == ["--help", "--json"]
@@ -122,7 +122,7 @@ def test_a_config_dir_adds_its_choices(place: Path) -> None:
     """A family of an outside folder is offered like ours."""
     (place / "mine" / "drafter").mkdir(parents=True)
     (place / "mine" / "drafter" / "random.yaml").write_text("_target_: mine.Random\n")
-    assert offered("train", "--config-dir", "mine", "drafter=r") == ["drafter=random"]
+    assert offered("train", "--config-dir", "mine", "drafter=ra") == ["drafter=random"]
 
 
 @pytest.mark.parametrize("words", [["train", "recipe=eagle3", "drafter."], ["chat", "run="], ["", ""]])

@@ -161,3 +161,9 @@ def test_eval_composes() -> None:
     checked = check_config(whole, TRAIN_KEYS)
     for group in ("tree", "acceptance", "eval"):
         assert isinstance(build(checked[group]), KINDS[group])
+
+
+def test_index_composes() -> None:
+    """The configuration of `data index` passes its check."""
+    checked = check_config(composed("index", "target=tiny", "out=DIR"), ("target", "data", "out"))
+    assert checked.out == "DIR" and checked.data._target_.endswith("Embedded")

@@ -19,6 +19,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Rollout, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.trie import Trie
 from tests.decoding.rounds import placed, proposed
 
 LIMIT = 24
@@ -47,7 +48,7 @@ class Oracle(Drafter):
             rows.append(text[length + 1 : length + 1 + depth])
             if self.slips:
                 rows[-1][(context.round + 2 * row) % depth] ^= 1
-        return Draft(continuations=[[tokens] for tokens in rows])
+        return Draft(continuations=[Trie.of([tokens]) for tokens in rows])
 
     def commit(self, context: Context, accepted: Accepted) -> None:
         if self.inner is not None:
@@ -326,24 +327,6 @@ def test_tree_wider_than_its_budget_fits_the_cache(
     plain = decode(tiny, prompts[:1], Greedy(), LIMIT)
     drafted = decode(tiny, prompts[:1], Greedy(), LIMIT, drafters["eagle3"], builder)
     assert_same(tiny, prompts[0], drafted[0].output, plain[0].output)
-
-
-def looked_up(tokens: list[int], depth: int, longest: int, shortest: int) -> list[int]:
-    """What followed the latest earlier occurrence of the longest suffix that has one."""
-    for size in range(longest, shortest - 1, -1):
-        ends = [end for end in range(size, len(tokens)) if tokens[end - size : end] == tokens[len(tokens) - size :]]
-        if ends and size < len(tokens):
-            return tokens[ends[-1] : ends[-1] + depth]
-    return []
-
-
-@pytest.mark.parametrize("longest, shortest", [(3, 1), (2, 2), (5, 2)])
-def test_ngram_copies_what_followed(tiny: Target, longest: int, shortest: int) -> None:
-    """Over a small alphabet the lookup equals a search over all suffixes."""
-    drafter = Ngram(tiny, longest, shortest)
-    for length in range(1, 40):
-        tokens = torch.randint(0, 4, (length,)).tolist()
-        assert drafter._lookup(tokens, 4) == looked_up(tokens, 4, longest, shortest)
 
 
 @pytest.mark.parametrize("builder", [Chain(5), Eagle2(depth=5, budget=4)], ids=lambda builder: builder.name)

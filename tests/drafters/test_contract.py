@@ -29,7 +29,8 @@ from tests.targets import cut_tiny
 from .toys import FrozenHeads, Independent
 
 FAMILIES = sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "drafter").glob("*.yaml"))
-SMALL: dict[str, dict[str, Any]] = {"eagle3": {"vocab_size": 512, "ttt_steps": 3}}
+EAGLE3 = {"vocab_size": 512, "ttt_steps": 3}
+SMALL: dict[str, dict[str, Any]] = {"eagle3": EAGLE3, "hybrid": {"inner": {"choice": "eagle3", **EAGLE3}}}
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "tie_word_embeddings": False,
@@ -39,6 +40,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa full": ("medusa", {"adapt": "full"}),
     "early exit lora": ("early_exit", {"adapt": "lora", "rotate": 2}),
     "early exit gradual": ("early_exit", {"curriculum": "gradual", "dropout_schedule": "exponential"}),
+    "hybrid over heads": ("hybrid", {"inner": {"choice": "medusa", "num_heads": 2}}),
+    "hybrid over an exit": ("hybrid", {"inner": "early_exit"}),
+    "hybrid over a model": ("hybrid", {"inner": {"choice": "causal", "num_layers": 1}}),
+    "hybrid over masks": ("hybrid", {"inner": "gated_lora"}),
     "skipping the middle": ("layer_skip", {"skipped": [1]}),
     "eagle3 with norms": (
         "eagle3",

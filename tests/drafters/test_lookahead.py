@@ -15,8 +15,9 @@ from spectrain.models.features import Features
 from spectrain.models.forward_plan import TEXT, ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
-from spectrain.trees.base import Draft, trie
+from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.trie import Trie
 
 LIMIT = 40
 TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
@@ -175,10 +176,12 @@ def test_the_newest_guesses_are_kept(tiny: Target) -> None:
     assert row.pool == {5: [(5, 1, 6), (5, 3, 4), (5, 9, 9)], 6: [(6, 1, 1)]}
     row.pool[5].append((5, 3, 8))
     row.tail = [7, 5]
-    assert trie(5, row.guesses(), 2, 10) == ([5, 3, 8, 9, 9, 4, 1, 6], [-1, 0, 1, 0, 3, 1, 0, 6])
-    assert trie(5, row.guesses(), 2, 3) == ([5, 3, 8], [-1, 0, 1])
-    assert trie(5, row.guesses(), 1, 10) == ([5, 3, 9, 1], [-1, 0, 0, 0])
-    assert trie(5, row.guesses(), 2, 1) == ([5], [-1])
+    known = Trie.of(row.guesses())
+    kept = {(depth, budget): known.best(depth, budget) for depth, budget in ((2, 10), (2, 3), (1, 10), (2, 1))}
+    assert [known.tokens[node] for node in kept[2, 10]] == [-1, 3, 8, 9, 9, 4, 1, 6]
+    assert known.parents == [-1, 0, 1, 0, 3, 1, 0, 6]
+    assert [known.tokens[node] for node in kept[2, 3]] == [-1, 3, 8] and kept[2, 1] == [0]
+    assert [known.tokens[node] for node in kept[1, 10]] == [-1, 3, 9, 1]
 
 
 @pytest.mark.parametrize("pool_from_prompt", [True, False])

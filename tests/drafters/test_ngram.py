@@ -1,32 +1,81 @@
 """Prompt lookup reads only what is new, and finds what a search of the whole text finds."""
 
 import time
+from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from spectrain.drafters.ngram import Index, Ngram
+from spectrain.drafters.ngram import Ngram
+from spectrain.drafters.shared.copies import IndexedText
+from spectrain.errors import UserError
 from spectrain.models.target import Target
-from spectrain.trees import Chain
+from spectrain.trees import Chain, Eagle2
 from tests.decoding.rounds import placed, proposed
 
 
-def searched(tokens: list[int], depth: int, longest: int, shortest: int) -> list[int]:
-    """What followed the latest earlier occurrence of the longest suffix that has one, by trying every place."""
-    for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
-        for start in range(len(tokens) - size - 1, -1, -1):
-            if tokens[start : start + size] == tokens[-size:]:
-                return tokens[start + size : start + size + depth]
-    return []
+def continuing(tokens: Sequence[int], end: int, depth: int) -> list[int]:
+    """What follows a place, if the text goes on as from there."""
+    longer = list(tokens)
+    for step in range(depth):
+        longer.append(longer[end + step])
+    return longer[end : end + depth]
 
 
-@pytest.mark.parametrize("longest, shortest", [(3, 1), (2, 2), (5, 2)])
-def test_a_kept_index_equals_a_search(tiny: Target, longest: int, shortest: int) -> None:
+def searched(tokens: list[int], depth: int, longest: int, shortest: int, most: int = 64) -> list[tuple[int, list[int]]]:
+    """Every earlier place that reads like the text's end, by trying all: how many tokens match, and what follows."""
+    found = []
+    for end in range(1, len(tokens)):
+        sizes = [n for n in range(shortest, min(longest, end) + 1) if tokens[end - n : end] == tokens[len(tokens) - n :]]
+        if sizes:
+            found.append((-max(sizes), -end))
+    return [(-length, continuing(tokens, -end, depth)) for length, end in sorted(found)[:most]]
+
+
+def heaviest(found: list[tuple[int, list[int]]], depth: int) -> list[int]:
+    """The path that always takes the token with most weight behind it, of equals the first."""
+    path: list[int] = []
+    while len(path) < depth:
+        weights: dict[int, float] = defaultdict(float)
+        for rank, (length, tokens) in enumerate(found):
+            if tokens[: len(path)] == path:
+                weights[tokens[len(path)]] += 2.0**length * 0.97**rank
+        if not weights:
+            break
+        path.append(max(weights, key=lambda token: weights[token]))
+    return path
+
+
+@pytest.mark.parametrize("longest, shortest, most", [(3, 1, 64), (2, 2, 64), (5, 2, 64), (3, 1, 4)])
+def test_a_kept_index_equals_a_search(longest: int, shortest: int, most: int) -> None:
     """Over a text that grows by a few tokens at a time, the index gives what a search gives each time."""
-    drafter, index, tokens = Ngram(tiny, longest, shortest), Index(), [1]
+    text = IndexedText([1], longest)
     for step in range(60):
-        tokens += torch.randint(0, 4, (step % 5,)).tolist()
-        assert drafter._lookup(tokens, 4, index) == searched(tokens, 4, longest, shortest)
+        text.tokens += torch.randint(0, 4, (step % 5,)).tolist()
+        found = text.occurrences(4, most, shortest)
+        assert [(one.length, one.tokens) for one in found] == searched(text.tokens, 4, longest, shortest, most)
+
+
+def test_a_copy_goes_on_past_the_texts_end(tiny: Target) -> None:
+    """A text that repeats itself is drafted to the full depth, however close to its end the match lies."""
+    builder = Chain(6)
+    tree = proposed(Ngram(tiny), placed(tiny, [[9, 5, 6, 5, 6]], builder), builder)
+    assert tree.tokens.tolist() == [[6, 5, 6, 5, 6, 5, 6]]
+
+
+def test_all_matches_are_one_tree(tiny: Target) -> None:
+    """What followed at every earlier place branches below the root, the heaviest nodes first; a chain stays a chain."""
+    text = [5, 7, 1, 5, 8, 2, 5, 7, 3, 5]
+    wide, chain = Eagle2(depth=2, budget=6), Chain(2)
+    tree = proposed(Ngram(tiny), placed(tiny, [text], wide), wide)
+    tree.check()
+    above = tree.parents[0].tolist()
+    paths = {(tree.tokens[0, above[node]].item(), tree.tokens[0, node].item()) for node in range(1, tree.tokens.shape[1])}
+    assert paths == {(5, 7), (5, 8), (7, 3), (8, 2), (7, 1)}
+    assert proposed(Ngram(tiny), placed(tiny, [text], chain), chain).tokens.tolist() == [[5, 7, 3]]
+    small = Eagle2(depth=2, budget=3)
+    assert proposed(Ngram(tiny), placed(tiny, [text], small), small).tokens.tolist() == [[5, 7, 3]]
 
 
 def test_rounds_and_rows_are_kept_apart(tiny: Target) -> None:
@@ -39,20 +88,25 @@ def test_rounds_and_rows_are_kept_apart(tiny: Target) -> None:
             builder = Chain(3)
             tree = proposed(drafter, placed(tiny, texts, builder, news, round), builder)
             for text, tokens, valid in zip(texts, tree.tokens.tolist(), tree.valid.tolist()):
-                assert tokens[: sum(valid)] == [text[-1], *searched(text, 3, 3, 1)]
+                assert tokens[: sum(valid)] == [text[-1], *heaviest(searched(text, 3, 3, 1), 3)]
             news = [1 + round % 3, 2, 0]
             texts = [text + torch.randint(0, 4, (count,)).tolist() for text, count in zip(texts, news)]
 
 
-def test_a_long_text_costs_no_more(tiny: Target) -> None:
+def test_a_long_text_costs_no_more() -> None:
     """A lookup behind 20000 tokens that are known takes well below a millisecond."""
-    drafter, index = Ngram(tiny), Index()
-    tokens = torch.randint(0, 4000, (20000,)).tolist()
-    drafter._lookup(tokens, 4, index)
+    text = IndexedText(torch.randint(0, 4000, (20000,)).tolist(), 3)
+    text.occurrences(4, 64)
     seconds = []
     for token in range(20):
-        tokens.append(5000 + token)  # seen nowhere: a search would read all of the text, three times
+        text.tokens.append(5000 + token)  # seen nowhere: a search would read all of the text, three times
         began = time.perf_counter()
-        assert drafter._lookup(tokens, 4, index) == []
+        assert text.occurrences(4, 64) == []
         seconds.append(time.perf_counter() - began)
     assert min(seconds) < 5e-4
+
+
+@pytest.mark.parametrize("options", [{"longest": 0}, {"shortest": 0}, {"shortest": 4}, {"matches": 0}])
+def test_wrong_settings_are_told(tiny: Target, options: dict[str, int]) -> None:
+    with pytest.raises(UserError, match="drafter.*: use 1"):
+        Ngram(tiny, **options)

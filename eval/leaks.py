@@ -1,0 +1,41 @@
+"""Whether a store that a drafter copies from holds what is scored: that would measure memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from spectrain.data.datastore import Datastore, phrase_hashes, text_hash
+from spectrain.errors import UserError
+from spectrain.eval.metrics import Turn
+from spectrain.eval.prompts import Prompt
+
+TELLING = 16  # tokens of an answer from which on saying the same is no chance
+ALIKE = 0.5  # of a prompt's phrases
+
+
+def refuse_prompts(store: Datastore, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """Refuse a store that holds a prompt's questions, word by word; what the store is, and how many prompts are much like
+    what it holds."""
+    known, phrases = set(store.questions.tolist()), set(store.phrases.tolist())
+    near = 0
+    for prompt in prompts:
+        if any(text_hash(turn) in known for turn in prompt.turns):
+            raise UserError(
+                f"drafter.store={store.folder}: it holds the question of prompt {prompt.id}, which is to be scored; score "
+                "other prompts, or index the data without them"
+            )
+        asked = set().union(*map(phrase_hashes, prompt.turns))
+        near += len(asked & phrases) >= ALIKE * len(asked)
+    return {**store.facts, "near_duplicates": near}
+
+
+def refuse_answers(store: Datastore, turns: Sequence[Turn], tokenizer: Any) -> None:
+    """Refuse a store that holds a scored answer from its first token to its last."""
+    known = set(store.answers.tolist())
+    for turn in turns:
+        tokens = turn.autoregressive.output
+        said = text_hash(tokenizer.decode(tokens, skip_special_tokens=True))
+        if len(tokens) >= TELLING and (said in known or store.holds(tokens)):
+            raise UserError(
+                f"drafter.store={store.folder}: it holds the answer to prompt {turn.id}, which is scored; score other prompts, "
+                "or index the data without them"
+            )

@@ -1,0 +1,102 @@
+"""A drafter and copies in one tree (RASD, Quan et al., 2025). Shapes: B batch, N nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from spectrain.data.datastore import Datastore
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch
+from spectrain.models.features import Features
+from spectrain.settings.build import build
+from spectrain.settings.choices import looked_up
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted, TokenTree
+from spectrain.trees.trie import Trie
+
+from .abilities import DraftingCost, SavedFiles
+from .base import Drafter, Losses, Stage, TrainingState
+from .context import Context
+from .shared.copies import Copying
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+
+class Hybrid(Drafter):
+    """The tree that a builder grows along the drafter `inner`, and what retrieval knows, merged under the builder's budget by
+    calibrated chance; the share of each is learnt while decoding. Trained, it trains the drafter inside.
+
+    The copies are those of drafter=retrieval, with its settings.
+    """
+
+    cost = DraftingCost(
+        extra_nodes=lambda drafter, builder: drafter.inner.cost.extra_nodes(drafter.inner, builder),
+        passes=lambda drafter, depth: drafter.inner.cost.passes(drafter.inner, depth),
+        weights=lambda drafter, target: drafter.inner.cost.weights(drafter.inner, target),
+        verified_from=lambda drafter: drafter.inner.cost.verified_from(drafter.inner),
+    )
+    saved = SavedFiles(inner="inner", settings=lambda drafter: {"inner": drafter.description})
+
+    def __init__(
+        self,
+        target: Target,
+        inner: str | dict[str, Any] = "eagle3",  # a run folder or drafter directory, or a choice, alone or with settings
+        store: str | None = None,  # a folder that spectrain data index wrote; null: the text alone
+        longest: int = 6,  # tokens of the text's end that are looked for in the text itself
+        matches: int = 200,  # places of each source that are read at most
+        enough: int = 64,  # with fewer places in the store, shorter ends of the text are looked for
+    ) -> None:
+        super().__init__()
+        given: dict[str, Any] = {"choice": inner} if isinstance(inner, str) else inner
+        self.inner: Drafter = build(looked_up("drafter", given, "drafter.inner"), target=target)
+        has = self.inner.abilities
+        if has.copies_text or has.undrawn:
+            raise UserError(
+                f"drafter.inner={given.get('choice')}: it copies too; name one that drafts, or use drafter=retrieval"
+            )
+        self.description = {**given, **self.inner.saved.settings(self.inner)}
+        known = None if store is None else Datastore(store, target.tokenizer)
+        self.copying = Copying(known, longest, matches, enough)
+        self.layers = self.inner.layers
+        self.abilities = replace(
+            has, capture=None, exits=None, tuning=None, undrawn=True, datastore=lambda drafter: drafter.copying.store
+        )
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        return self.inner.stages
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        return self.inner.loss(batch, target, state)
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        self.inner.prepare(target, token_counts)
+
+    def draft(self, context: Context) -> Draft:
+        self.copying.propose(context)
+        draft = self.inner.draft(context)
+        if draft.rollout is None:  # a round in which it cannot draft
+            return replace(draft, continuations=self._tries())
+        return replace(draft, join=self._joined)
+
+    def verify(self, context: Context, tree: TokenTree) -> Features:
+        return self.inner.verify(context, tree)
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        self.inner.commit(context, accepted)
+
+    def _joined(self, tree: TokenTree) -> list[Trie]:
+        """What is known of every text, the drafter's nodes [B, N] among it."""
+        assert tree.scores is not None
+        nodes = (tree.tokens, tree.parents, tree.scores, tree.valid)
+        for proposal, *row in zip(self.copying.proposals, *(part.tolist() for part in nodes)):
+            proposal.draft(*row)
+        return self._tries()
+
+    def _tries(self) -> list[Trie]:
+        return [proposal.weighed(self.copying.chances) for proposal in self.copying.proposals]

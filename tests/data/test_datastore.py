@@ -1,0 +1,137 @@
+"""A store finds what a search of all its texts finds, and refuses what is not its own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from spectrain.data.chat import tokenize
+from spectrain.data.datastore import (
+    END,
+    LONGEST,
+    Datastore,
+    phrase_hashes,
+    suffix_array,
+    text_hash,
+    vocabulary_hash,
+    write_store,
+)
+from spectrain.data.index import index
+from spectrain.errors import UserError
+from spectrain.models.target import Target
+
+
+class Numbers:
+    """A tokenizer of eight tokens."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {str(number): number for number in range(8)}
+
+    def __len__(self) -> int:
+        return 8
+
+
+def stored(folder: Path, texts: list[list[int]], asked: tuple[str, ...] = (), answered: tuple[str, ...] = ()) -> Datastore:
+    write_store(folder, texts, asked, answered, {"tokenizer": vocabulary_hash(Numbers())})
+    return Datastore(str(folder), Numbers())
+
+
+@pytest.mark.parametrize("size, kinds", [(1, 1), (2, 1), (40, 1), (200, 2), (300, 50)])
+def test_suffixes_are_sorted(size: int, kinds: int) -> None:
+    """By their first 16 tokens, an end before everything, and then by place."""
+    tokens = torch.randint(-1, kinds, (size,)).numpy().astype(np.int32)
+    listed = tokens.tolist()
+    assert suffix_array(tokens).tolist() == sorted(range(size), key=lambda at: (listed[at : at + LONGEST], at))
+
+
+@pytest.mark.parametrize("most, enough", [(200, 1), (200, 8), (5, 64), (1, 1)])
+def test_a_store_equals_a_search(tmp_path: Path, most: int, enough: int) -> None:
+    """The longest matches first and shorter ones until there are enough, every place once, none past a text's end."""
+    texts = [torch.randint(0, 3, (30,)).tolist() for _ in range(4)]
+    store = stored(tmp_path / "store", texts)
+    whole = [token for text in texts for token in (*text, END)]
+    for _ in range(40):
+        text = torch.randint(0, 4, (6,)).tolist()
+        wanted: dict[int, int] = {}
+        for length in range(6, 0, -1):
+            ends = [end for end in range(length, len(whole) + 1) if whole[end - length : end] == text[-length:]]
+            if len(wanted) < enough:
+                wanted |= {end: length for end in ends if end not in wanted}
+        found = list(store.occurrences(text, 3, most, enough))
+        following = [(length, whole[end : end + 3]) for end, length in wanted.items()]
+        following = [(length, rest[: rest.index(END)] if END in rest else rest) for length, rest in following]
+        following = [(length, rest) for length, rest in following if rest]
+        assert len(found) <= most and all(one in following for one in found)
+        if most == 200:
+            assert sorted(found) == sorted(following) and [n for n, _ in found] == sorted((n for n, _ in found), reverse=True)
+
+
+def test_longer_texts_are_found_whole(tmp_path: Path) -> None:
+    text = torch.randint(0, 3, (60,)).tolist()
+    store = stored(tmp_path / "store", [text, text[:20]])
+    assert store.holds(text) and store.holds(text[5:50]) and not store.holds([*text[:59], 7])
+    assert store.longest_match([7, *text[10:40]]) == LONGEST and store.longest_match([7]) == 0
+
+
+def test_words_are_hashed() -> None:
+    """Case, spaces and signs make no difference; a phrase has five words."""
+    assert text_hash("What is  a Bee?") == text_hash("what is a bee") != text_hash("what is a bea")
+    assert len(phrase_hashes("one two three four five six")) == 2 and len(phrase_hashes("one")) == 1
+
+
+def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
+    """No folder, another tokenizer's texts, arrays of other types or with places out of range, and pickles: nothing is run."""
+    folder = tmp_path / "store"
+    stored(folder, [[1, 2, 3]])
+    with pytest.raises(UserError, match="there is no store"):
+        Datastore(str(tmp_path / "other"), Numbers())
+
+    def refused(name: str, content: Any) -> None:
+        path = folder / name
+        kept = path.read_bytes()
+        if isinstance(content, str):
+            path.write_text(content)
+        else:
+            np.save(path, content, allow_pickle=True)
+        with pytest.raises(UserError):
+            Datastore(str(folder), Numbers())
+        path.write_bytes(kept)
+
+    refused("index.json", json.dumps({"tokenizer": "another"}))
+    refused("index.json", "[]")
+    refused("tokens.npy", np.array([1, 2, 9, -1], dtype=np.int32))
+    refused("suffixes.npy", np.array([0, 1, 2, 4], dtype=np.int32))
+    refused("suffixes.npy", np.array([0, 1], dtype=np.int32))
+    refused("suffixes.npy", np.array([0, 1, 2, 3], dtype=np.int64))
+    refused("answers.npy", np.array([{"a": 1}], dtype=object))
+    refused("phrases.npy", "no array")
+    Datastore(str(folder), Numbers())
+
+
+def test_data_becomes_a_store(shallow: Target, shallow_folder: Path, tmp_path: Path) -> None:
+    """Answers with what comes just before them, hashes of what was asked and answered, and where all of it is from."""
+    said = [("What is a bee?", "A bee is an insect."), ("And a fly?", "That is one too.")]
+    lines = [{"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]} for a, b in said]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = OmegaConf.create(
+        {
+            "target": {"_target_": "spectrain.models.loading.load_hf", "model": str(shallow_folder)},
+            "data": {"_target_": "spectrain.data.readers.Jsonl", "path": str(tmp_path / "chats.jsonl")},
+            "out": str(tmp_path / "store"),
+        }
+    )
+    index(config)
+    store = Datastore(str(tmp_path / "store"), shallow.tokenizer)
+    assert sorted(store.questions.tolist()) == sorted(text_hash(question) for question, _ in said)
+    assert sorted(store.answers.tolist()) == sorted(text_hash(answer) for _, answer in said)
+    (example,) = tokenize(shallow.tokenizer, lines[0]["messages"])
+    first = example.mask.index(True)
+    assert store.holds(example.tokens[first - LONGEST :]) and not store.holds(example.tokens[first - LONGEST - 1 :])
+    assert store.facts["conversations"] == 2 and store.facts["tokens"] == len(store.tokens) and "spectrain" in str(store.facts)
+    for out, words in {str(tmp_path / "store"): "there already", "": "say where"}.items():
+        with pytest.raises(UserError, match=words):
+            index(OmegaConf.merge(config, {"out": out}))

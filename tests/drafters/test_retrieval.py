@@ -1,0 +1,130 @@
+"""Copies of the text and of a store, alone and beside a drafter: one tree, whose chances are learnt."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.data.datastore import vocabulary_hash, write_store
+from spectrain.decoding.acceptance import Greedy, Match, Recursive
+from spectrain.decoding.calibration import calibrate
+from spectrain.decoding.loop import decode
+from spectrain.decoding.session import check
+from spectrain.drafters.hybrid import Hybrid
+from spectrain.drafters.retrieval import Retrieval
+from spectrain.drafters.shared.copies import Chances, Occurrence, Proposal
+from spectrain.errors import UserError
+from spectrain.models.target import Target
+from spectrain.runs.drafter_files import build_drafter, save_drafter, saved_description
+from spectrain.settings.build import build
+from spectrain.trees import Chain, DySpec, Eagle2, Static, TreeBuilder
+from tests.decoding.rounds import Keeping
+from tests.drafters.test_contract import EAGLE3, composed
+
+INNER = {"choice": "eagle3", **EAGLE3}
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    return [torch.randint(3, 2000, (length,)).tolist() for length in (7, 4)]
+
+
+@pytest.fixture
+def store(shallow: Target, prompts: list[list[int]], tmp_path: Path) -> str:
+    """A store of what the target says, with a wrong token now and then."""
+    answers = [one.output for one in decode(shallow, prompts, Greedy(), 24)]
+    texts = [[*prompt, *(token ^ (at % 7 == 6) for at, token in enumerate(said))] for prompt, said in zip(prompts, answers)]
+    write_store(tmp_path / "store", texts, ["What?"], [], {"tokenizer": vocabulary_hash(shallow.tokenizer)})
+    return str(tmp_path / "store")
+
+
+@pytest.mark.parametrize("builder", [Chain(4), Eagle2(4, 10, 3), DySpec(4, 10, children="deterministic")], ids=lambda b: b.name)
+@pytest.mark.parametrize("family", ["retrieval", "hybrid"])
+def test_drafted_equals_plain(shallow: Target, prompts: list[list[int]], store: str, family: str, builder: TreeBuilder) -> None:
+    """Greedily and by matching; trees keep their budget, siblings are merged, a chain is one, and the store is copied from."""
+    for rule in (Greedy(), Match(0.8, seed=3)):
+        drafter = Retrieval(shallow, store) if family == "retrieval" else Hybrid(shallow, INNER, store).eval()
+        kept = Keeping(builder)
+        plain, found = decode(shallow, prompts, rule, 24), decode(shallow, prompts, rule, 24, drafter, kept)
+        assert [one.output for one in found] == [one.output for one in plain]
+        for tree in kept.trees:
+            tree.check()
+            assert tree.tokens.shape[1] <= builder.budget and int(tree.depths.max()) <= builder.depth
+            assert not builder.is_chain or tree.is_chain
+        if rule.name == "greedy":
+            assert max(count for one in found for count in one.accepted) > 2
+
+
+def test_sources_meet_in_one_tree(shallow: Target) -> None:
+    """What two sources say of the same path is one node with two sayings, and the surest of them counts."""
+    proposal, chances = Proposal(), Chances()
+    proposal.copy("context", [Occurrence(2, [5, 6]), Occurrence(1, [5, 7])], 0)
+    proposal.draft([1, 5, 9, 8], [-1, 0, 0, 1], [0.0, -0.1, -3.0, -0.2], [True, True, False, True])
+    trie = proposal.weighed(chances)
+    assert trie.tokens == [-1, 5, 6, 7, 8] and [len(sayings) for sayings in proposal.sayings] == [0, 2, 1, 1, 1]
+    assert trie.weights[1] == max(map(chances, proposal.sayings[1])) and trie.weights[0] == 1
+    assert all(trie.weights[node] <= trie.weights[trie.parents[node]] for node in range(1, len(trie)))
+
+
+def test_trust_is_learnt(shallow: Target) -> None:
+    """A source that is always wrong falls behind one that is always right, and no node is judged where the path left it."""
+    chances = Chances()
+    for _ in range(30):
+        proposal = Proposal()
+        proposal.copy("context", [Occurrence(3, [5, 6])], 0)
+        proposal.copy("store", [Occurrence(3, [7, 8])], 0)
+        chances.learn(proposal, [7, 9])
+    trie = proposal.weighed(chances)
+    context, below, store, _ = trie.weights[1:]
+    assert store > 0.9 and context < 0.1 and trie.best(1, 2) == [0, 3]
+    trials = {key: count for key, count in chances.trials.items() if key.source == "context"}
+    assert list(trials.values()) == [30] and below <= context
+
+
+def test_a_hybrid_judges_every_source(shallow: Target, prompts: list[list[int]], store: str) -> None:
+    """What the drafter, the text and the store say is judged by what follows."""
+    drafter = Hybrid(shallow, INNER, store).eval()
+    decode(shallow, prompts, Greedy(), 24, drafter, Eagle2(4, 10, 3))
+    trials, hits = drafter.copying.chances.trials, drafter.copying.chances.hits
+    assert {key.source for key, count in trials.items() if count} == {"context", "store", "drafter"}
+    assert all(0 <= hits[key] <= count for key, count in trials.items())
+
+
+def test_what_weighs_q_is_refused(shallow: Target) -> None:
+    """Copies have no q, and none is drawn."""
+    for drafter in (Retrieval(shallow), Hybrid(shallow, INNER)):
+        with pytest.raises(UserError, match="acceptance=recursive.*copied tokens have none"):
+            check(drafter, Chain(2), Recursive())
+        check(drafter, Chain(2), Match(1.0))
+    with pytest.raises(UserError, match="tree.children=sampled: copied tokens are not drawn"):
+        check(drafter, Chain(2, "sampled"), Match(1.0))
+
+
+def test_a_hybrid_takes_a_drafter_by_its_directory(shallow: Target, tmp_path: Path) -> None:
+    """With its settings and weights, and, saved, is whole without that directory; what copies itself is no drafter inside."""
+    inner: Any = build({**composed("drafter=eagle3").drafter, **EAGLE3}, target=shallow)
+    config = composed("drafter=eagle3", "target=tiny", "+drafter.vocab_size=512", "+drafter.ttt_steps=3")
+    save_drafter(tmp_path / "inner", inner, config)
+    node = {"_target_": "spectrain.drafters.hybrid.Hybrid", "inner": str(tmp_path / "inner")}
+    drafter: Any = build_drafter(node, shallow)
+    assert drafter.inner.state_dict().keys() == inner.state_dict().keys()
+    assert all(torch.equal(value, drafter.inner.state_dict()[key]) for key, value in inner.state_dict().items())
+    save_drafter(tmp_path / "whole", drafter, composed("drafter=hybrid", "target=tiny"))
+    saved = saved_description(tmp_path / "whole", None)["drafter"]
+    assert saved["inner"]["choice"] == "eagle3" and saved["inner"]["vocab_size"] == 512
+    assert build(saved, target=shallow).state_dict().keys() == drafter.state_dict().keys()
+    for wrong, words in {"ngram": "copies too", "retrieval": "copies too", "no/such": "no drafter in it"}.items():
+        with pytest.raises(UserError, match=words):
+            build_drafter({**node, "inner": wrong}, shallow)
+    with pytest.raises(UserError, match="_target_"):
+        build({**node, "inner": {"choice": "eagle3", "architecture": {"_target_": "os.system"}}}, target=shallow)
+
+
+def test_trees_are_searched_over_the_drafters_own_hits(shallow: Target, prompts: list[list[int]], store: str) -> None:
+    """Calibration forces chains on the drafter inside, without copies; what is decoded then has both and is the target's."""
+    drafter, builder = Hybrid(shallow, INNER, store).eval(), Static(depth=3, budget=6)
+    calibrate(shallow, drafter, [builder], Greedy(), prompts[:1], 8)
+    found = decode(shallow, prompts, Greedy(), 24, drafter, builder)
+    assert builder.paths
+    assert [one.output for one in found] == [one.output for one in decode(shallow, prompts, Greedy(), 24)]
