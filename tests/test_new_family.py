@@ -76,6 +76,7 @@ def test_others_show_the_same_commands(document: str) -> None:
     assert commands(document) == commands("CONTRIBUTING.md")
 
 
+@pytest.mark.slow
 def test_the_documented_commands_train_and_score(run: Path) -> None:
     """With a tree and with a chain every output is the target's, and the trained drafter gains more than the untrained one."""
     for name in ("heldout", "chain"):

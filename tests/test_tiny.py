@@ -31,6 +31,7 @@ def acceptance(tiny: Target, prompts: list[list[int]], drafter: Drafter, builder
     return sum(rounds) / len(rounds)
 
 
+@pytest.mark.slow
 def test_entropy_of_held_out_text(tiny: Target, prompts: list[list[int]]) -> None:
     """Over its own sampled answers to held-out prompts, the next token has at least two nats of entropy."""
     entropies = []
@@ -43,11 +44,13 @@ def test_entropy_of_held_out_text(tiny: Target, prompts: list[list[int]]) -> Non
     assert torch.cat(entropies).mean() >= 2.0
 
 
+@pytest.mark.slow
 def test_copying_does_not_explain_it(tiny: Target, prompts: list[list[int]]) -> None:
     """N-gram lookup accepts at most two tokens a forward."""
     assert acceptance(tiny, prompts, Ngram(tiny), Chain(3)) <= 2.0
 
 
+@pytest.mark.slow
 def test_an_untrained_drafter_knows_nothing(tiny: Target, prompts: list[list[int]]) -> None:
     """EAGLE-3 before its first step accepts fewer than 1.2 tokens a forward, even with a tree."""
     drafter = Eagle3(tiny, ttt_steps=3).eval()

@@ -76,8 +76,7 @@ class Recurrent(VocabularyDrafter):
         hidden, terms = self.start(final), {}
         hits, counts = torch.zeros(2, self.num_steps, device=final.device)
         for step in range(self.num_steps):
-            following = batch.tokens.roll(-1 - step, dims=1)  # never judged beyond a text's end
-            hidden = state.checkpointed(self.read, following, hidden)
+            hidden = state.checkpointed(self.read, batch.tokens.roll(-1 - step, dims=1), hidden)  # never judged past the end
             rows = supervision.rows(step)
             found, right = supervision.judge(self.hidden(final[rows], hidden[rows]), self.lm_head, supervision.answers(step))
             terms[f"step{step}"] = self.step_decay**step * found

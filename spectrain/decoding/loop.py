@@ -136,8 +136,10 @@ class Eager:
             with clock(part):
                 outcome = next(parts)
         assert outcome is not None
-        numbers = torch.cat([outcome.counts[:, None], outcome.tree.numbers, outcome.emitted], dim=1).tolist()
-        lines = [Line(tokens[:count], *counted) for count, *counted, tokens in ((*row[:6], row[6:]) for row in numbers)]
+        counted = outcome.tree.numbers
+        numbers = torch.cat([outcome.counts[:, None], counted, outcome.emitted], dim=1).tolist()  # the only synchronisation
+        first = 1 + counted.shape[1]
+        lines = [Line(row[first : first + row[0]], *row[1:first]) for row in numbers]
         seconds = clock.lap()
         self.builder.observe(Round(outcome.tree, outcome.logits, outcome.counts, seconds))
         return [(lines, seconds)]

@@ -33,7 +33,7 @@ from .sharding import Sharding
 
 
 class Target(nn.Module):
-    """A causal LM whose output is wanted. Frozen unless a drafter's `param_groups` names its parameters."""
+    """A causal LM whose output is wanted. Frozen unless a stage of a drafter's training names its parameters."""
 
     def __init__(
         self, model: nn.Module, tokenizer: PreTrainedTokenizerBase, name: str, path: str, sharding: Sharding = "none"

@@ -83,9 +83,9 @@ def score(
 ) -> dict[str, Any]:
     """Run an evaluation and write its results below the run folder, or `place`."""
     folder = (place or run) / "eval" / evaluation.name
-    keep_earlier(folder)
     with written(folder, folder=True) as scratch:  # a folder that cannot be written is told before anything is decoded
         summary: dict[str, Any] = evaluation.score(candidate(config, run, target, drafter, dataset, scratch), scratch)
+        keep_earlier(folder)
     print(f"written to {folder}")
     tracker.scored(summary, folder)
     return summary

@@ -150,14 +150,14 @@ class TreeBuilder(ABC):
     budget: int  # nodes that the target verifies at most, the root included
     drafted: int  # nodes at most that are given to a rollout, which its cache must hold
     children: Children = "deterministic"  # how a node's children are chosen; acceptance rules depend on it
-    temperature = 1.0  # of the distribution that drawn children are drawn from
-    seed = 0
-    is_chain = False
-    by_level = True  # nodes that are given to a rollout together are equally deep
-    keeps_drafted = False  # every node that it gives to a rollout is in its tree
-    is_fixed = False  # its trees have one size and depth, found without a host-device synchronisation
-    goes_by_clock = False  # what it drafts depends on measured times
-    learns_from_trees = False  # it learns from the trees that were verified, so pruned ones mislead it
+    temperature: float = 1.0  # of the distribution that drawn children are drawn from
+    seed: int = 0
+    is_chain: bool = False
+    by_level: bool = True  # nodes that are given to a rollout together are equally deep
+    keeps_drafted: bool = False  # every node that it gives to a rollout is in its tree
+    is_fixed: bool = False  # its trees have one size and depth, found without a host-device synchronisation
+    goes_by_clock: bool = False  # what it drafts depends on measured times
+    learns_from_trees: bool = False  # it learns from the trees that were verified, so pruned ones mislead it
     needs: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency"
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
@@ -208,11 +208,9 @@ class WrappedBuilder(TreeBuilder):
 
     def __init__(self, builder: TreeBuilder) -> None:
         self.builder = builder
-        self.name, self.depth, self.budget, self.drafted = builder.name, builder.depth, builder.budget, builder.drafted
-        self.children, self.temperature, self.seed = builder.children, builder.temperature, builder.seed
-        self.is_chain, self.needs, self.goes_by_clock = builder.is_chain, builder.needs, builder.goes_by_clock
-        self.by_level, self.keeps_drafted = builder.by_level, builder.keeps_drafted
-        self.learns_from_trees = builder.learns_from_trees
+        for name in TreeBuilder.__annotations__:  # what a builder says of itself
+            setattr(self, name, getattr(builder, name))
+        self.is_fixed = False  # what is around it may look at numbers
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
         return self.builder.grow(prefix, draft)

@@ -137,6 +137,7 @@ def eagle3(tiny: Target) -> Eagle3:
     return drafter.to(tiny.device, tiny.dtype).eval()
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("pattern", ["..d", "d.", ".d..dd", "...."])
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
 @pytest.mark.parametrize("batch", [1, 3])
@@ -156,6 +157,7 @@ def test_switching_keeps_the_output(
         assert tokens == pytest.approx(sum(counts) / len(counts))
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("pattern", ["..d", "d.", ".d..dd"])
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
 @pytest.mark.parametrize("batch", [1, 3])

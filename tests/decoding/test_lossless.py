@@ -318,6 +318,7 @@ def trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
 # What is lossless
 
 
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CHAINS)
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
@@ -329,6 +330,7 @@ def test_drawn_chains_are_lossless(rule: Walking, name: str, kind: str) -> None:
             assert found == target_joint(p, length)
 
 
+@pytest.mark.sweep(9)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", BRANCHING)
@@ -539,6 +541,7 @@ def test_traversal_of_a_chain_is_block_verification(name: str, kind: str) -> Non
         assert accepted_lengths(Traversal(), draft, p, q, False) == accepted_lengths(Block(), draft, p, q, False)
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["2", "3", "2-1", "1-2", "2-2", "lopsided"])
@@ -747,9 +750,9 @@ def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: Typical) -
     return tree.paths[kept[-1]], bonus
 
 
-def test_only_typical_says_that_it_is_lossy() -> None:
-    """Typical acceptance is not lossless and says so; every other rule is."""
-    assert not Typical.lossless
+def test_lossy_rules_say_so() -> None:
+    """Typical acceptance, and the interleaving that on-policy training writes with, are not lossless; every other rule is."""
+    assert not Typical.lossless and not Interleaved.lossless
     assert all(rule.lossless for rule in (Greedy, Match, SpeculativeSampling, Recursive, Block, Traversal))
 
 

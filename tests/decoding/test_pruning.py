@@ -94,6 +94,7 @@ def kept(target: Target, text: list[int], found: list[Path], layer: int, top_k: 
     return [path for path in found if stays(path)]
 
 
+@pytest.mark.sweep(5)
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("layer", [3, 6])
 @pytest.mark.parametrize("batch", [1, 3])
@@ -117,6 +118,7 @@ def test_kept_nodes_are_the_likely_ones(
     assert any(after < before for before, after in sizes) and any(after > batch for _, after in sizes)
 
 
+@pytest.mark.sweep(6)
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("rule", [Greedy(), Match(temperature=0.8, top_k=50, top_p=0.95, seed=5)], ids=lambda rule: rule.name)
@@ -132,6 +134,13 @@ def test_pruned_decoding_equals_autoregressive(
         assert [found.output for found in pruned] == [alone.output for alone in plain]
 
 
+@pytest.mark.sweep(
+    2,
+    free=(
+        "name",
+        "batch",
+    ),
+)
 @pytest.mark.parametrize("name", ["ngram", "early_exit", "eagle3", "kangaroo"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_whole_vocabulary_prunes_nothing(
@@ -165,6 +174,13 @@ def test_nodes_and_pruned_nodes_add_up(
     assert any(sum(generation.pruned) for generation in found)
 
 
+@pytest.mark.sweep(
+    1,
+    free=(
+        "name",
+        "children",
+    ),
+)
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["eagle3", "early_exit"])
 def test_drawn_trees_are_pruned_too(

@@ -132,6 +132,7 @@ def watching(builder: TreeBuilder) -> tuple[list[tuple[list[int], Tensor]], Tree
     return seen, Keeping(builder, lambda rollout, prefix: Watched(rollout, prefix, seen))
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
     "builder", [Chain(4), Chain(3, "sampled", 0.7), Eagle2(3, 6, 2), DySpec(3, 6)], ids=["chain", "drawn", "eagle2", "dyspec"]
@@ -159,6 +160,7 @@ def padded(rows: int) -> Target:
     return target
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 6, 3), Chain(3, "sampled", 50.0)], ids=["chain", "eagle2", "drawn"])
 @pytest.mark.parametrize(("mine", "theirs"), [(2112, 0), (2048, 64), (2080, 64)])
 def test_padded_vocabularies(mine: int, theirs: int, builder: TreeBuilder) -> None:

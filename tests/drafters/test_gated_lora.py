@@ -777,7 +777,7 @@ def test_masks_are_not_recorded_as_drafts(shallow: Target, fitted: Fitted, strat
 # Builders that measure
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(1, free=("builder",))
 @STRATEGY
 @pytest.mark.parametrize("builder", [Sequoia(depth=4, budget=6), Static(depth=4, budget=6), Auto(4, 6, 2), Cast(4, 6, 2)],
                          ids=lambda builder: builder.name)  # fmt: skip

@@ -212,6 +212,7 @@ def fitted(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Medu
     return drafter.eval(), prompts, answers
 
 
+@pytest.mark.sweep(4)
 @pytest.mark.parametrize("builder", DEEP, ids=lambda builder: builder.name)
 def test_trees_end_at_the_last_head_and_stay_lossless(
     tiny: Target, fitted: tuple[Medusa, list[list[int]], list[list[int]]], builder: TreeBuilder
@@ -345,6 +346,7 @@ class Killed(Exception):
     """Stands for a kill between two steps."""
 
 
+@pytest.mark.sweep(1, free=("step",))
 @ADAPTED
 @pytest.mark.parametrize("step", [3, 4])
 def test_resumed_equals_uninterrupted(options: dict[str, Any], tmp_path: Path, step: int) -> None:
@@ -425,6 +427,7 @@ def test_a_run_saves_its_target_and_scores_against_it(finished: Path) -> None:
     assert len(changed) == 7 * 8 and all("_proj" in key for key in changed)
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_scores_it_again(finished: Path) -> None:
     """Without its score, resume=auto scores drafter and target as they were saved: the same tokens a round, the same drift."""
     first = json.loads((finished / "eval/heldout/summary.json").read_text())

@@ -245,6 +245,7 @@ def drawn_turns(prompts: int) -> list[Turn]:
     return turns
 
 
+@pytest.mark.slow
 def test_intervals_cover() -> None:
     """Of 1,000 evaluations of 40 prompts, 93 to 97 % have the true value in their 95 % interval."""
     levels = np.random.default_rng(0).beta(4, 3, 2_000_000)

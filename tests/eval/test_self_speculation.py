@@ -209,6 +209,7 @@ def test_other_drafters_have_no_exit_to_lend(tiny: Target, tmp_path: Path) -> No
 # Skipped layers, which need no training
 
 
+@pytest.mark.slow
 def test_skipped_layers_are_searched_and_can_be_given(
     tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -238,6 +239,7 @@ def test_skipped_layers_are_searched_and_can_be_given(
     assert rounds_of(tmp_path / "two", "heldout") == rounds_of(tmp_path / "one", "heldout")
 
 
+@pytest.mark.slow
 @pytest.mark.sweep(1, free=("name",))
 @pytest.mark.parametrize("name", ["without layers 5 and 6", "exit 6"])
 def test_drafts_are_those_of_a_smaller_model(tiny: Target, tmp_path: Path, name: str) -> None:

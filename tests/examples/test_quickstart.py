@@ -31,12 +31,14 @@ def test_it_is_committed_without_outputs() -> None:
     assert not any(cell.outputs or cell.execution_count for cell in code)
 
 
+@pytest.mark.slow
 def test_training_learns(printed: dict[str, str]) -> None:
     """The loss of the last step is below that of the first."""
     first, last = map(float, re.findall(r"(?:loss|,) (\d+\.\d+) at step", printed["train"]))
     assert last < first
 
 
+@pytest.mark.slow
 def test_it_answers(printed: dict[str, str]) -> None:
     """A text and its statistics; the drafter that was saved and read again gives the same text."""
     *text, statistics = printed["generate"].strip().splitlines()
@@ -44,6 +46,7 @@ def test_it_answers(printed: dict[str, str]) -> None:
     assert printed["keep"].strip().splitlines()[-1] == "True"
 
 
+@pytest.mark.slow
 def test_the_score_is_from_decoding(printed: dict[str, str]) -> None:
     """At least a token a forward, inside its interval, and every answer the target's."""
     length, low, high = map(float, re.findall(r"\d+\.\d+", printed["score"].split("speedup")[0]))

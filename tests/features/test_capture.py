@@ -25,7 +25,15 @@ from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 from spectrain.training.trainer import Trainer
 
-SETTINGS = ("recipe=eagle3", "target=tiny", "data.limit=12", "+data.max_length=128", "+drafter.ttt_steps=2", "eval=none")
+SETTINGS = (
+    "recipe=eagle3",
+    "target=tiny",
+    "data.limit=12",
+    "data.held_out=0",
+    "+data.max_length=128",
+    "+drafter.ttt_steps=2",
+    "eval=none",
+)
 
 
 def composed(*overrides: str, name: str = "train", known: tuple[str, ...] = TRAIN_KEYS) -> Any:

@@ -159,6 +159,15 @@ def match_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], dtyp
     return found
 
 
+@pytest.mark.sweep(
+    2,
+    free=(
+        "num_nodes",
+        "shape",
+        "cut",
+        "dtype",
+    ),
+)
 @interpreter
 @pytest.mark.parametrize(
     "num_nodes, shape, cut, dtype",
@@ -214,8 +223,15 @@ def _kept_kernel(logits_ptr, kept_ptr, num_tokens, temperature, top_k, top_p, SH
         tl.store(kept_ptr + tl.program_id(0) * num_tokens + columns, kept, mask=columns < num_tokens)
 
 
+@pytest.mark.sweep(
+    2,
+    free=(
+        "top_k",
+        "top_p",
+        "dtype",
+    ),
+)
 @interpreter
-@pytest.mark.sweep(4, free=("top_k", "top_p"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     "top_k, top_p", [(1, 1.0), (5, 1.0), (40, 1.0), (0, 0.05), (0, 0.5), (0, 0.95), (20, 0.7), (90, 0.999)]
@@ -264,8 +280,18 @@ def recursive_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], 
     assert_same(found, tree_recursive_reference(nodes, logits, q, draft_ids, without, draws))
 
 
+@pytest.mark.sweep(
+    2,
+    free=(
+        "num_nodes",
+        "shape",
+        "cut",
+        "size",
+        "dtype",
+        "without",
+    ),
+)
 @interpreter
-@pytest.mark.sweep(6)
 @pytest.mark.parametrize("without", [False, True])
 @pytest.mark.parametrize(
     "num_nodes, shape, cut, size, dtype",
@@ -341,7 +367,14 @@ def excess_of(
     return float(((found - expected).square() / expected).sum() - free) / (2 * free) ** 0.5, float(counts.double().mean())
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(
+    2,
+    free=(
+        "parents",
+        "without",
+        "subset",
+    ),
+)
 @pytest.mark.parametrize("subset", [False, True])
 @pytest.mark.parametrize("without", [False, True])
 @pytest.mark.parametrize("parents", TREES.values(), ids=TREES)

@@ -358,6 +358,7 @@ def test_a_saved_target_loads_with_the_same_logits(tiny: Target, tmp_path: Path)
     )
 
 
+@pytest.mark.slow
 def test_saving_is_quiet(tmp_path: Path) -> None:
     """No library tells of itself while a target is saved, as deepspeed does on being imported without a GPU."""
     code = f"from spectrain.models.loading import load_tiny; load_tiny().save({str(tmp_path)!r})"

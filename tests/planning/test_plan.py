@@ -153,6 +153,7 @@ def test_what_does_not_fit_is_told_how_it_would(device: str, little: tuple[str, 
     assert {"trainer.gradient_checkpointing=true", "trainer.sharding=fsdp2 target.sharding=fsdp2 on 4 devices"} <= changes
 
 
+@pytest.mark.slow
 def test_a_large_target_is_planned_from_its_configuration_alone() -> None:
     """Llama-3.1-8B's geometry on a GPU that is not here: parameters by hand, and changes that make it fit a smaller one."""
     device = ("plan.device=cuda", "plan.devices=8", "plan.tokens=100000")

@@ -294,6 +294,7 @@ def test_what_no_yaml_names_is_never_imported(tmp_path: Path, canary: Path, monk
     assert not canary.exists()
 
 
+@pytest.mark.sweep(1, free=("words",))
 @pytest.mark.parametrize(
     "words",
     [("eval", "run=causal", "target=tiny"), ("lint", "causal")],

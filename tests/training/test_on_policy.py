@@ -75,7 +75,7 @@ def greedy(target: Target, prompts: list[list[int]], limit: int = ANSWER) -> lis
 def test_without_a_fraction_it_is_the_data(tiny: Target, by: Any) -> None:
     """fraction=0 gives the tokens, the mask and the features of source=live; by=replay, nothing of it rejected."""
     layers = ("final",)
-    mine = Generated(0.0, by).batch(BatchRequest(dataset()[EVERY], tiny, layers, step=3, drafter=make(tiny)))
+    mine = Generated(0.0, by, max_new_tokens=10).batch(BatchRequest(dataset()[EVERY], tiny, layers, step=3, drafter=make(tiny)))
     theirs = Live().batch(BatchRequest(dataset()[EVERY], tiny, layers))
     assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.loss_mask, theirs.loss_mask)
     assert mine.features is not None and theirs.features is not None
@@ -87,7 +87,7 @@ def test_without_a_fraction_it_is_the_data(tiny: Target, by: Any) -> None:
 def test_a_cold_writer_writes_greedily(tiny: Target, by: Any) -> None:
     """Near temperature 0 each writes its greedy text; interleaved with top_k=1, that is the target's."""
     drafter = make(tiny)
-    batch = Generated(1.0, by, temperature=COLD, top_k=1).batch(
+    batch = Generated(1.0, by, temperature=COLD, top_k=1, max_new_tokens=10).batch(
         BatchRequest(dataset()[EVERY], tiny, (), step=2, drafter=drafter)
     )
     assert [row[:length] for row, length in zip(batch.tokens.tolist(), LENGTHS)] == PROMPTS
@@ -96,10 +96,13 @@ def test_a_cold_writer_writes_greedily(tiny: Target, by: Any) -> None:
     assert batch.features is None and batch.distance is None
 
 
+@pytest.mark.sweep(1, free=("by",))
 @pytest.mark.parametrize("by", [*WAYS, "replay"])
 def test_features_are_those_of_the_new_tokens(tiny: Target, by: Any) -> None:
     """A drafter that reads features gets the target's over what was written."""
-    batch = Generated(1.0, by).batch(BatchRequest(dataset()[EVERY], tiny, (4, "final"), step=2, drafter=make(tiny)))
+    batch = Generated(1.0, by, max_new_tokens=10).batch(
+        BatchRequest(dataset()[EVERY], tiny, (4, "final"), step=2, drafter=make(tiny))
+    )
     assert batch.features is not None and torch.equal(batch.features.tokens, batch.tokens)
     for row, tokens in enumerate(batch.tokens):
         length = int(batch.loss_mask[row].nonzero().max()) + 1
@@ -123,7 +126,7 @@ def test_a_prompt_that_nearly_fills_the_context_is_no_accident(tiny: Target, by:
     """Training does not stop at a conversation that the data cut right behind its prompt, at the target's longest."""
     length = tiny.max_length
     data = Dataset([Example([5, 6] * (length // 2), [place == length - 1 for place in range(length)])], 1, 0, 0)
-    batch = Generated(1.0, by).batch(BatchRequest(data[[0]], tiny, (), step=0, drafter=make(tiny)))
+    batch = Generated(1.0, by, max_new_tokens=10).batch(BatchRequest(data[[0]], tiny, (), step=0, drafter=make(tiny)))
     assert batch.tokens[0, : length - 1].tolist() == data.examples[0].tokens[:-1]
 
 
@@ -141,7 +144,7 @@ def test_interleaved_keeps_what_is_among_the_top_k(tiny: Target, top_k: int) -> 
     """In every round the drafted tokens are the drafter's as long as they are among the target's top_k, and the one that it
     replaced is not."""
     drafter, replaced, kept = make(tiny).eval(), 0, 0
-    source = Generated(1.0, "interleaved", top_k=top_k, block=3)
+    source = Generated(1.0, "interleaved", top_k=top_k, block=3, max_new_tokens=10)
     found, recorder = rounds_of(tiny, drafter, source, 4)
     assert written(source.batch(BatchRequest(dataset()[EVERY], tiny, (), step=4, drafter=drafter))) == [
         one.output for one in found
@@ -163,7 +166,7 @@ def test_interleaved_keeps_what_is_among_the_top_k(tiny: Target, top_k: int) -> 
 def test_interleaved_with_every_token_allowed_is_the_drafters_text(tiny: Target) -> None:
     """With top_k the whole vocabulary nothing is replaced: behind the prefill's token all are the drafter's own."""
     drafter, block = make(tiny).eval(), 3
-    source = Generated(1.0, "interleaved", temperature=COLD, top_k=tiny.head.vocab_size, block=block)
+    source = Generated(1.0, "interleaved", temperature=COLD, top_k=tiny.head.vocab_size, block=block, max_new_tokens=10)
     found, _ = rounds_of(tiny, drafter, source, 0)
     answers = written(source.batch(BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter)))
     assert answers == [one.output for one in found]
@@ -177,6 +180,7 @@ def test_interleaved_with_every_token_allowed_is_the_drafters_text(tiny: Target)
 # Chance
 
 
+@pytest.mark.sweep(1, free=("by",))
 @pytest.mark.parametrize("by", WAYS)
 def test_a_step_repeats_and_steps_differ(tiny: Target, by: Any) -> None:
     """The same step gives the same batch from another source of the same seed; another step or seed gives another."""
@@ -184,7 +188,7 @@ def test_a_step_repeats_and_steps_differ(tiny: Target, by: Any) -> None:
 
     def tokens(seed: int, step: int) -> list[list[int]]:
         return written(
-            Generated(1.0, by, temperature=2.0, seed=seed).batch(
+            Generated(1.0, by, temperature=2.0, seed=seed, max_new_tokens=10).batch(
                 BatchRequest(dataset()[EVERY], tiny, (), step=step, drafter=drafter)
             )
         )
@@ -195,10 +199,11 @@ def test_a_step_repeats_and_steps_differ(tiny: Target, by: Any) -> None:
         assert all(mine != theirs for mine, theirs in zip(first, other))
 
 
+@pytest.mark.sweep(1, free=("by",))
 @pytest.mark.parametrize("by", WAYS)
 def test_an_answer_does_not_depend_on_its_batch(tiny: Target, by: Any) -> None:
     """Each sequence's draws are its own: alone in a batch it is written the same, and no two share their draws."""
-    drafter, source = make(tiny), Generated(1.0, by, temperature=2.0)
+    drafter, source = make(tiny), Generated(1.0, by, temperature=2.0, max_new_tokens=10)
     together = written(source.batch(BatchRequest(dataset()[EVERY], tiny, (), step=1, drafter=drafter)))
     for index in EVERY:
         alone = source.batch(BatchRequest(dataset()[[index]], tiny, (), step=1, drafter=drafter))
@@ -235,7 +240,7 @@ def test_only_what_was_drawn_is_written(tiny: Target) -> None:
     """In a mixed batch the other sequences are the data's, in their order."""
     drafter, data = make(tiny), dataset()
     for step in range(10):
-        batch = Generated(0.5, "target", temperature=COLD).batch(
+        batch = Generated(0.5, "target", temperature=COLD, max_new_tokens=10).batch(
             BatchRequest(data[EVERY], tiny, (), step=step, drafter=drafter)
         )
         marked = Marked(0.5).batch(BatchRequest(data[EVERY], tiny, (), step=step, drafter=drafter))
@@ -249,13 +254,14 @@ def test_only_what_was_drawn_is_written(tiny: Target) -> None:
 # The drafter that writes
 
 
+@pytest.mark.sweep(3)
 @pytest.mark.parametrize("by", [*WAYS, "replay"])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_drafters_mode_is_restored(tiny: Target, by: Any, training: bool) -> None:
     """It writes in evaluation mode, and comes back as it was."""
     drafter, modes = make(tiny).train(training), []
     handle = drafter.model.decoder.register_forward_hook(lambda *_: modes.append(drafter.training))
-    Generated(1.0, by).batch(BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter))
+    Generated(1.0, by, max_new_tokens=10).batch(BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter))
     handle.remove()
     assert drafter.training is training and drafter.model.model.training is training
     assert not any(modes) and bool(modes) == (by != "target")
@@ -274,8 +280,8 @@ def test_a_family_that_cannot_write_is_refused(tiny: Target) -> None:
     """source.by=drafter wants a drafter that is a model by itself; the other ways take any."""
     drafter = Eagle3(tiny, vocab_size=2048)
     with pytest.raises(UserError, match=r"source\.by=drafter: this family cannot write"):
-        Generated(1.0, "drafter").batch(BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter))
-    batch = Generated(1.0, "interleaved", temperature=COLD, top_k=1).batch(
+        Generated(1.0, "drafter", max_new_tokens=10).batch(BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter))
+    batch = Generated(1.0, "interleaved", temperature=COLD, top_k=1, max_new_tokens=10).batch(
         BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter)
     )
     assert written(batch) == greedy(tiny, PROMPTS)
