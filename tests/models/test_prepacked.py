@@ -1,5 +1,6 @@
 """Packed linears compute what plain ones do, before and after the weights change, and leave gradients alone."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.models import prepacked
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.prepacked import is_packed, pack_linears, unpack_linears
@@ -178,3 +180,49 @@ def test_a_packed_target_equals_a_plain_one() -> None:
     assert is_packed(target.head.output)
     close(after.logits, before.logits)
     close(after.hidden, before.hidden)
+
+
+class Block(nn.Module):
+    """Linears that read the same input, as an attention block has them."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(16, out, bias=bias) for out in (24, 8, 8))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.cat([self.q_proj(input), self.k_proj(input), self.v_proj(input)], dim=-1)
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [False, True])
+def test_siblings_are_one_product(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three linears, one product; after a weight or the input was written to, what plain ones give; a copy packs its own."""
+    block = Block(bias)
+    input, expected = torch.randn(2, 3, 16), []
+    with torch.no_grad():
+        plain_outputs = lambda: torch.cat([F.linear(input, one.weight, one.bias) for one in block.children()], dim=-1)  # noqa: E731
+        expected.append(plain_outputs())
+        pack_linears(block)
+        calls: list[int] = []
+        product = prepacked.product
+        monkeypatch.setattr(prepacked, "product", lambda *given: (calls.append(1), product(*given))[1])
+        close(block(input), expected[0])
+        assert len(calls) == 1
+        input.mul_(2)
+        close(block(input), plain_outputs())
+        block.k_proj.weight.add_(1)
+        close(block(input), plain_outputs())
+        twin = copy.deepcopy(block)
+        twin.q_proj.weight.zero_()
+        close(block(input), plain_outputs())
+
+
+@needs_onednn
+def test_bfloat16_is_packed_where_the_processor_multiplies_it() -> None:
+    """Within its rounding of what float64 gives."""
+    linear = packed(nn.Linear(64, 48).to(torch.bfloat16))
+    input = torch.randn(5, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found = linear(input)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), plain(linear, input).double(), atol=2e-2, rtol=2e-2)
