@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from hashlib import blake2b, sha256
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ class Datastore:
             raise UserError(
                 f"drafter.store={folder}: its texts were cut by another tokenizer; index them again with this target"
             )
+        self.spans: dict[int, tuple[int, int]] = {}  # of tokens that were asked for: their suffixes
         self.tokens, self.suffixes, self.questions, self.answers, self.phrases = map(self._array, ARRAYS)
         size = len(self.tokens)
         sound = len(self.suffixes) == size and (not size or (self.suffixes.min() >= 0 and self.suffixes.max() < size))
@@ -83,22 +85,28 @@ class Datastore:
             raise UserError(f"{path}: it is no list of {np.dtype(ARRAYS[name])}; index the data again")
         return np.asarray(found)  # still mapped; cut as an array, which takes a tenth of the time
 
-    def occurrences(self, text: list[int], depth: int, most: int, enough: int) -> Iterator[tuple[int, list[int]]]:
-        """How many of a text's last tokens match, and what followed: the longest matches first, shorter ones until there are
-        `enough`, of too many of one length evenly spread ones, at most `most` in all, each place once."""
+    def occurrences(self, text: list[int], depth: int, most: int, enough: int) -> tuple[np.ndarray, np.ndarray]:
+        """How many of a text's last tokens match, [P], and what followed, [P, depth], END behind a text's end: the longest
+        matches first, shorter ones until there are `enough`, of too many of one length evenly spread ones, at most `most` in
+        all, each place once."""
         length = self.longest_match(text)
         seen: set[int] = set()
+        ends: list[int] = []
+        lengths: list[int] = []
         while length and len(seen) < enough:
-            low, high = (self._bound(text[-length:], right) for right in (False, True))
+            low, high = self._span(text[-length:])
             room = most - len(seen)
-            spread = range(low, high) if high - low <= room else np.linspace(low, high - 1, room).astype(np.int64)
-            for end in sorted({int(self.suffixes[at]) + length for at in spread} - seen):
-                seen.add(end)
-                tokens = self.tokens[end : end + depth].tolist()
-                tokens = tokens[: tokens.index(END)] if END in tokens else tokens
-                if tokens:
-                    yield length, tokens
+            spread = slice(low, high) if high - low <= room else np.linspace(low, high - 1, room).astype(np.int64)
+            new = sorted(set((self.suffixes[spread] + length).tolist()) - seen)
+            seen.update(new)
+            ends += new
+            lengths += [length] * len(new)
             length -= 1
+        places = np.asarray(ends, dtype=np.int64)[:, None] + np.arange(depth)
+        tokens = np.where(places < len(self.tokens), self.tokens[np.minimum(places, len(self.tokens) - 1)], END)
+        tokens = np.where(np.logical_or.accumulate(tokens == END, axis=1), END, tokens)
+        real = tokens[:, 0] != END
+        return np.asarray(lengths, dtype=np.int64)[real], tokens[real]
 
     def longest_match(self, text: list[int]) -> int:
         """How many of a text's last tokens stand together somewhere in the store, at most 16: if n do, fewer do."""
@@ -110,19 +118,29 @@ class Datastore:
 
     def holds(self, tokens: list[int]) -> bool:
         """Whether tokens, of any number, stand together somewhere in the store."""
-        first, last = (self._bound(tokens[:LONGEST], right) for right in (False, True))
-        starts = (int(self.suffixes[at]) for at in range(first, last))
-        return any(self.tokens[start : start + len(tokens)].tolist() == tokens for start in starts)
+        low, high = self._span(tokens[:LONGEST])
+        if len(tokens) <= LONGEST:
+            return low < high
+        return any(self.tokens[start : start + len(tokens)].tolist() == tokens for start in self.suffixes[low:high].tolist())
 
-    def _bound(self, tokens: list[int], right: bool) -> int:
-        """How many suffixes come before those that begin with up to 16 tokens or, `right`, before what comes behind them."""
-        low, high = 0, len(self.suffixes)
-        while low < high:
-            middle = (low + high) // 2
-            start = int(self.suffixes[middle])
-            here = self.tokens[start : start + len(tokens)].tolist()
-            low, high = (middle + 1, high) if here < tokens or (right and here == tokens) else (low, middle)
-        return low
+    def _span(self, tokens: list[int]) -> tuple[int, int]:
+        """Where in the order of suffixes those stand that begin with these tokens, up to 16."""
+        first, others = tokens[0], tokens[1:]
+        if first not in self.spans:
+            self.spans[first] = self._between(0, len(self.suffixes), [first], 0)
+        return self._between(*self.spans[first], others, 1) if others else self.spans[first]
+
+    def _between(self, low: int, high: int, wanted: list[int], skip: int) -> tuple[int, int]:
+        """The part of suffixes low to high, which are alike in their first `skip` tokens, that goes on with `wanted`."""
+        end = skip + len(wanted)
+
+        def said(start: int) -> list[int]:
+            return self.tokens[int(start) + skip : int(start) + end].tolist()
+
+        low = bisect_left(self.suffixes, wanted, low, high, key=said)
+        if low == high or said(self.suffixes[low]) != wanted:
+            return low, low
+        return low, bisect_right(self.suffixes, wanted, low, high, key=said)
 
 
 def vocabulary_hash(tokenizer: Any) -> str:

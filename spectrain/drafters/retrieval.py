@@ -20,9 +20,8 @@ class Retrieval(Drafter):
     """What followed elsewhere where the text read as it does now, merged into one tree by calibrated chance.
 
     In the text itself up to `longest` of its last tokens are looked for, in the `store` up to 16; where those that match are
-    fewer than `enough`, fewer tokens are, up to `matches` places of each source. REST stops at the longest match: on tiny,
-    trees of 16 nodes, that is 1.80 tokens a forward, and going on until there are 64 is 2.26. How far a saying is trusted is
-    learnt while decoding, by its source, how many tokens match, and which share of the matches says so.
+    fewer than `enough`, fewer tokens are, up to `matches` places of each source; REST stops at the longest match. How far a
+    saying is trusted is learnt while decoding, by its source, how many tokens match, and which share of the matches says so.
     """
 
     abilities = Abilities(copies_text=True, undrawn=True, datastore=lambda drafter: drafter.copying.store)

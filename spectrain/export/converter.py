@@ -12,9 +12,9 @@ from spectrain.files import written
 from spectrain.provenance import versions
 from spectrain.settings.choices import named
 
-from .layout import KEPT, Files, Layout, Portable, write_json
+from .layout import KEPT, MALFORMED, Files, Layout, Portable, write_json
 from .layouts import detect, layout_for
-from .linter import MALFORMED, NOT_DATA, check
+from .linter import NOT_DATA, check
 from .targets import TargetFiles
 
 SAID_BY_LAYOUT = ("_target_", "architecture", "layers", "vocab_size", "num_layers", "model")

@@ -25,6 +25,7 @@ from .eagle3_settings import Settings
 from .targets import TargetFiles
 
 KEPT = ("tree", "acceptance", "recipe")  # of a saved description, whatever the layout
+MALFORMED = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, ArithmeticError)  # of settings of wrong kinds
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 

@@ -18,7 +18,7 @@ from spectrain.errors import UserError, first_line
 from spectrain.settings.saved import read_yaml, saved_groups
 
 from .eagle3_settings import Settings, rope_of
-from .layout import PICKLED, Expected, Files, Finding, Layout
+from .layout import MALFORMED, PICKLED, Expected, Files, Finding, Layout
 from .layouts import detect
 from .targets import TargetFiles, tokenizer_hash
 
@@ -29,7 +29,6 @@ MISSING = {
     "token_map": "missing-token-map",
 }
 NOT_DATA = "not-data"
-MALFORMED = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, ArithmeticError)  # of settings of wrong kinds
 NEVER_ZERO = ("fc.weight", "norm.weight", "embed_tokens.weight", "lm_head.weight", "_proj.weight")
 
 

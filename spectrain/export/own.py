@@ -7,18 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import VARIANTS
 from spectrain.errors import UserError
 from spectrain.provenance import versions
+from spectrain.settings.build import build
 from spectrain.settings.check import check_node
 from spectrain.settings.choices import choice, named
 from spectrain.settings.saved import saved_drafter, saved_groups
 
 from .eagle3 import completed, shapes_of
 from .eagle3_settings import Settings
-from .layout import KEPT, Expected, Files, Finding, Layout, Portable, write_json, write_tensors
+from .layout import KEPT, MALFORMED, Expected, Files, Finding, Layout, Portable, write_json, write_tensors
 from .peft import shape_of
 from .targets import TargetFiles
 
@@ -38,7 +41,7 @@ class Own(Layout):
     def expected(self, files: Files) -> Expected:
         held = self.eagle3(files)
         if held is None:
-            return Expected({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
+            return self._built(files) or Expected({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
         said, vocab = held[0], held[0].layer["vocab_size"]
         rows = min(said.draft_vocab_size or vocab, vocab)
         return Expected(shapes_of(self._drafter(files)["architecture"], said.width, said.layers, rows, vocab))
@@ -56,6 +59,26 @@ class Own(Layout):
         layer = {**architecture, "hidden_size": width, "vocab_size": vocab}
         variants = {key: bool(architecture.get(key, False)) for key in VARIANTS}
         return Settings(layer, drafter.get("layers"), variants, drafter.get("vocab_size", 32000)), dict(files.tensors)
+
+    def _built(self, files: Files) -> Expected | None:
+        """The tensors of the drafter that config.json describes, built without data; None where it cannot be built, which
+        other findings tell, or where its target would have to be downloaded."""
+        target = self._target(files)
+        if target is None or not target.is_local:
+            return None
+        try:
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                drafter: Drafter = build(self._drafter(files), target=target.outline())
+        except (UserError, *MALFORMED, KeyError):
+            return None
+        places = drafter.saved.layout(drafter)
+        shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+        first = dict([*drafter.named_parameters(), *drafter.named_buffers()])  # of tied ones, the only one that is saved
+        there = {name: places.get(name, ("", name))[1] for name in shapes}
+        return Expected(
+            {there[name]: shape for name, shape in shapes.items() if name in first},
+            {there[name]: shape for name, shape in shapes.items() if name not in first},
+        )
 
     def _target(self, files: Files) -> TargetFiles | None:
         settings = files.node("target")

@@ -8,12 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
+from spectrain.models.attention import ATTENTION
 from spectrain.models.loading import convert_smollm2
+from spectrain.models.target import Target
 from spectrain.settings.choices import choice
 
 LOADERS = {"tiny": "spectrain.models.loading.load_tiny", "smollm2": "spectrain.models.loading.load_smollm2"}
@@ -93,6 +96,17 @@ class TargetFiles:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(self.directory, trust_remote_code=False)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether reading its configuration downloads nothing."""
+        return self.said in LOADERS or Path(self.said).expanduser().is_dir()
+
+    def outline(self) -> Target:
+        """The target without data, on the device "meta": of it only shapes are asked."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.whole_config, attn_implementation=ATTENTION, trust_remote_code=False)
+        return Target(model, self.tokenizer, self.said, str(self.directory))
 
     def embedding(self) -> Tensor:
         """[V, D]"""

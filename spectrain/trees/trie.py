@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
+BITS = 32  # of a token
+
 
 class Trie:
     """Nodes below a text's root, parents before children, siblings with distinct tokens, and none heavier than its parent.
@@ -16,7 +20,7 @@ class Trie:
         self.parents = [-1]
         self.depths = [0]
         self.weights = [0.0]
-        self.children: list[dict[int, int]] = [{}]  # of every node: token -> node
+        self.known: dict[int, int] = {}  # parent and token, as one number -> node: pairs keep the garbage collector busy
 
     @classmethod
     def of(cls, continuations: Iterable[Sequence[int]]) -> Trie:
@@ -26,19 +30,31 @@ class Trie:
             trie.add(tokens)
         return trie
 
+    @classmethod
+    def ready(cls, tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray) -> Trie:
+        """Nodes [N] that are a trie already, the root first, of which only the place counts; weights are still to come."""
+        trie = cls()
+        trie.tokens[1:], trie.parents[1:], trie.depths[1:] = (part[1:].tolist() for part in (tokens, parents, depths))
+        trie.weights = [0.0] * len(tokens)
+        trie.known = dict(zip((parents << BITS | tokens)[1:].tolist(), range(1, len(tokens))))
+        return trie
+
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def child(self, parent: int, token: int) -> int | None:
+        """The child of a node with this token, if there is one."""
+        return self.known.get(parent << BITS | token)
+
     def node(self, parent: int, token: int) -> int:
         """The child of a node with this token, made if it is not there."""
-        found = self.children[parent].get(token)
+        found = self.child(parent, token)
         if found is None:
-            found = self.children[parent][token] = len(self.tokens)
+            found = self.known[parent << BITS | token] = len(self.tokens)
             self.tokens.append(token)
             self.parents.append(parent)
             self.depths.append(self.depths[parent] + 1)
             self.weights.append(0.0)
-            self.children.append({})
         return found
 
     def add(self, tokens: Sequence[int], weight: float = 1.0) -> list[int]:
@@ -54,12 +70,16 @@ class Trie:
 
     def best(self, depth: int, budget: int) -> list[int]:
         """The `budget` heaviest nodes, the root one of them, down to a depth, in their order; among equals the first ones."""
-        deep = (node for node in range(1, len(self.tokens)) if self.depths[node] <= depth)
-        return [0, *sorted(sorted(deep, key=lambda node: (-self.weights[node], node))[: budget - 1])]
+        deep = [node for node, at in enumerate(self.depths) if at <= depth]
+        return sorted(sorted(deep, key=self.weights.__getitem__, reverse=True)[:budget])
 
     def path(self, depth: int) -> list[int]:
         """From the root down, always the heaviest child."""
+        heaviest: dict[int, int] = {}
+        for node in range(1, len(self.tokens)):
+            if self.weights[node] > self.weights[heaviest.setdefault(self.parents[node], node)]:
+                heaviest[self.parents[node]] = node
         nodes = [0]
-        while len(nodes) <= depth and (children := self.children[nodes[-1]]):
-            nodes.append(max(children.values(), key=lambda node: (self.weights[node], -node)))
+        while len(nodes) <= depth and nodes[-1] in heaviest:
+            nodes.append(heaviest[nodes[-1]])
         return nodes

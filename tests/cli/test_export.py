@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.cli.export import export
@@ -159,6 +159,34 @@ def test_convert_and_lint_take_a_run_folder_and_settings(spectrain: Any, tiny: T
     (tmp_path / "places" / "config.json").write_text(json.dumps({**config, "draft_vocab_size": 255}))
     status, shown = spectrain("lint places --target tiny")
     assert status == 1 and "errors" in shown
+
+
+WIDE: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa": ("medusa", {"vocab_size": 2048, "num_heads": 1}),
+    "causal": ("hf", {"num_layers": 1}),
+    "pard": ("hf", {"num_layers": 1}),
+    "gated_lora": ("peft", {"num_masks": 2, "rank": 4}),
+    "hydra": ("spectrain", {"vocab_size": 64, "num_heads": 1}),
+    "kangaroo": ("spectrain", {}),
+}
+
+
+@pytest.mark.parametrize("family", WIDE)
+def test_weights_of_another_width_are_refused(family: str, spectrain: Any, tiny: Target, tmp_path: Path) -> None:
+    """Without a target, too: convert and export say in one sentence which tensor is not as config.json says, and lint finds
+    it; before, nothing is wrong."""
+    form, options = WIDE[family]
+    run_of(tmp_path / "run", tiny, family, **options)
+    assert spectrain("lint run")[0] == 0
+    for path in (tmp_path / "run" / "drafter").glob("*.safetensors"):
+        wider = {name: one.repeat_interleave(2, -1) if one.dim() > 1 else one for name, one in load_file(path).items()}
+        save_file(wider, path)
+    for words in (f"convert run --to {form} out", f"export run=run format={form} out=out"):
+        status, shown = spectrain(words)
+        assert status == 2 and shown.count("\n") == 1 and "where config.json says" in shown, shown
+        assert not (tmp_path / "out").exists()
+    status, shown = spectrain("lint run")
+    assert status == 1 and "wrong-shape" in shown
 
 
 def test_transformers_decodes_with_an_exported_draft(tiny: Target, tmp_path: Path) -> None:

@@ -61,7 +61,10 @@ def test_a_store_equals_a_search(tmp_path: Path, most: int, enough: int) -> None
             ends = [end for end in range(length, len(whole) + 1) if whole[end - length : end] == text[-length:]]
             if len(wanted) < enough:
                 wanted |= {end: length for end in ends if end not in wanted}
-        found = list(store.occurrences(text, 3, most, enough))
+        found = [
+            (n, [t for t in rest if t != END])
+            for n, rest in zip(*map(np.ndarray.tolist, store.occurrences(text, 3, most, enough)))
+        ]
         following = [(length, whole[end : end + 3]) for end, length in wanted.items()]
         following = [(length, rest[: rest.index(END)] if END in rest else rest) for length, rest in following]
         following = [(length, rest) for length, rest in following if rest]

@@ -1,19 +1,21 @@
 """Copies of the text and of a store, alone and beside a drafter: one tree, whose chances are learnt."""
 
+from math import log2
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from spectrain.data.datastore import vocabulary_hash, write_store
+from spectrain.data.datastore import END, vocabulary_hash, write_store
 from spectrain.decoding.acceptance import Greedy, Match, Recursive
 from spectrain.decoding.calibration import calibrate
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import check
 from spectrain.drafters.hybrid import Hybrid
 from spectrain.drafters.retrieval import Retrieval
-from spectrain.drafters.shared.copies import Chances, Occurrence, Proposal
+from spectrain.drafters.shared.copies import SOURCES, Chances, Copies, Proposal
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import build_drafter, save_drafter, saved_description
@@ -56,30 +58,80 @@ def test_drafted_equals_plain(shallow: Target, prompts: list[list[int]], store: 
             assert max(count for one in found for count in one.accepted) > 2
 
 
+def copies(*found: tuple[int, list[int]]) -> Copies:
+    return Copies(np.array([length for length, _ in found]), np.array([tokens for _, tokens in found]))
+
+
 def test_sources_meet_in_one_tree(shallow: Target) -> None:
     """What two sources say of the same path is one node with two sayings, and the surest of them counts."""
-    proposal, chances = Proposal(), Chances()
-    proposal.copy("context", [Occurrence(2, [5, 6]), Occurrence(1, [5, 7])], 0)
+    proposal, chances = Proposal.of([copies((2, [5, 6]), (1, [5, 7]))], 0), Chances()
     proposal.draft([1, 5, 9, 8], [-1, 0, 0, 1], [0.0, -0.1, -3.0, -0.2], [True, True, False, True])
     trie = proposal.weighed(chances)
-    assert trie.tokens == [-1, 5, 6, 7, 8] and [len(sayings) for sayings in proposal.sayings] == [0, 2, 1, 1, 1]
-    assert trie.weights[1] == max(map(chances, proposal.sayings[1])) and trie.weights[0] == 1
+    assert trie.tokens == [-1, 5, 6, 7, 8] and np.bincount(proposal.nodes).tolist() == [0, 2, 1, 1, 1]
+    assert trie.weights[1] == chances(proposal.sayings)[proposal.nodes == 1].max() and trie.weights[0] == 1
     assert all(trie.weights[node] <= trie.weights[trie.parents[node]] for node in range(1, len(trie)))
+
+
+def plainly(found: list[Copies], least: float) -> dict[tuple[int, ...], list[tuple[str, int, float, int]]]:
+    """Paths in the order in which continuations, one after another, make nodes for them, and what each source says there:
+    tokens that match, share, places."""
+    said: dict[tuple[int, ...], list[tuple[str, int, float, int]]] = {}
+    for source, one in zip(SOURCES, found):
+        weights: dict[tuple[int, ...], float] = {(): float((2.0**one.lengths).sum())}
+        places: dict[tuple[int, ...], list[int]] = {}
+        for length, tokens in zip(one.lengths.tolist(), one.tokens.tolist()):
+            rest = tokens[: tokens.index(END)] if END in tokens else tokens
+            for path in (tuple(rest[: end + 1]) for end in range(len(rest))):
+                weights[path] = weights.get(path, 0.0) + 2.0**length
+                places.setdefault(path, []).append(length + len(path) - 1)
+        for path, lengths in places.items():
+            if weights[path] >= least * weights[()]:
+                saying = source, lengths[0], weights[path] / weights[path[:-1]], len(lengths)
+                said.setdefault(path, []).append(saying)
+    return said
+
+
+@pytest.mark.parametrize("least", [0.0, 0.02, 0.2])
+@pytest.mark.parametrize("sizes", [(0, 0), (1, 0), (0, 9), (7, 40)])
+def test_one_pass_equals_one_by_one(sizes: tuple[int, int], least: float) -> None:
+    """The same nodes in the same order, and the same sayings, as tries that are grown place by place."""
+    for kinds in (2, 4, 30):
+        found = []
+        for size in sizes:
+            tokens = torch.randint(0, kinds, (size, 5)).numpy()
+            tokens[np.arange(5) >= torch.randint(1, 9, (size, 1)).numpy()] = END
+            found.append(Copies(torch.randint(1, 17, (size,)).sort(descending=True).values.numpy(), tokens))
+        proposal, wanted = Proposal.of(found, least), plainly(found, least)
+        trie = proposal.trie
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(trie.tokens[1:], trie.parents[1:]):
+            paths.append((*paths[parent], token))
+        assert paths == [(), *wanted] and trie.depths == [len(path) for path in paths]
+        assert all(trie.child(paths.index(path[:-1]), path[-1]) == paths.index(path) for path in wanted)
+        if wanted:
+            said = sorted(zip((paths[node] for node in proposal.nodes), *map(np.ndarray.tolist, proposal.sayings)))
+            assert said == sorted((path, *kind_of(*saying)) for path, sayings in wanted.items() for saying in sayings)
+
+
+def kind_of(source: str, length: int, share: float, count: int) -> tuple[int, float]:
+    """A saying's class and estimate, from their definition."""
+    classes = length if length < 4 else 4 if length < 6 else 5 if length < 9 else 6
+    shares = 0 if share > 0.97 else 1 + min(7, int(-1.5 * log2(max(share, 1e-3))))
+    estimate = 0.02 + 0.9 * share * (length / (length + 1) if length else 1.0)
+    return int(np.ravel_multi_index((SOURCES.index(source), classes, shares, min(count, 3)), Chances().trials.shape)), estimate
 
 
 def test_trust_is_learnt(shallow: Target) -> None:
     """A source that is always wrong falls behind one that is always right, and no node is judged where the path left it."""
     chances = Chances()
     for _ in range(30):
-        proposal = Proposal()
-        proposal.copy("context", [Occurrence(3, [5, 6])], 0)
-        proposal.copy("store", [Occurrence(3, [7, 8])], 0)
+        proposal = Proposal.of([copies((3, [5, 6])), copies((3, [7, 8]))], 0)
         chances.learn(proposal, [7, 9])
     trie = proposal.weighed(chances)
     context, below, store, _ = trie.weights[1:]
     assert store > 0.9 and context < 0.1 and trie.best(1, 2) == [0, 3]
-    trials = {key: count for key, count in chances.trials.items() if key.source == "context"}
-    assert list(trials.values()) == [30] and below <= context
+    assert chances.trials[SOURCES.index("context")].sum() == 30 and below <= context
+    assert chances.hits[SOURCES.index("store")].sum() == 30 and chances.trials[SOURCES.index("store")].sum() == 60
 
 
 def test_a_hybrid_judges_every_source(shallow: Target, prompts: list[list[int]], store: str) -> None:
@@ -87,8 +139,7 @@ def test_a_hybrid_judges_every_source(shallow: Target, prompts: list[list[int]],
     drafter = Hybrid(shallow, INNER, store).eval()
     decode(shallow, prompts, Greedy(), 24, drafter, Eagle2(4, 10, 3))
     trials, hits = drafter.copying.chances.trials, drafter.copying.chances.hits
-    assert {key.source for key, count in trials.items() if count} == {"context", "store", "drafter"}
-    assert all(0 <= hits[key] <= count for key, count in trials.items())
+    assert all(one.any() for one in trials) and (hits <= trials).all()
 
 
 def test_what_weighs_q_is_refused(shallow: Target) -> None:

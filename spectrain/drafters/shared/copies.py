@@ -1,20 +1,27 @@
-"""Texts that are copied from: where what a text ends with stood before, and what followed it there."""
+"""Texts that are copied from: where what a text ends with stood before, and what followed it there.
+
+Shapes: P places, D tokens that followed each, S sayings or sources, N nodes.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
-from math import exp, log2
+from math import exp
 from typing import NamedTuple
 
-from spectrain.data.datastore import Datastore
+import numpy as np
+
+from spectrain.data.datastore import END, Datastore
 from spectrain.errors import UserError
 from spectrain.trees.trie import Trie
 
 from ..context import Context
 
 NEGLIGIBLE = 0.1  # of the mean share of a node: what is rarer has no place in a tree, and thousands of nodes take milliseconds
+SOURCES = ("context", "store", "drafter")
+LENGTHS = np.array([0, 1, 2, 3, 4, 4, 5, 5, 5, 6])  # the class of a match, by its tokens; the last for longer ones
+KINDS = (len(SOURCES), 7, 9, 4)  # classes of sayings: source, tokens that match, share of the places, and their number, to 3
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,19 @@ class Occurrence:
 
     length: int  # tokens before it that are those at the text's end
     tokens: list[int]  # what followed there
+
+
+class Copies(NamedTuple):
+    """What followed in many places."""
+
+    lengths: np.ndarray  # [P] tokens before each that are those at the text's end
+    tokens: np.ndarray  # [P, D], END behind the end of what followed
+
+    @classmethod
+    def of(cls, found: list[Occurrence], depth: int) -> Copies:
+        """Of continuations that are all so deep."""
+        tokens = np.asarray([one.tokens for one in found], dtype=np.int64).reshape(-1, depth)
+        return cls(np.asarray([one.length for one in found], dtype=np.int64), tokens)
 
 
 class IndexedText:
@@ -45,10 +65,12 @@ class IndexedText:
                 if len(places) >= most:
                     break
                 places.setdefault(end, length)
-        return [
-            Occurrence(length, [tokens[end + step % (len(tokens) - end)] for step in range(depth)])
-            for end, length in places.items()
-        ]
+        return [Occurrence(length, self._from(end, depth)) for end, length in places.items()]
+
+    def _from(self, end: int, depth: int) -> list[int]:
+        """The tokens from a place on, round and round where the text is too short."""
+        following = self.tokens[end : end + depth]
+        return following if len(following) == depth else (following * depth)[:depth]
 
     def _read(self) -> None:
         for end in range(self.num_read, len(self.tokens)):
@@ -88,57 +110,75 @@ def weighted(occurrences: list[Occurrence], growth: float = 2.0, fading: float =
     return trie
 
 
-class SayingKind(NamedTuple):
-    """What a source says of a token after a path: how such sayings are told apart when their truth is counted."""
+class Sayings(NamedTuple):
+    """What sources say of tokens, [S], before it is known how far to trust them."""
 
-    source: str
-    length: int  # tokens that match up to here, in classes; 0 for a drafter
-    share: int  # of what the source has at this place, in classes
-    places: int  # that say so, 3 for more
-
-
-class Saying(NamedTuple):
-    """A source's estimate of a token, before it is known how far to trust it."""
-
-    key: SayingKind
-    estimate: float
+    kinds: np.ndarray  # how they are told apart when their truth is counted: an index into KINDS
+    estimates: np.ndarray  # the sources' own, of the chance that they come true
 
     @classmethod
-    def of(cls, source: str, length: int, share: float, count: int) -> Saying:
-        kinds = length if length < 4 else 4 if length < 6 else 6 if length < 9 else 9
-        shares = -1 if share > 0.97 else min(7, int(-1.5 * log2(max(share, 1e-3))))
-        trust = length / (length + 1) if length else 1.0
-        return cls(SayingKind(source, kinds, shares, min(count, 3)), 0.02 + 0.9 * share * trust)
+    def of(cls, source: np.ndarray | int, length: np.ndarray, share: np.ndarray, count: np.ndarray) -> Sayings:
+        """By source, tokens that match up to here (0 for a drafter), share of what the source has here, and places that say
+        so."""
+        shares = np.where(share > 0.97, 0, 1 + np.minimum(7, (-1.5 * np.log2(np.maximum(share, 1e-3))).astype(np.int64)))
+        lengths, counts = LENGTHS[np.minimum(length, len(LENGTHS) - 1)], np.minimum(count, KINDS[3] - 1)
+        kinds = ((source * KINDS[1] + lengths) * KINDS[2] + shares) * KINDS[3] + counts
+        return cls(kinds, 0.02 + 0.9 * share * np.where(length > 0, length / (length + 1), 1.0))
 
 
 class Chances:
     """How likely a token is where a source says it, learnt while decoding: the share of such sayings that came true, which
-    starts as the source's own estimate, worth `prior` of them.
-
-    Learning gains over keeping that estimate: 2.35 to 2.25 tokens a forward from a store, 3.10 to 3.05 with the text's own
-    copies (tiny, trees of 16 nodes). Where sources agree the surest counts; taking them as independent gave the same (3.12).
-    """
+    starts as the source's own estimate, worth `prior` of them. Where sources agree the surest counts."""
 
     def __init__(self, prior: float = 4.0) -> None:
         self.prior = prior
-        self.hits: dict[SayingKind, int] = defaultdict(int)
-        self.trials: dict[SayingKind, int] = defaultdict(int)
+        self.hits, self.trials = np.zeros(KINDS, dtype=np.int64), np.zeros(KINDS, dtype=np.int64)
 
-    def __call__(self, saying: Saying) -> float:
-        hits, trials = self.hits.get(saying.key, 0), self.trials.get(saying.key, 0)
-        return min(1.0, (hits + self.prior * saying.estimate) / (trials + self.prior))
+    def __call__(self, sayings: Sayings) -> np.ndarray:
+        hits, trials = self.hits.take(sayings.kinds), self.trials.take(sayings.kinds)
+        return np.minimum(1.0, (hits + self.prior * sayings.estimates) / (trials + self.prior))
 
     def learn(self, proposal: Proposal, followed: list[int]) -> None:
         """Judge what was proposed against the tokens that followed, as far as it went along with them."""
+        if not followed or not proposal.said:
+            return
+        trie, nodes, (kinds, _) = proposal.trie, proposal.nodes, proposal.sayings
+        parents = np.asarray(trie.parents)[nodes]
         node: int | None = 0
         for truth in followed:
             if node is None:
                 break
-            for token, child in proposal.trie.children[node].items():
-                for saying in proposal.sayings[child]:
-                    self.trials[saying.key] += 1
-                    self.hits[saying.key] += token == truth
-            node = proposal.trie.children[node].get(truth)
+            judged = np.flatnonzero(parents == node)
+            node = trie.child(node, truth)
+            np.add.at(self.trials.reshape(-1), kinds[judged], 1)
+            np.add.at(self.hits.reshape(-1), kinds[judged[nodes[judged] == node]], 1)
+
+
+class Stretches:
+    """Sorted continuations [P, D] as a trie: a node is a stretch of rows that are alike so far. By depth, the root first."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        begins = np.ones((rows.shape[1] + 1, len(rows)), dtype=bool)  # [1 + D, P] where a node begins
+        begins[0, 1:] = False
+        begins[1:, 1:] = np.logical_or.accumulate(rows.T[:, 1:] != rows.T[:, :-1], axis=0)
+        self.size = begins.size
+        self.starts = np.flatnonzero(begins)
+        self.depths, self.lows = np.divmod(self.starts, len(rows))
+        self.highs = np.append(self.starts[1:], self.size) - self.depths * len(rows)  # rows low to high are alike
+        self.tokens = rows[self.lows, self.depths - 1]
+        self.parents = np.cumsum(begins)[self.starts - len(rows)] - 1  # of the root, anything, and its token
+
+    def sums(self, values: np.ndarray) -> np.ndarray:
+        """[S, N] over the rows of every node, of values [S, P] that add up without rounding."""
+        whole = np.zeros((len(values), values.shape[1] + 1), dtype=values.dtype)
+        values.cumsum(axis=1, out=whole[:, 1:])
+        found: np.ndarray = whole.take(self.highs, axis=1) - whole.take(self.lows, axis=1)
+        return found
+
+    def least(self, values: np.ndarray) -> np.ndarray:
+        """[S, N] over the rows of every node, of values [S, P]."""
+        found: np.ndarray = np.minimum.reduceat(np.tile(values, self.size // values.shape[1]), self.starts, axis=1)
+        return found
 
 
 class Proposal:
@@ -146,49 +186,68 @@ class Proposal:
 
     def __init__(self) -> None:
         self.trie = Trie()
-        self.sayings: list[list[Saying]] = [[]]  # of every node
+        self.said: list[tuple[np.ndarray, Sayings]] = []  # nodes, and what was said of each
 
-    def say(self, parent: int, token: int, saying: Saying) -> int:
-        """Add a source's saying about a child of a node, and return the child."""
-        node = self.trie.node(parent, token)
-        if node == len(self.sayings):
-            self.sayings.append([])
-        self.sayings[node].append(saying)
-        return node
+    @classmethod
+    def of(cls, found: list[Copies], least: float) -> Proposal:
+        """Each source's continuations, the sources in the order of SOURCES, but for paths that a share below `least` of its
+        own takes; a copy has matched a token more with every token."""
+        proposal = cls()
+        lengths, tokens = (np.concatenate(parts) for parts in zip(*found))
+        if not len(tokens):
+            return proposal
+        order = np.lexsort(tokens.T[::-1])
+        rows = Stretches(tokens[order])
+        own = np.repeat(np.arange(len(found)), [len(one.lengths) for one in found])[order] == np.arange(len(found))[:, None]
+        weights, counts = rows.sums(np.where(own, 2.0 ** lengths[order], 0.0)), rows.sums(own.astype(np.int64))  # [S, N]
+        first = rows.least(np.where(own, order, len(order)))
+        large = (weights > 0) & (weights >= least * weights[:, :1]) & (rows.tokens != END)
+        large[:, 0] = False
+        named = np.where(large, first, len(order)).min(axis=0)  # the first continuation with a node: the order of nodes
+        named[0] = -1
+        nodes = np.flatnonzero(named < len(order))
+        nodes = nodes[np.lexsort((rows.depths[nodes], named[nodes]))]
+        place = np.zeros(len(named), dtype=np.int64)
+        place[nodes] = np.arange(len(nodes))
+        proposal.trie = Trie.ready(rows.tokens[nodes], place[rows.parents[nodes]], rows.depths[nodes])
+        said = np.flatnonzero(large)
+        source, node = np.divmod(said, len(named))
+        above = rows.parents.take(node)
+        share = weights.take(said) / weights.take(source * len(named) + above)
+        matched = lengths.take(first.take(said)) + rows.depths.take(above)
+        proposal.said = [(place.take(node), Sayings.of(source, matched, share, counts.take(said)))]
+        return proposal
 
-    def copy(self, source: str, occurrences: Iterable[Occurrence], least: float) -> None:
-        """Add a source's continuations but for paths that a share below `least` of them takes; a copy has matched a token more
-        with every token."""
-        found, lengths, counts = Trie(), [0], [0]
-        for occurrence in occurrences:
-            nodes = found.add(occurrence.tokens, 2.0**occurrence.length)
-            lengths += [occurrence.length] * (len(found) - len(lengths))
-            counts += [0] * (len(found) - len(counts))
-            for node in nodes:
-                counts[node] += 1
-        here = [0] * len(found)
-        for node in range(1, len(found)):
-            if found.weights[node] < least * found.weights[0]:
-                continue  # and so are all below it
-            above = found.parents[node]
-            length, share = lengths[node] + found.depths[above], found.weights[node] / found.weights[above]
-            here[node] = self.say(here[above], found.tokens[node], Saying.of(source, length, share, counts[node]))
+    @property
+    def nodes(self) -> np.ndarray:
+        """[S] the node of every saying."""
+        return np.concatenate([nodes for nodes, _ in self.said])
+
+    @property
+    def sayings(self) -> Sayings:
+        return Sayings(*(np.concatenate(parts) for parts in zip(*(sayings for _, sayings in self.said))))
 
     def draft(self, tokens: list[int], parents: list[int], scores: list[float], valid: list[bool]) -> None:
         """Add a drafter's nodes, the root first, with the log of the chance of every path to them."""
         here = {0: 0}
+        shares = []
         for node in range(1, len(tokens)):
-            above = parents[node]
             if valid[node]:
-                share = exp(min(0.0, scores[node] - scores[above]))
-                here[node] = self.say(here[above], tokens[node], Saying.of("drafter", 0, share, 1))
+                here[node] = self.trie.node(here[parents[node]], tokens[node])
+                shares.append(exp(min(0.0, scores[node] - scores[parents[node]])))
+        once = np.ones(len(shares), dtype=np.int64)
+        sayings = Sayings.of(SOURCES.index("drafter"), 0 * once, np.asarray(shares), once)
+        self.said.append((np.asarray(list(here.values())[1:], dtype=np.int64), sayings))
 
     def weighed(self, chances: Chances) -> Trie:
         """The trie, every node weighing the chance that it is kept."""
-        self.trie.weights[0] = 1.0
-        for node in range(1, len(self.trie)):
-            surest = max(map(chances, self.sayings[node]))
-            self.trie.weights[node] = self.trie.weights[self.trie.parents[node]] * surest
+        surest = np.zeros(len(self.trie))
+        if self.said:
+            np.maximum.at(surest, self.nodes, chances(self.sayings))
+        weights, parents = self.trie.weights, self.trie.parents
+        weights[0] = 1.0
+        for node, chance in enumerate(surest.tolist()[1:], 1):
+            weights[node] = weights[parents[node]] * chance
         return self.trie
 
 
@@ -211,11 +270,12 @@ class Copying:
         if context.round:
             for proposal, followed in zip(self.proposals, news):
                 self.chances.learn(proposal, followed)
-        self.proposals = [Proposal() for _ in self.texts.rows]
-        for proposal, row, active in zip(self.proposals, self.texts.rows, context.active.tolist()):
+        self.proposals = []
+        for row, active in zip(self.texts.rows, context.active.tolist()):
+            found = []
             if active:
-                proposal.copy("context", row.occurrences(depth, self.matches), least)
+                found = [Copies.of(row.occurrences(depth, self.matches), depth)]
                 if self.store is not None:
-                    found = self.store.occurrences(row.tokens, depth, self.matches, self.enough)
-                    proposal.copy("store", (Occurrence(length, tokens) for length, tokens in found), least)
+                    found.append(Copies(*self.store.occurrences(row.tokens, depth, self.matches, self.enough)))
+            self.proposals.append(Proposal.of(found, least) if found else Proposal())
         return self.proposals
