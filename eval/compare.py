@@ -259,7 +259,7 @@ class Contest:
 
     def steps(self, config: DictConfig, dataset: Dataset) -> int:
         """How many steps the budget is worth."""
-        trainer: Trainer = build(config.trainer)
+        trainer = Trainer.of(config)
         if self.comparison.tokens is not None and dataset.is_sample:
             return max(1, round(self.comparison.tokens / (trainer.batch_tokens * trainer.accumulate)))
         if self.comparison.tokens is not None:

@@ -23,6 +23,7 @@ from spectrain.models.target import Target
 from spectrain.provenance import processor
 from spectrain.runs.fresh import fresh_drafter
 from spectrain.settings.build import build
+from spectrain.training.trainer import Trainer
 from spectrain.trees.token_tree import TokenTree
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -105,7 +106,7 @@ def timed(target: Target, work: Callable[[], Any]) -> float:
 
 def training_throughput(config: DictConfig, steps: int = 12) -> None:
     """Train for a few steps on the recipe's data and print tokens per second and what took the time."""
-    trainer = build(config.trainer)
+    trainer = Trainer.of(config)
     target: Target = build(config.target)
     target.pack()
     data = build(config.data)

@@ -44,7 +44,7 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
     `config` says, where they are loaded already.
     """
     take_shape(config, asked)
-    trainer = build(config.trainer)
+    trainer = Trainer.of(config)
     accelerator = trainer.accelerator()
     run = choose_folder(config, accelerator)
     finished = (run / "drafter" / "config.json").exists()

@@ -129,14 +129,13 @@ class Job:
         return stage_at(self.drafter.stages, step, self.num_steps)
 
     def enter_stage(self, stage: int, began: int) -> None:
-        """AdamW over what a stage trains; every other parameter is frozen."""
+        """An optimiser of what a stage trains; every other parameter is frozen."""
         self.stage, self.stage_began = stage, began
         groups = trained_groups(self.drafter, self.target, stage)
         new = [p for group in groups for p in group["params"] if id(p) not in self.learning]
         self.learning |= {id(parameter) for parameter in new}
         self.num_learning += sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in new)
-        trainer = self.trainer
-        self.shared.optimise(groups, trainer.clip, lr=trainer.lr, betas=trainer.betas, weight_decay=trainer.weight_decay)
+        self.shared.optimise(groups, self.trainer.clip, self.trainer.made)
 
     def _enter_stage_of_step(self) -> None:
         """The stage, learning rate and state of the step to come."""

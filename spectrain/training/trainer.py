@@ -3,8 +3,8 @@
 import math
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,23 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.features.base import Source
 from spectrain.models.target import Target
+from spectrain.settings.build import build
 from spectrain.settings.values import Below1, NotNegative, Positive, Seed, Share
 
 from .checkpoints import checkpoint_path
 from .held_out import held_out_acceptance
 from .job import Job, Trained
 from .metrics import MetricsFile, Tracker
+from .optimizers import AdamW, Groups, UpdateRule
 from .parallel import Sharding, connect, parallel
 from .progress import TrainingProgress
+from .schedules import Cosine, Schedule
 from .signals import StopSignals
 
 
 @dataclass
 class Trainer:
-    """AdamW with warm-up and cosine decay over `epochs` of the data, or `max_steps` steps where that is given.
+    """Warm-up and decay of the learning rate over `epochs` of the data, or `max_steps` steps where that is given.
 
     A step sees `accumulate` batches of up to `batch_tokens` tokens on each process, and its loss is divided by the number
     of supervised tokens in all of them, so neither depends on the number of processes or on how sequences were batched: padded,
@@ -47,8 +50,8 @@ class Trainer:
     warmup: Share = 0.05  # the share of the steps in which the rate rises
     min_lr: Share = 0.0  # the share of lr that the rate falls to
     clip: Positive = 0.5  # the largest norm of the gradient
-    betas: tuple[Below1, Below1] = (0.9, 0.95)  # AdamW's
-    weight_decay: NotNegative = 0.0  # AdamW's
+    betas: tuple[Below1, Below1] = (0.9, 0.95)  # AdamW's, of the means of gradients and of their squares
+    weight_decay: NotNegative = 0.0  # how much of a weight a step takes away, times the rate
     seed: Seed = 0  # of the first weights, the order of the data and what is drawn
     save_every: int | None = None  # steps between two checkpoints, and looks at held-out data; null: where a run stops or ends
     keep_checkpoints: int = 2  # how many of the newest stay
@@ -59,6 +62,15 @@ class Trainer:
     max_skipped: int = 5  # steps in a row whose gradient is not finite, before the run stops
     patience: float = 60.0  # seconds that processes wait for one of them before it is named
     resume: str | None = None  # auto: start the run in run=DIR, or go on with it
+    optimizer: UpdateRule = field(default_factory=AdamW)
+    schedule: Schedule = field(default_factory=Cosine)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Trainer":
+        """The trainer of a configuration, with the optimiser and the schedule that it names."""
+        named = {group: build(config[group]) for group in ("optimizer", "schedule") if config.get(group)}
+        made: Trainer = build(config["trainer"], **named)
+        return made
 
     def __post_init__(self) -> None:
         for key in ("lr", "epochs", "batch_tokens", "accumulate", "log_every", "keep_checkpoints", "max_skipped", "patience"):
@@ -94,11 +106,15 @@ class Trainer:
         return max(1, math.ceil(self.epochs * batches / (self.accumulate * num_processes)))
 
     def lr_at(self, step: int, num_steps: int, stage_began: int = 0) -> float:
-        """The learning rate of a step: linear warm-up, anew in every stage, and half a cosine down to `min_lr` of the peak."""
+        """The learning rate of a step: linear warm-up, anew in every stage, and the schedule down to `min_lr` of the peak."""
         warm = max(1, round(self.warmup * num_steps))
         progress = max(0, step - warm) / max(1, num_steps - warm)
-        decayed = self.lr * (self.min_lr + (1 - self.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+        decayed = self.lr * (self.min_lr + (1 - self.min_lr) * self.schedule.height(min(1.0, progress)))
         return decayed * min(1.0, (step - stage_began + 1) / warm)
+
+    def made(self, groups: Groups) -> torch.optim.Optimizer:
+        """The optimiser of a stage."""
+        return self.optimizer.optimizer(groups, self.lr, self.betas, self.weight_decay)
 
     def fit(
         self,
@@ -155,6 +171,11 @@ class Trainer:
             raise UserError(
                 f"trainer.sharding={job.shared.name}: the drafter writes text here, and no process has all of it; use ddp, "
                 "zero2 or source.by=target"
+            )
+        if self.optimizer.needs_matrices and not job.shared.plain:
+            raise UserError(
+                f"optimizer={self.optimizer.name}: with trainer.sharding={job.shared.name} no process holds a weight as the "
+                "matrix that it is; use trainer.sharding=ddp or optimizer=adamw"
             )
         if self.gradient_checkpointing and job.drafter.abilities.adapts_layers:
             raise UserError(
