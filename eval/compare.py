@@ -273,7 +273,7 @@ def step_seconds(trainer: Trainer, config: DictConfig, target: Target, dataset: 
     drafter = fresh_drafter(config, target, dataset)
     share = Counter(stage_at(drafter.stages, step, 1000) for step in range(1000))
     count = len(share) * (WARM + TIMED)
-    short = replace(trainer, max_steps=count, save_every=None, resume=None)
+    short = trainer.trial(count)
     ends: list[float] = []
 
     def on_step(step: int) -> None:

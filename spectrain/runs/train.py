@@ -98,7 +98,7 @@ def read_all(config: DictConfig, trainer: Trainer, target: Target | None, datase
     if evaluation is not None:
         evaluation.check_prompts(target)
     dataset = dataset or data.dataset(target.tokenizer)
-    trainer.num_steps(dataset)  # a stream must be told
+    trainer.num_steps(dataset)  # a stream must be told how long
     drafter = fresh_drafter(config, target, dataset)
     source: Source = build(config.source)
     examples = None if dataset.is_sample else dataset.examples

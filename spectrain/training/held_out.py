@@ -9,6 +9,7 @@ import torch
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.calibration import run_forced
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.trees import Chain
@@ -24,17 +25,20 @@ def held_out_acceptance(drafter: Drafter, target: Target, examples: list[Example
     """Over the target's own answers to the prompts of these examples, by depth, with every draft before it right: `agreement`,
     how often the most likely draft is the target's most likely token, and `acceptance`, the mean sum of min(p, q), how often
     a drawn draft is kept, over so many `places`. `forecast` is the tokens a forward that the acceptance promises a chain:
-    1 + a_1 + a_1 a_2 + ...
+    1 + a_1 + a_1 a_2 + ... `acceptance_length` are those of really decoding the same answers, greedily, with such chains.
 
     Nothing learns from it, and the random numbers of the training stay as they are.
     """
     prompts = [example.prompt for example in examples if len(example.prompt) + ANSWER <= target.max_length]
     with evaluating(drafter), torch.random.fork_rng():
         forced = run_forced(target, drafter, Chain(DEPTH), Greedy(), prompts[:MOST], ANSWER)
+        decoded = [decode(target, [prompt], Greedy(), ANSWER, drafter, Chain(DEPTH))[0] for prompt in prompts[:MOST]]
+    rounds = [emitted for generation in decoded for emitted in generation.whole_rounds]
     acceptance = forced.overlap
     return {
         "agreement": [round(share, 4) for share in forced.first],
         "acceptance": [round(share, 4) for share in acceptance],
         "places": [count for count in forced.counts if count],
+        "acceptance_length": round(sum(rounds) / len(rounds), 4) if rounds else None,
         "forecast": round(1 + sum(accumulate(acceptance, mul)), 4),
     }

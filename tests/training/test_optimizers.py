@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from spectrain.data.dataset import Dataset
 from spectrain.errors import UserError
 from spectrain.training.checkpoints import flatten_optimizer, unflatten_optimizer
 from spectrain.training.optimizers import Muon
@@ -83,6 +84,12 @@ def test_muon_is_refused_where_weights_are_in_parts(way: str, tmp_path: Path) ->
     )
     with pytest.raises(UserError, match=f"optimizer=muon: .*sharding={way}.*use trainer.sharding=ddp or optimizer=adamw"):
         Trainer(optimizer=Muon())._refuse(job)
+
+
+def test_averages_are_refused_where_weights_are_in_parts() -> None:
+    job: Any = SimpleNamespace(shared=SimpleNamespace(plain=False, whole=True, name="zero2"))
+    with pytest.raises(UserError, match=r"trainer.ema=0.9: .*sharding=zero2.*use ddp"):
+        Trainer(ema=0.9)._refuse_looks(job, Dataset([], 0, 0, 0))
 
 
 @pytest.mark.parametrize(("schedule", "expected"), [
