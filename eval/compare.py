@@ -259,7 +259,7 @@ class Contest:
 
     def steps(self, config: DictConfig, dataset: Dataset) -> int:
         """How many steps the budget is worth."""
-        trainer: Trainer = build(config.trainer)
+        trainer = Trainer.of(config)
         if self.comparison.tokens is not None and dataset.is_sample:
             return max(1, round(self.comparison.tokens / (trainer.batch_tokens * trainer.accumulate)))
         if self.comparison.tokens is not None:
@@ -273,7 +273,7 @@ def step_seconds(trainer: Trainer, config: DictConfig, target: Target, dataset: 
     drafter = fresh_drafter(config, target, dataset)
     share = Counter(stage_at(drafter.stages, step, 1000) for step in range(1000))
     count = len(share) * (WARM + TIMED)
-    short = replace(trainer, max_steps=count, save_every=None, resume=None)
+    short = trainer.trial(count)
     ends: list[float] = []
 
     def on_step(step: int) -> None:

@@ -112,7 +112,7 @@ def measured_peak(
         drafter = build(config.drafter, target=target)
     randomise(drafter)
     target.pack()
-    trainer: Trainer = build(config.trainer)
+    trainer = Trainer.of(config)
     work = partial(trainer.fit, drafter, target, dataset, Live(), folder / "run")
     return peak(work, size_of(*target.parameters(), *drafter.parameters(), *drafter.buffers()), device)
 

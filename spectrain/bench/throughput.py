@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -23,6 +24,7 @@ from spectrain.models.target import Target
 from spectrain.provenance import processor
 from spectrain.runs.fresh import fresh_drafter
 from spectrain.settings.build import build
+from spectrain.training.trainer import Trainer
 from spectrain.trees.token_tree import TokenTree
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -105,14 +107,13 @@ def timed(target: Target, work: Callable[[], Any]) -> float:
 
 def training_throughput(config: DictConfig, steps: int = 12) -> None:
     """Train for a few steps on the recipe's data and print tokens per second and what took the time."""
-    trainer = build(config.trainer)
+    trainer = replace(Trainer.of(config).trial(steps), log_every=steps // 3)
     target: Target = build(config.target)
     target.pack()
     data = build(config.data)
     data.limit = min(data.limit or 200, 200)
     dataset = data.dataset(target.tokenizer)
     drafter = fresh_drafter(config, target, dataset)
-    trainer.max_steps, trainer.log_every, trainer.save_every = steps, steps // 3, None
     with TemporaryDirectory() as folder:
         trainer.fit(drafter, target, dataset, build(config.source), Path(folder))
         lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -42,6 +43,7 @@ class Dataset:
     num_cut: int  # examples cut to max_length
     num_dropped: int  # examples without a supervised token after the cut
     held_out: list[Example] = field(default_factory=list, kw_only=True)  # not to be trained on, but measured meanwhile
+    beyond: Callable[[], list[list[int]]] = field(default=list, kw_only=True)  # answers that only a vocabulary is chosen from
 
     is_sample: ClassVar[bool] = False  # there is more to train on than the examples
 
@@ -54,7 +56,7 @@ class Dataset:
         if not examples:
             raise UserError(f"data.max_length={data.max_length}: it cuts off every answer; raise it")
         cut, dropped = sum(cut for _, cut, _ in tokenized), sum(none for _, _, none in tokenized)
-        return cls(examples, len(conversations), cut, dropped, held_out=held_out)
+        return cls(examples, len(conversations), cut, dropped, held_out=held_out, beyond=partial(data.beyond, tokenizer))
 
     @property
     def num_tokens(self) -> int:
@@ -73,12 +75,13 @@ class Dataset:
         return digest.hexdigest()[:16]
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """[V] how often each token is the assistant's."""
+        """[V] how often each token is the assistant's, in the examples and in what lies beyond them."""
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         for example in self.examples:
             kept = torch.tensor(example.tokens)[torch.tensor(example.mask)]
             counts += torch.bincount(kept, minlength=vocab_size)
-        return counts
+        beyond = [token for answer in self.beyond() for token in answer]
+        return counts + torch.bincount(torch.tensor(beyond, dtype=torch.int64), minlength=vocab_size)
 
     def __getitem__(self, indices: list[int]) -> list[Example]:
         """The examples of these numbers."""

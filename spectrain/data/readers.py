@@ -10,10 +10,12 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import lru_cache
 from glob import glob
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError, first_line
@@ -70,6 +72,10 @@ class Data(ABC):
         self.found = found
         return found
 
+    def beyond(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """The tokens of answers behind `limit`, where they cost nothing: only a draft vocabulary is chosen from them."""
+        return []
+
     def dataset(self, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         """These conversations as a tokenizer cuts them, to train on."""
         return Dataset.build(self, tokenizer)
@@ -81,11 +87,27 @@ class Embedded(Data):
     name = "embedded"
 
     def read(self) -> Iterator[list[Message]]:
-        lines = gzip.decompress((FOLDER / "conversations.jsonl.gz").read_bytes()).decode().strip().split("\n")
-        rows = [json.loads(line) for line in lines]
-        rows.sort(key=lambda row: (int(row["id"].rsplit("-", 1)[1]), row["id"]))  # so that a prefix covers every subject
-        for row in rows:
-            yield row["messages"]
+        yield from embedded()
+
+    def beyond(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        first = len(self.conversations())
+        return embedded_answers(tokenizer.backend_tokenizer.to_str())[first:] if first < len(embedded()) else []
+
+
+def embedded() -> list[list[Message]]:
+    """All embedded conversations."""
+    lines = gzip.decompress((FOLDER / "conversations.jsonl.gz").read_bytes()).decode().strip().split("\n")
+    rows = [json.loads(line) for line in lines]
+    rows.sort(key=lambda row: (int(row["id"].rsplit("-", 1)[1]), row["id"]))  # so that a prefix covers every subject
+    return [row["messages"] for row in rows]
+
+
+@lru_cache(maxsize=2)  # a comparison asks once for each recipe, and it takes a second
+def embedded_answers(description: str) -> list[list[int]]:
+    """The tokens of the answers in each, by a tokenizer of this description."""
+    texts = ["\n".join(message["content"] for message in found if message["role"] == "assistant") for found in embedded()]
+    encoded = Tokenizer.from_str(description).encode_batch_fast(texts, add_special_tokens=False)
+    return [list(one.ids) for one in encoded]
 
 
 class Jsonl(Data):

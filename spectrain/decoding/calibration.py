@@ -24,6 +24,7 @@ from spectrain.trees.measurements import Calibration, Latency, RuleForecast
 from spectrain.trees.token_tree import Children, TokenTree
 
 from .acceptance import AcceptanceRule, Greedy, Recursive, Siblings
+from .generation import Generation
 from .loop import decode
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -87,11 +88,15 @@ def run_forced(
     rule: AcceptanceRule,
     prompts: list[list[int]],
     max_new_tokens: int,
+    answers: list[Generation] | None = None,
 ) -> Forced:
-    """Decode prompts autoregressively, then once more with every draft right."""
+    """Decode prompts with every draft right: by the target's `answers`, which are otherwise decoded autoregressively first."""
     forced = Forced({}, builder, rule)
     for row, prompt in enumerate(prompts):
-        (answer,) = decode(target, [prompt], rule.matched(), max_new_tokens, sequence_ids=[row])
+        if answers is None:
+            (answer,) = decode(target, [prompt], rule.matched(), max_new_tokens, sequence_ids=[row])
+        else:
+            answer = answers[row]
         forced.sequences = {row: answer.prompt + answer.output}
         decode(target, [prompt], rule.matched(), max_new_tokens, drafter, forced, sequence_ids=[row])
     return forced

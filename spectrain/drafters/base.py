@@ -60,7 +60,7 @@ class Stage:
         return cls([{"params": [p for p in module.parameters() if p.requires_grad]}], layers, final_reach=final_reach)
 
 
-def stage_at(stages: Sequence[Stage], step: int, num_steps: int) -> int:
+def stage_at(stages: Sequence[Stage], step: int, num_steps: float) -> int:
     """The number of the stage that a training step belongs to."""
     return sum(step >= end * num_steps for end in accumulate(stage.share for stage in stages[:-1]))
 

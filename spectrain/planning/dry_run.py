@@ -65,7 +65,7 @@ class DryRun:
 
 def dry_run(config: Any, device: torch.device, dataset: Dataset, batches: list[list[Example]], num_steps: int) -> DryRun:
     """Build target and drafter of fake tensors on `device`, and train for a few steps on the heaviest and on some batches."""
-    trainer: Trainer = build(config.trainer)
+    trainer = Trainer.of(config)
     found = DryRun()
     tracker = MemoryTracker(device)
     with tracker, warnings.catch_warnings():

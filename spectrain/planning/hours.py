@@ -2,7 +2,6 @@
 
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +67,7 @@ def work_is_real(asked: "Plan") -> bool:
 
 def calibrate(config: DictConfig) -> tuple[float, float]:
     """Seconds that a padded token takes in the target's features and in the rest of a step, from steps that really run."""
-    trainer: Trainer = replace(build(config.trainer), max_steps=CALIBRATION, save_every=None, resume=None)
+    trainer = Trainer.of(config).trial(CALIBRATION)
     target: Target = build(config.target)
     dataset = build(config.data).dataset(target.tokenizer)
     drafter = fresh_drafter(config, target, dataset)

@@ -183,7 +183,7 @@ def changes(config: DictConfig, asked: Plan, seen: DryRun, sharded: dict[str, in
 
 def alternatives(config: DictConfig, seen: DryRun) -> list[dict[str, Any]]:
     """Settings that cost less memory, as far as this run has them."""
-    trainer: Trainer = build(config.trainer)
+    trainer = Trainer.of(config)
     found: list[dict[str, Any]] = []
     if trainer.batch_tokens >= 512:
         halved = {"trainer.batch_tokens": trainer.batch_tokens // 2, "trainer.accumulate": trainer.accumulate * 2}

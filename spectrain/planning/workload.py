@@ -44,7 +44,7 @@ class Workload:
 
 def survey(config: DictConfig, asked: "Plan") -> Workload:
     """The batches of a run: the data's own where it is quick to read, else full ones."""
-    trainer: Trainer = build(config.trainer)
+    trainer = Trainer.of(config)
     data = build(config.data)
     if asked.tokens is None:
         if data.num_bytes() > QUICK_BYTES:

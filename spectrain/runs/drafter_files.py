@@ -37,7 +37,7 @@ def save_drafter(
     description |= {"recipe": recipe_name(config), "spectrain_version": versions().get("spectrain")}
     if trained is not None:
         description["training"] = {"steps": trained.steps, "tokens": trained.tokens, "seconds": round(trained.seconds, 2),
-                                   "parameters": trained.parameters}  # fmt: skip
+                                   "parameters": trained.parameters, "taken": trained.taken}  # fmt: skip
     files: dict[str, dict[str, Tensor]] = {"model.safetensors": {}}
     layout = drafter.saved.layout(drafter)
     for name, tensor in tensors_of(drafter).items():

@@ -78,7 +78,8 @@ def resumable(run: Path, config: DictConfig) -> None:
     before, now = named(run_settings(run)), named(plain(config))
     if latest_checkpoint(run) is None:
         return
-    for group in ("target", "drafter", "data", "trainer"):
+    before = {"optimizer": {"choice": "adamw"}, "schedule": {"choice": "cosine"}, **before}  # when nothing else was there
+    for group in ("target", "drafter", "data", "trainer", "optimizer", "schedule"):
         free = FREE.get(group, ())
         old = {k: v for k, v in (before.get(group) or {}).items() if k not in free}
         new = {k: v for k, v in (now.get(group) or {}).items() if k not in free}

@@ -44,7 +44,7 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
     `config` says, where they are loaded already.
     """
     take_shape(config, asked)
-    trainer = build(config.trainer)
+    trainer = Trainer.of(config)
     accelerator = trainer.accelerator()
     run = choose_folder(config, accelerator)
     finished = (run / "drafter" / "config.json").exists()
@@ -98,7 +98,7 @@ def read_all(config: DictConfig, trainer: Trainer, target: Target | None, datase
     if evaluation is not None:
         evaluation.check_prompts(target)
     dataset = dataset or data.dataset(target.tokenizer)
-    trainer.num_steps(dataset)  # a stream must be told
+    trainer.num_steps(dataset)  # a stream must be told how long
     drafter = fresh_drafter(config, target, dataset)
     source: Source = build(config.source)
     examples = None if dataset.is_sample else dataset.examples

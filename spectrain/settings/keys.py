@@ -1,5 +1,19 @@
 """What the configuration of a command may hold at its top."""
 
-TRAIN_KEYS = ("target", "drafter", "source", "data", "trainer", "tree", "acceptance", "eval", "tracker", "run", "recipe_name")
+TRAIN_KEYS = (
+    "target",
+    "drafter",
+    "source",
+    "data",
+    "trainer",
+    "optimizer",
+    "schedule",
+    "tree",
+    "acceptance",
+    "eval",
+    "tracker",
+    "run",
+    "recipe_name",
+)
 COMPARE_KEYS = (*(key for key in TRAIN_KEYS if key not in ("drafter", "recipe_name")), "compare", "recipes", "runs")
 REGENERATE_KEYS = ("target", "tree", "data", "writer", "sampling", "regenerate", "out", "check", "run")

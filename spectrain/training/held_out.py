@@ -9,13 +9,14 @@ import torch
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.calibration import run_forced
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 
 from .on_policy import evaluating
 
-MOST = 8  # conversations that are looked at: a look takes about a second with tiny, and ten with a target of 8B on a GPU
+MOST = 8  # conversations that are looked at
 ANSWER = 32  # tokens of the target's own answer to each
 DEPTH = 4  # drafts at each of its places, or as many as the drafter makes
 
@@ -24,17 +25,20 @@ def held_out_acceptance(drafter: Drafter, target: Target, examples: list[Example
     """Over the target's own answers to the prompts of these examples, by depth, with every draft before it right: `agreement`,
     how often the most likely draft is the target's most likely token, and `acceptance`, the mean sum of min(p, q), how often
     a drawn draft is kept, over so many `places`. `forecast` is the tokens a forward that the acceptance promises a chain:
-    1 + a_1 + a_1 a_2 + ...
+    1 + a_1 + a_1 a_2 + ... `acceptance_length` are those of the chains that the answers were really drafted with, greedily.
 
     Nothing learns from it, and the random numbers of the training stay as they are.
     """
-    prompts = [example.prompt for example in examples if len(example.prompt) + ANSWER <= target.max_length]
+    prompts = [example.prompt for example in examples if len(example.prompt) + ANSWER <= target.max_length][:MOST]
     with evaluating(drafter), torch.random.fork_rng():
-        forced = run_forced(target, drafter, Chain(DEPTH), Greedy(), prompts[:MOST], ANSWER)
+        answers = [decode(target, [prompt], Greedy(), ANSWER, drafter, Chain(DEPTH))[0] for prompt in prompts]
+        forced = run_forced(target, drafter, Chain(DEPTH), Greedy(), prompts, ANSWER, answers)
+    rounds = [emitted for answer in answers for emitted in answer.whole_rounds]
     acceptance = forced.overlap
     return {
         "agreement": [round(share, 4) for share in forced.first],
         "acceptance": [round(share, 4) for share in acceptance],
         "places": [count for count in forced.counts if count],
+        "acceptance_length": round(sum(rounds) / len(rounds), 4) if rounds else None,
         "forecast": round(1 + sum(accumulate(acceptance, mul)), 4),
     }

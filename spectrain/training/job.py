@@ -3,11 +3,12 @@
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Batches, Dataset
@@ -18,9 +19,13 @@ from spectrain.features.batch import Batch
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 
+from .averages import Averages
+from .best import Looks, best_path, drop_all_but, load_best, save_best
+from .budget import Budget, Spent
 from .checkpoints import checkpoint_path, latest_checkpoint, load_checkpoint, save_checkpoint
+from .held_out import held_out_acceptance
 from .parallel import Parallel
-from .state import Tally, load_trained_weights, random_state, set_random_state, trained_weights
+from .state import Tally, load_trained_weights, random_state, set_random_state, trained_groups, trained_weights
 from .watch import WAITING, Watch
 
 if TYPE_CHECKING:
@@ -34,15 +39,17 @@ class Job:
     stream: Batches  # of the data, on this process
 
     def __init__(
-        self, trainer: "Trainer", drafter: Drafter, target: Target, source: Source, shared: Parallel, num_steps: int
+        self, trainer: "Trainer", drafter: Drafter, target: Target, source: Source, shared: Parallel, num_steps: int | None
     ) -> None:
         self.trainer, self.drafter, self.target = trainer, drafter, target
         self.source, self.shared, self.watch = source, shared, Watch(shared, trainer.patience)
-        self.num_steps = num_steps  # of the whole run
+        self.budget = Budget(num_steps, trainer.max_minutes)
         self.accumulate = trainer.accumulate  # batches of a step, on this process
         self.step = 0  # steps done
         self.stage = self.stage_began = 0  # the stage of the optimiser, and its first step
-        self.saved = 0  # the step of the newest checkpoint
+        self.averages = None if trainer.ema is None else Averages(trainer.ema)
+        self.looks = Looks()  # at held-out data
+        self.saved = self.saved_best = 0  # the step of the newest checkpoint, and of the best look up to there
         self.skipped = self.skipped_in_a_row = 0  # steps that changed nothing, because something was not finite
         self.tally = Tally()  # since the last line of metrics
         self.tokens, self.seconds = 0, 0.0  # up to there, on all processes
@@ -50,15 +57,24 @@ class Job:
         self.learning: set[int] = set()  # parameters of this stage and those before it,
         self.num_learning = 0  # and their numbers
 
+    @property
+    def num_steps(self) -> float:
+        """Steps of the whole run; by the clock, as many as the time will do for."""
+        return self.budget.num_steps(self.step)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to do, or nothing is gained any more."""
+        stop_after = self.trainer.stop_after
+        return self.budget.is_done(self.step) or (stop_after is not None and self.looks.without_gain >= stop_after)
+
     # Beginning
 
     def begin(self) -> None:
         """Share the drafter between the processes, with the optimiser of the stage of the last step."""
-        last = max(0, self.step - 1)
-        first = next(step for step in range(self.step + 1) if self._stage_of(step) == self._stage_of(last))
         pack_linears(self.drafter)
         self.shared.share(self.drafter, self.target)
-        self.enter_stage(self._stage_of(last), first)
+        self.enter_stage(self.stage, self.stage_began)
 
     def restore(self, run: Path, dataset: Dataset) -> Path | None:
         """Begin, with the newest checkpoint of a run where there is one, and open the data; that checkpoint."""
@@ -79,15 +95,26 @@ class Job:
     def _restore_progress(self, progress: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Where a checkpoint stood; of its tensors those of the optimiser."""
         shared = self.shared
+        self.stage, self.stage_began = progress["stage"], progress["stage_began"]
+        self.budget.start(Spent(**progress["spent"]))
+        self.looks = Looks(**progress["looks"])
+        if self.trainer.keep_best and not best_path(self.run, self.looks.best_step).exists():
+            self.looks = Looks()  # its weights are gone
+        self.saved_best = self.looks.best_step
+        if shared.is_main:
+            drop_all_but(self.run, {self.saved_best})
         self.step, self.position, self.skipped = progress["step"], progress["stream"], progress["skipped"]
-        if self.trainer.max_steps is None:
-            self.num_steps = progress["num_steps"]
+        if self.trainer.max_steps is None and self.trainer.max_minutes is None:
+            self.budget.steps = progress["num_steps"]
         self.accumulate = self._as_before(progress["batches_a_step"])
         self.tally = Tally.restored(progress["tallies"], shared.rank, shared.count)
         self.saved, self.tokens, self.seconds = self.step, progress["tokens"], progress["seconds"]
         drawn = {name for name in tensors if name.startswith("rng.")}
         set_random_state({name: tensors[name] for name in drawn}, shared.rank)
-        return {name: tensor for name, tensor in tensors.items() if name not in drawn}
+        averaged = {name for name in tensors if name.startswith("ema.")}
+        if self.averages is not None:
+            self.averages.load({name.removeprefix("ema."): tensors[name] for name in averaged}, shared.device)
+        return {name: tensor for name, tensor in tensors.items() if name not in drawn | averaged}
 
     def _as_before(self, batches: int) -> int:
         """How many batches each process accumulates, so that a step goes on taking so many in all."""
@@ -129,14 +156,13 @@ class Job:
         return stage_at(self.drafter.stages, step, self.num_steps)
 
     def enter_stage(self, stage: int, began: int) -> None:
-        """AdamW over what a stage trains; every other parameter is frozen."""
+        """An optimiser of what a stage trains; every other parameter is frozen."""
         self.stage, self.stage_began = stage, began
         groups = trained_groups(self.drafter, self.target, stage)
         new = [p for group in groups for p in group["params"] if id(p) not in self.learning]
         self.learning |= {id(parameter) for parameter in new}
         self.num_learning += sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in new)
-        trainer = self.trainer
-        self.shared.optimise(groups, trainer.clip, lr=trainer.lr, betas=trainer.betas, weight_decay=trainer.weight_decay)
+        self.shared.optimise(groups, self.trainer.clip, self.trainer.made)
 
     def _enter_stage_of_step(self) -> None:
         """The stage, learning rate and state of the step to come."""
@@ -170,11 +196,33 @@ class Job:
         self.step += 1
         if finite:
             self.skipped_in_a_row = 0
+            if self.averages is not None:
+                self.averages.add(self.parameters(), self.step)
             self.tally.add(now)
             return
         self.skipped, self.skipped_in_a_row = self.skipped + 1, self.skipped_in_a_row + 1
         if self.shared.is_main:
             print(f"spectrain: training: step {self.step} is left out: its gradient is not finite", file=sys.stderr)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All of drafter and target, by the names that a checkpoint gives them."""
+        named = {f"drafter.{name}": parameter for name, parameter in self.drafter.named_parameters()}
+        own = {id(parameter) for parameter in named.values()}
+        theirs = {f"target.{name}": p for name, p in self.target.named_parameters() if id(p) not in own}
+        return named | theirs
+
+    def look(self, held_out: list[Example]) -> dict[str, Any]:
+        """What the drafter, of averaged weights where there are any, promises and does on held-out data."""
+        self.watch.at(self.step, "drafting for what was held out")
+        with nullcontext() if self.averages is None else self.averages.in_place(self.parameters()):
+            seen = held_out_acceptance(self.drafter, self.target, held_out)
+            is_best = self.looks.add(self.shared.gathered(seen["forecast"])[0], self.step)
+            if is_best and self.trainer.keep_best:
+                weights = trained_weights(self.drafter, self.target, self.shared)
+                if self.shared.is_main:
+                    save_best(self.run, self.step, weights)
+                    drop_all_but(self.run, {self.step, self.saved_best})
+        return seen
 
     def metrics(self) -> dict[str, Any]:
         """The means since the last time over all processes, and where the run is in the data; every process must call this."""
@@ -224,14 +272,19 @@ class Job:
         if shared.is_main:
             for rank, own in enumerate(drawn):
                 tensors |= {f"rng.{name}.{rank}": tensor for name, tensor in own.items()}
+            if self.averages is not None:
+                tensors |= {f"ema.{name}": tensor.cpu() for name, tensor in self.averages.kept.items()}
             progress = {
                 "step": self.step, "stream": position, "skipped": self.skipped, "tallies": tallies, "tokens": self.tokens,
                 "seconds": self.seconds, "optimizer": numbers, "num_steps": self.num_steps,
+                "stage": self.stage, "stage_began": self.stage_began, "spent": asdict(self.budget.spent),
+                "looks": asdict(self.looks),
                 "batches_a_step": self.accumulate * shared.data_count,
             }  # fmt: skip
             place = checkpoint_path(self.run, self.step)
             save_checkpoint(place, weights, tensors, progress, self.trainer.keep_checkpoints)
-        self.saved = self.step
+            drop_all_but(self.run, {self.looks.best_step})
+        self.saved, self.saved_best = self.step, self.looks.best_step
         shared.wait()
 
     def stop(self, asked: int | None) -> NoReturn:
@@ -255,11 +308,16 @@ class Job:
 
     def finish(self) -> "Trained":
         """The drafter whole on the main process, and the target an ordinary model again."""
+        if self.averages is not None:
+            self.averages.put(self.parameters())
         self.shared.release()
+        best = self.looks.best_step if self.trainer.keep_best else 0
+        if best and (self.shared.in_place or self.shared.is_main):
+            load_trained_weights(self.drafter, self.target, load_best(self.run, best))
         changes = self.drafter.abilities.target_training
         if changes is not None and (self.shared.in_place or self.shared.is_main):
             changes.finish(self.target)
-        return Trained(self.step, self.tokens, self.seconds, self.num_learning, self.shared.in_place)
+        return Trained(self.step, self.tokens, self.seconds, self.num_learning, self.shared.in_place, best or self.step)
 
     def explained(self, error: RuntimeError) -> Exception:
         """The error, or where another process is what failed, one that says which."""
@@ -281,12 +339,4 @@ class Trained:
     seconds: float  # of steps, until the end of the last
     parameters: int  # that learnt, in any stage
     in_place: bool  # the main process holds the drafter whole in its place
-
-
-def trained_groups(drafter: Drafter, target: Target, stage: int) -> list[dict[str, Any]]:
-    """What a stage trains, each group with its `lr_scale`; every other parameter of drafter and target is frozen."""
-    groups = [{"lr_scale": 1.0, **group} for group in drafter.stages[stage].groups]
-    trained = {id(parameter) for group in groups for parameter in group["params"]}
-    for parameter in [*drafter.parameters(), *target.parameters()]:
-        parameter.requires_grad_(id(parameter) in trained)
-    return groups
+    taken: int  # the step whose weights are the result

@@ -55,6 +55,12 @@ class TrainingProgress:
     def __exit__(self, *raised: Any) -> None:
         self.bar.__exit__(*raised)
 
+    def expect(self, num_steps: int) -> None:
+        """So many steps it will be, for all that is known by now."""
+        if num_steps != self.num_steps:
+            self.num_steps = self.pace.total = num_steps
+            self.bar.update(self.task, total=num_steps)
+
     def update(self, step: int, metrics: dict[str, Any] | None = None) -> None:
         """A step is done; `metrics` where it was one that is logged."""
         if metrics is not None:

@@ -85,3 +85,12 @@ def load_trained_weights(drafter: Drafter, target: Target, weights: dict[str, Te
     with torch.no_grad():
         for name, value in trained.items():
             parameters[name].copy_(value)
+
+
+def trained_groups(drafter: Drafter, target: Target, stage: int) -> list[dict[str, Any]]:
+    """What a stage trains, each group with its `lr_scale`; every other parameter of drafter and target is frozen."""
+    groups = [{"lr_scale": 1.0, **group} for group in drafter.stages[stage].groups]
+    trained = {id(parameter) for group in groups for parameter in group["params"]}
+    for parameter in [*drafter.parameters(), *target.parameters()]:
+        parameter.requires_grad_(id(parameter) in trained)
+    return groups

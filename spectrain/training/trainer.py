@@ -3,8 +3,8 @@
 import math
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,20 +17,23 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.features.base import Source
 from spectrain.models.target import Target
-from spectrain.settings.values import Below1, NotNegative, Positive, Seed, Share
+from spectrain.settings.build import build
+from spectrain.settings.values import Below1, Count, NotNegative, Positive, Seed, Share
 
 from .checkpoints import checkpoint_path
-from .held_out import held_out_acceptance
 from .job import Job, Trained
 from .metrics import MetricsFile, Tracker
+from .optimizers import AdamW, Groups, UpdateRule
 from .parallel import Sharding, connect, parallel
 from .progress import TrainingProgress
+from .schedules import Cosine, Schedule
 from .signals import StopSignals
 
 
 @dataclass
 class Trainer:
-    """AdamW with warm-up and cosine decay over `epochs` of the data, or `max_steps` steps where that is given.
+    """Warm-up and decay of the learning rate over `epochs` of the data, or where they are given over `max_steps` steps or
+    `max_minutes` minutes, whichever are over first.
 
     A step sees `accumulate` batches of up to `batch_tokens` tokens on each process, and its loss is divided by the number
     of supervised tokens in all of them, so neither depends on the number of processes or on how sequences were batched: padded,
@@ -41,16 +44,21 @@ class Trainer:
     lr: float = 1e-4  # the highest learning rate, reached after the warm-up
     epochs: float = 1.0  # times that the data is seen; a fraction is allowed
     max_steps: int | None = None  # optimiser steps, instead of epochs
+    max_minutes: Positive | None = None  # of training, instead of epochs: warm-up and schedule go by the time that is used
     batch_tokens: int = 4096  # tokens of a batch at most, on each process
     packing: bool = False  # sequences one after another in one row, without padding
     accumulate: int = 1  # batches of a step, on each process
     warmup: Share = 0.05  # the share of the steps in which the rate rises
     min_lr: Share = 0.0  # the share of lr that the rate falls to
     clip: Positive = 0.5  # the largest norm of the gradient
-    betas: tuple[Below1, Below1] = (0.9, 0.95)  # AdamW's
-    weight_decay: NotNegative = 0.0  # AdamW's
+    betas: tuple[Below1, Below1] = (0.9, 0.95)  # AdamW's, of the means of gradients and of their squares
+    weight_decay: NotNegative = 0.0  # how much of a weight a step takes away, times the rate
     seed: Seed = 0  # of the first weights, the order of the data and what is drawn
-    save_every: int | None = None  # steps between two checkpoints, and looks at held-out data; null: where a run stops or ends
+    save_every: Count | None = None  # steps between two checkpoints; null: where a run stops or ends
+    eval_every: Count | None = None  # steps between two looks at held-out data; null: with each checkpoint and at the end
+    keep_best: bool = False  # the result is the weights that promised most at a look, instead of the last
+    stop_after: Count | None = None  # looks in a row without gain, after which the run ends
+    ema: Below1 | None = None  # average weights over steps, as in 0.999: the average is measured and saved
     keep_checkpoints: int = 2  # how many of the newest stay
     log_every: int = 10  # steps between two lines of metrics.jsonl
     mixed_precision: str = "auto"  # bf16 or no; auto: bf16 on a GPU
@@ -59,19 +67,39 @@ class Trainer:
     max_skipped: int = 5  # steps in a row whose gradient is not finite, before the run stops
     patience: float = 60.0  # seconds that processes wait for one of them before it is named
     resume: str | None = None  # auto: start the run in run=DIR, or go on with it
+    optimizer: UpdateRule = field(default_factory=AdamW)
+    schedule: Schedule = field(default_factory=Cosine)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> "Trainer":
+        """The trainer of a configuration, with the optimiser and the schedule that it names."""
+        named = {group: build(config[group]) for group in ("optimizer", "schedule") if config.get(group)}
+        made: Trainer = build(config["trainer"], **named)
+        return made
 
     def __post_init__(self) -> None:
         for key in ("lr", "epochs", "batch_tokens", "accumulate", "log_every", "keep_checkpoints", "max_skipped", "patience"):
             if getattr(self, key) <= 0:
                 raise UserError(f"trainer.{key}={getattr(self, key)}: use a number above 0")
-        for key in ("max_steps", "save_every"):
-            whole = getattr(self, key)
-            if whole is not None and whole < 1:
-                raise UserError(f"trainer.{key}={whole}: use 1 or more, or null")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise UserError(f"trainer.max_steps={self.max_steps}: use 1 or more, or null")
         if self.mixed_precision not in ("auto", "no", "bf16"):
             raise UserError(f"trainer.mixed_precision={self.mixed_precision}: use auto, no or bf16")
         if self.resume not in (None, "auto"):
             raise UserError(f"trainer.resume={self.resume}: use auto, or leave it out")
+
+    def trial(self, steps: int) -> "Trainer":
+        """The same for a few steps, by which something is measured: it saves nothing and looks at nothing meanwhile."""
+        return replace(
+            self,
+            max_steps=steps,
+            max_minutes=None,
+            save_every=None,
+            eval_every=None,
+            keep_best=False,
+            stop_after=None,
+            resume=None,
+        )
 
     def accelerator(self) -> Accelerator:
         """bf16 autocast on a GPU, float32 on a CPU, unless `mixed_precision` says otherwise."""
@@ -86,19 +114,23 @@ class Trainer:
         """How the data becomes batches."""
         return Batching(self.batch_tokens, self.seed, self.packing)
 
-    def num_steps(self, dataset: Dataset, num_processes: int = 1) -> int:
-        """Optimiser steps of the whole run."""
-        if self.max_steps is not None:
+    def num_steps(self, dataset: Dataset, num_processes: int = 1) -> int | None:
+        """Optimiser steps of the whole run; None where the clock alone ends it."""
+        if self.max_steps is not None or self.max_minutes is not None:
             return self.max_steps
         batches = dataset.num_batches(self.batching)
         return max(1, math.ceil(self.epochs * batches / (self.accumulate * num_processes)))
 
-    def lr_at(self, step: int, num_steps: int, stage_began: int = 0) -> float:
-        """The learning rate of a step: linear warm-up, anew in every stage, and half a cosine down to `min_lr` of the peak."""
+    def lr_at(self, step: int, num_steps: float, stage_began: int = 0) -> float:
+        """The learning rate of a step: linear warm-up, anew in every stage, and the schedule down to `min_lr` of the peak."""
         warm = max(1, round(self.warmup * num_steps))
         progress = max(0, step - warm) / max(1, num_steps - warm)
-        decayed = self.lr * (self.min_lr + (1 - self.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+        decayed = self.lr * (self.min_lr + (1 - self.min_lr) * self.schedule.height(min(1.0, progress)))
         return decayed * min(1.0, (step - stage_began + 1) / warm)
+
+    def made(self, groups: Groups) -> torch.optim.Optimizer:
+        """The optimiser of a stage."""
+        return self.optimizer.optimizer(groups, self.lr, self.betas, self.weight_decay)
 
     def fit(
         self,
@@ -121,15 +153,16 @@ class Trainer:
         job = Job(self, drafter, target, source, shared, self.num_steps(dataset, shared.data_count))
         torch.manual_seed(self.seed)
         self._refuse(job)
+        self._refuse_looks(job, dataset)
         begun = job.restore(run, dataset)
         if shared.is_main:
             how = f"{shared.count} processes, {shared.name}; " if shared.count > 1 else ""
             print(how + self._efficiency(dataset) if begun is None else f"going on from {begun}", flush=True)
         with TrainingReport(job, tracker) as report, StopSignals() as stop, job.watch:
-            while job.step < job.num_steps:
+            while not job.is_done:
                 self._next_step(job, stop)
                 report.step(self._metrics(job, dataset))
-                if self.save_every is not None and job.step % self.save_every == 0 and job.step < job.num_steps:
+                if self._saves(job) and not job.is_done:
                     job.save()
                     report.saved(checkpoint_path(run, job.step))
                 if on_step is not None:
@@ -137,17 +170,20 @@ class Trainer:
         return job.finish()
 
     def _metrics(self, job: Job, dataset: Dataset) -> dict[str, Any] | None:
-        """What is logged of the step that was done, if anything; with each checkpoint and at the end what was held out too."""
-        is_end = job.step == job.num_steps
-        saves = is_end or (self.save_every is not None and job.step % self.save_every == 0)
-        measures = saves and bool(dataset.held_out) and job.shared.whole  # drafting takes the whole drafter
+        """What is logged of the step that was done, if anything; with a look at what was held out where one is due."""
+        is_end = job.is_done
+        due = self._saves(job) if self.eval_every is None else job.step % self.eval_every == 0
+        measures = (due or is_end) and bool(dataset.held_out) and job.shared.whole  # drafting takes the whole drafter
         if not (is_end or job.step == 1 or job.step % self.log_every == 0 or measures):
             return None
         metrics = job.metrics()
         if measures:
-            job.watch.at(job.step, "drafting for what was held out")
-            metrics["held_out"] = held_out_acceptance(job.drafter, job.target, dataset.held_out)
+            metrics["held_out"] = job.look(dataset.held_out)
         return metrics
+
+    def _saves(self, job: Job) -> bool:
+        """Whether a checkpoint is due."""
+        return self.save_every is not None and job.step % self.save_every == 0
 
     def _refuse(self, job: Job) -> None:
         """Stop where the family and these settings do not go together."""
@@ -156,10 +192,34 @@ class Trainer:
                 f"trainer.sharding={job.shared.name}: the drafter writes text here, and no process has all of it; use ddp, "
                 "zero2 or source.by=target"
             )
+        if self.optimizer.needs_matrices and not job.shared.plain:
+            raise UserError(
+                f"optimizer={self.optimizer.name}: with trainer.sharding={job.shared.name} no process holds a weight as the "
+                "matrix that it is; use trainer.sharding=ddp or optimizer=adamw"
+            )
         if self.gradient_checkpointing and job.drafter.abilities.adapts_layers:
             raise UserError(
                 "trainer.gradient_checkpointing=true: this family adds to the target's layers while they run, so they cannot "
                 "be run again; leave it out and lower trainer.batch_tokens"
+            )
+
+    def _refuse_looks(self, job: Job, dataset: Dataset) -> None:
+        """Stop where what is asked for needs what is not there: text to look at, or a drafter that can draft or be averaged."""
+        for key in ("keep_best", "stop_after", "eval_every"):
+            value = getattr(self, key)
+            if value and not dataset.held_out:
+                raise UserError(
+                    f"trainer.{key}={value}: nothing is held out to look at; say how much, as in data.held_out=0.02"
+                )
+            if value and not job.shared.whole:
+                raise UserError(
+                    f"trainer.{key}={value}: with trainer.sharding={job.shared.name} no process can draft while it trains; use "
+                    "ddp or zero2, or leave it out"
+                )
+        if self.ema is not None and not job.shared.plain:
+            raise UserError(
+                f"trainer.ema={self.ema}: with trainer.sharding={job.shared.name} no process holds all weights; use ddp, or "
+                "leave it out"
             )
 
     def _next_step(self, job: Job, stop: StopSignals) -> None:
@@ -175,6 +235,7 @@ class Trainer:
             job.stop(stop.asked)
         job.position = job.stream.state()
         job.tally.seconds += time.perf_counter() - began
+        job.budget.tick(job.shared)
         if job.skipped_in_a_row >= self.max_skipped:
             job.give_up()
 
@@ -193,7 +254,7 @@ class TrainingReport:
     def __init__(self, job: Job, tracker: Tracker | None) -> None:
         self.job, self.tracker = job, tracker or Tracker()
         self.file = MetricsFile(job.run / "metrics.jsonl", job.step) if job.shared.is_main else None
-        self.progress = TrainingProgress(job.num_steps, job.step, enabled=job.shared.is_main)
+        self.progress = TrainingProgress(round(job.num_steps), job.step, enabled=job.shared.is_main)
 
     def __enter__(self) -> "TrainingReport":
         self.progress.__enter__()
@@ -207,6 +268,7 @@ class TrainingReport:
         if self.file is not None and metrics is not None:
             self.file.write(metrics)
             self.tracker.log({key: value for key, value in metrics.items() if key != "step"}, self.job.step)
+        self.progress.expect(self.job.step if self.job.is_done else round(self.job.num_steps))
         self.progress.update(self.job.step, metrics)
 
     def saved(self, checkpoint: Path) -> None:

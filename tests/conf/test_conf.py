@@ -25,6 +25,8 @@ from spectrain.settings.build import build
 from spectrain.settings.check import check_config
 from spectrain.settings.keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
 from spectrain.training.metrics import Tracker
+from spectrain.training.optimizers import UpdateRule
+from spectrain.training.schedules import Schedule
 from spectrain.training.trainer import Trainer
 from spectrain.trees import TreeBuilder
 
@@ -33,6 +35,7 @@ TINY = Path(spectrain.__file__).parent / "data" / "tiny"
 KINDS: dict[str, type] = {
     "target": Target, "drafter": Drafter, "source": Source, "data": Data, "trainer": Trainer, "tree": TreeBuilder,
     "acceptance": AcceptanceRule, "eval": Evaluation, "tracker": Tracker, "plan": Plan, "writer": Writer, "compare": Comparison,
+    "optimizer": UpdateRule, "schedule": Schedule,
 }  # fmt: skip
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 import spectrain
 from spectrain.data.chat import Example, Message, tokenize
 from spectrain.data.dataset import Batching, Dataset
-from spectrain.data.readers import Data
+from spectrain.data.readers import Data, Embedded, embedded
 from spectrain.errors import UserError
 from spectrain.features.batch import collate
 
@@ -172,3 +172,21 @@ def test_token_counts_are_the_supervised_tokens() -> None:
             expected[token] += kept
     assert torch.equal(dataset.token_counts(100), expected)
     assert int(expected.sum()) == dataset.num_supervised
+
+
+def test_a_vocabulary_is_chosen_from_all_that_is_embedded(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Counts are those of the examples and of the answers behind data.limit; what is held out adds nothing."""
+    few = Embedded(limit=40, held_out=0.1).dataset(tokenizer)
+    counts = few.token_counts(len(tokenizer))
+    for example in few.examples:
+        counts -= torch.bincount(torch.tensor(example.tokens)[torch.tensor(example.mask)], minlength=len(tokenizer))
+    answers = few.beyond()
+    assert torch.equal(
+        counts, torch.bincount(torch.tensor([token for answer in answers for token in answer]), minlength=len(tokenizer))
+    )
+    assert few.held_out and len(answers) == len(embedded()) - 40
+    said = "\n".join(message["content"] for message in embedded()[50] if message["role"] == "assistant")
+    assert answers[10] == tokenizer(said, add_special_tokens=False)["input_ids"]
+    every = Embedded()
+    every.conversations()
+    assert every.beyond(tokenizer) == []

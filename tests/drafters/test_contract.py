@@ -20,7 +20,7 @@ from spectrain.features.live import Live
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
-from spectrain.training.job import trained_groups
+from spectrain.training.state import trained_groups
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import Keeping

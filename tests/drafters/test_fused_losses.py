@@ -36,7 +36,7 @@ from spectrain.models.lora import adapters_off
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.settings.build import build
-from spectrain.training.job import trained_groups
+from spectrain.training.state import trained_groups
 
 LOSSES = ["cross_entropy", *DIVERGENCES]
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))

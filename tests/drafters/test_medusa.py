@@ -29,7 +29,7 @@ from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
-from spectrain.training.job import trained_groups
+from spectrain.training.state import trained_groups
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Auto, Cartesian, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Static, TreeBuilder
 from spectrain.trees.measurements import Calibration, Latency

@@ -26,6 +26,7 @@ from spectrain.runs.fresh import fresh_drafter
 from spectrain.settings.build import build, register_resolvers
 from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
+from spectrain.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -58,7 +59,7 @@ def ready(config: Any, run: Path) -> tuple[Callable[[], None], int]:
     drafter = fresh_drafter(config, target, dataset)
     target.pack()
     held = size_of(*target.parameters(), *drafter.parameters(), *drafter.buffers(), *drafter_copies(drafter))
-    return partial(build(config.trainer).fit, drafter, target, dataset, Live(), run), held
+    return partial(Trainer.of(config).fit, drafter, target, dataset, Live(), run), held
 
 
 def drafter_copies(drafter: Any) -> list[torch.Tensor]:

@@ -88,6 +88,14 @@ def test_acceptance_is_that_of_the_targets_own_answers(shallow: Target) -> None:
     assert found["forecast"] == pytest.approx(1 + sum(accumulate(acceptance, mul)), abs=1e-3)
 
 
+def test_really_decoding_keeps_what_is_forecast_where_every_draft_is_right(shallow: Target, shallow_folder: Path) -> None:
+    """A drafter that is the whole target: each round keeps the chain and one token more."""
+    drafter = Causal(shallow, model=str(shallow_folder))
+    found = held_out_acceptance(drafter, shallow, [example for found in conversations(2) for example in found])
+    assert found["agreement"] == [1.0] * DEPTH
+    assert found["acceptance_length"] == found["forecast"] == pytest.approx(DEPTH + 1, abs=1e-3)
+
+
 class Killed(Exception):
     """Stands for a kill between two steps."""
 

@@ -12,6 +12,8 @@ from spectrain.drafters.base import Drafter, Losses, TrainingState
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 
+from ..optimizers import Groups, Made
+
 
 class Parallel(ABC):
     """A drafter in training, as the processes share it."""
@@ -19,6 +21,7 @@ class Parallel(ABC):
     name: str
     in_place = True  # after `release` drafter and target can be used where they are
     whole = True  # every process holds all of the drafter while it trains, so that it can write too
+    plain = True  # as ordinary tensors, and torch's own optimiser with all of its state
 
     def __init__(self, accelerator: Accelerator, copies: int = 1) -> None:
         self.accelerator = accelerator
@@ -27,15 +30,15 @@ class Parallel(ABC):
         self.data_rank, self.data_count = self.rank // copies, self.count // copies
         self.device = accelerator.device
         self.is_main = accelerator.is_main_process
-        self.optimizer: torch.optim.Optimizer  # AdamW over what this process updates
+        self.optimizer: torch.optim.Optimizer  # over what this process updates
 
     @abstractmethod
     def share(self, drafter: Drafter, target: Target) -> None:
         """Take a drafter whose weights are the same on every process."""
 
     @abstractmethod
-    def optimise(self, groups: list[dict[str, Any]], clip: float, **options: Any) -> None:
-        """Begin a stage: AdamW over these groups."""
+    def optimise(self, groups: Groups, clip: float, made: Made) -> None:
+        """Begin a stage: the optimiser that is `made` of these groups."""
 
     @abstractmethod
     def loss(self, batch: Batch, state: TrainingState, last: bool) -> Losses:

@@ -11,6 +11,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 
 from ..checkpoints import flatten_optimizer, tensors_of, unflatten_optimizer
+from ..optimizers import Groups, Made
 from .base import Parallel
 
 
@@ -23,9 +24,9 @@ class Replicated(Parallel):
         self.drafter, self.target = drafter.to(self.device), target
         self.model: Any = drafter
 
-    def optimise(self, groups: list[dict[str, Any]], clip: float, **options: Any) -> None:
+    def optimise(self, groups: Groups, clip: float, made: Made) -> None:
         self.clip = clip
-        self.optimizer = torch.optim.AdamW(groups, **options)
+        self.optimizer = made(groups)
         self._wrap()
 
     def _wrap(self) -> None:

@@ -12,13 +12,14 @@ from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 
 from ..checkpoints import tensors_of
+from ..optimizers import Groups, Made
 from .base import Parallel
 
 
 class Zero(Parallel):
     """DeepSpeed: optimiser state and gradients are spread over processes (ZeRO-2), and parameters too (ZeRO-3)."""
 
-    in_place = False
+    in_place = plain = False
 
     def __init__(self, accelerator: Accelerator, stage: int, copies: int = 1) -> None:
         super().__init__(accelerator, copies)
@@ -29,7 +30,7 @@ class Zero(Parallel):
         self.engine: Any = None
         target.in_step = True
 
-    def optimise(self, groups: list[dict[str, Any]], clip: float, **options: Any) -> None:
+    def optimise(self, groups: Groups, clip: float, made: Made) -> None:
         import deepspeed
 
         if self.device.type == "cpu":
@@ -39,7 +40,7 @@ class Zero(Parallel):
         if self.engine is not None:
             self._dismantle(everywhere=True)
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
-        plain = torch.optim.AdamW(groups, **options)
+        plain = made(groups)
         settings = {
             "train_micro_batch_size_per_gpu": 1,  # what a batch holds is ours to say, and losses are sums
             "gradient_clipping": clip,

@@ -23,7 +23,7 @@ class FullyShard(Replicated):
     """Every process has a part of each of the drafter's tensors, and the whole of a block while it runs (FSDP2)."""
 
     name = "fsdp2"
-    in_place = whole = False
+    in_place = whole = plain = False
 
     def share(self, drafter: Drafter, target: Target) -> None:
         super().share(drafter, target)

@@ -1,0 +1,84 @@
+"""How gradients move weights: what `optimizer=` chooses. Rate, betas and weight decay are the trainer's, the same for all."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from spectrain.settings.values import Below1, Positive
+
+Groups = list[dict[str, Any]]  # each has `params`
+Made = Callable[[Groups], torch.optim.Optimizer]
+
+
+class UpdateRule(ABC):
+    """Makes the optimiser of a stage."""
+
+    name: str
+    needs_matrices = False  # it reads a weight as the matrix that it is, so no process may hold only a part of it
+
+    @abstractmethod
+    def optimizer(self, groups: Groups, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.Optimizer:
+        """Over these groups, whose other keys stay."""
+
+
+class AdamW(UpdateRule):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019)."""
+
+    name = "adamw"
+
+    def optimizer(self, groups: Groups, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay)
+
+
+class Muon(UpdateRule):
+    """Muon (Jordan et al., 2024) for matrices, whose momentum is made orthogonal, and AdamW for all else.
+
+    Steps have the size of AdamW's (Liu et al., 2025), so rates that suit one are near those that suit the other. A matrix
+    whose one side is more than `longest` times the other is a head or an embedding, and AdamW's too.
+    """
+
+    name = "muon"
+    needs_matrices = True
+
+    def __init__(
+        self,
+        momentum: Below1 = 0.95,  # of a matrix's gradients, with Nesterov's step
+        longest: Positive = 8.0,  # the longer side of a matrix over the shorter one, at most
+    ) -> None:
+        self.momentum, self.longest = momentum, longest
+
+    def optimizer(self, groups: Groups, lr: float, betas: tuple[float, float], weight_decay: float) -> torch.optim.Optimizer:
+        matrices, others = [self._part(groups, matrices) for matrices in (True, False)]
+        parts: list[torch.optim.Optimizer] = []
+        if matrices:
+            parts.append(
+                torch.optim.Muon(
+                    matrices, lr=lr, weight_decay=weight_decay, momentum=self.momentum, adjust_lr_fn="match_rms_adamw"
+                )
+            )
+        if others:
+            parts.append(torch.optim.AdamW(others, lr=lr, betas=betas, weight_decay=weight_decay))
+        return SeveralOptimizers(parts)
+
+    def _part(self, groups: Groups, matrices: bool) -> Groups:
+        chosen = [{**group, "params": [p for p in group["params"] if self._is_matrix(p) == matrices]} for group in groups]
+        return [group for group in chosen if group["params"]]
+
+    def _is_matrix(self, parameter: torch.Tensor) -> bool:
+        return parameter.ndim == 2 and max(parameter.shape) <= self.longest * min(parameter.shape)
+
+
+class SeveralOptimizers(torch.optim.Optimizer):
+    """Optimisers over different parameters as one: their groups follow one another, and so do their states in a checkpoint."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self.parts = parts
+        super().__init__([{**group, "part": number} for number, part in enumerate(parts) for group in part.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None, "gradients are there before a step"
+        for number, part in enumerate(self.parts):  # linked anew, for loading a state replaces the groups
+            part.param_groups, part.state = [group for group in self.param_groups if group["part"] == number], self.state
+            part.step()

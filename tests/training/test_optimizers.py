@@ -1,0 +1,109 @@
+"""What `optimizer=` chooses: each part learns as torch's own optimiser would make it learn, and goes on as if never stopped."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spectrain.data.dataset import Dataset
+from spectrain.errors import UserError
+from spectrain.training.checkpoints import flatten_optimizer, unflatten_optimizer
+from spectrain.training.optimizers import Muon
+from spectrain.training.schedules import Constant, Schedule, Wsd
+from spectrain.training.trainer import Trainer
+
+
+def network() -> nn.Sequential:
+    """Two matrices, a norm, and a head whose rows outnumber its columns ten to one."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6, bias=False), nn.Linear(6, 60, bias=False))
+
+
+def learn(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+    for step in steps:
+        torch.manual_seed(step)
+        model(torch.randn(4, 6)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return Trainer(lr=0.01, weight_decay=0.1, optimizer=Muon()).made([{"params": [*model.parameters()], "lr_scale": 1.0}])
+
+
+def test_muon_moves_matrices_and_adamw_all_else() -> None:
+    """Bit by bit what torch's two do over those parameters; the head is none of Muon's."""
+    one, two = network(), network()
+    matrices = [two[0].weight, two[2].weight]
+    rest = [parameter for parameter in two.parameters() if all(parameter is not matrix for matrix in matrices)]
+    plain: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(matrices, lr=0.01, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=0.01, weight_decay=0.1, betas=(0.9, 0.95)),
+    ]
+    learn(one, [muon(one)], range(4))
+    learn(two, plain, range(4))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_a_rate_that_is_changed_reaches_both_parts() -> None:
+    """Also after a state was loaded: with a rate of zero and no decay nothing moves."""
+    model = network()
+    optimizer = muon(model)
+    learn(model, [optimizer], range(2))
+    for load in (False, True):
+        if load:
+            unflatten_optimizer(optimizer, *flatten_optimizer(optimizer))
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        learn(model, [optimizer], range(2, 3))
+        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_muon_goes_on_from_its_saved_state() -> None:
+    """Three steps, saved and loaded into a new optimiser, and three more are six steps."""
+    whole, cut = network(), network()
+    learn(whole, [muon(whole)], range(6))
+    first = muon(cut)
+    learn(cut, [first], range(3))
+    second = muon(cut)
+    unflatten_optimizer(second, *flatten_optimizer(first))
+    learn(cut, [second], range(3, 6))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(whole.parameters(), cut.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("way", ["fsdp2", "zero2", "zero3"])
+def test_muon_is_refused_where_weights_are_in_parts(way: str, tmp_path: Path) -> None:
+    """Each way to shard that holds or steps parts says so before the first step."""
+    job: Any = SimpleNamespace(
+        shared=SimpleNamespace(plain=False, whole=True, name=way), source=SimpleNamespace(asks_drafter=False)
+    )
+    with pytest.raises(UserError, match=f"optimizer=muon: .*sharding={way}.*use trainer.sharding=ddp or optimizer=adamw"):
+        Trainer(optimizer=Muon())._refuse(job)
+
+
+def test_averages_are_refused_where_weights_are_in_parts() -> None:
+    job: Any = SimpleNamespace(shared=SimpleNamespace(plain=False, whole=True, name="zero2"))
+    with pytest.raises(UserError, match=r"trainer.ema=0.9: .*sharding=zero2.*use ddp"):
+        Trainer(ema=0.9)._refuse_looks(job, Dataset([], 0, 0, 0))
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [
+    (Constant(), [1.0, 1.0, 1.0, 1.0]),
+    (Wsd(decay=0.4), [1.0, 1.0, 1 - 0.5**0.5, 0.0]),
+    (Wsd(decay=0.0), [1.0, 1.0, 1.0, 1.0]),
+])  # fmt: skip
+def test_schedules_by_their_formula(schedule: Schedule, expected: list[float]) -> None:
+    """Heights at the beginning, the middle, 0.8 and the end."""
+    assert [schedule.height(progress) for progress in (0.0, 0.5, 0.8, 1.0)] == pytest.approx(expected)
+
+
+def test_a_schedule_ends_at_the_smallest_rate() -> None:
+    """Warm-up to the peak, the schedule's curve behind it, `min_lr` where the training ends."""
+    made = Trainer(lr=2.0, warmup=0.1, min_lr=0.25, schedule=Wsd(decay=0.5))
+    rates = [made.lr_at(step, 100) for step in (0, 9, 10, 54, 100)]
+    assert rates == pytest.approx([0.2, 2.0, 2.0, 2.0, 0.5])
