@@ -75,7 +75,7 @@ class PackedWeights:
         return product(input, self.packed, bias)
 
 
-class Siblings:
+class SharedInput:
     """Linears that read the same input: whichever is called first computes the outputs of all."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
@@ -95,8 +95,8 @@ class Siblings:
 class PackedLinear:
     """The forward of one `nn.Linear`: on a reordered copy of its weight, or differentiable where a gradient is wanted."""
 
-    def __init__(self, linear: nn.Linear, siblings: Siblings | None = None) -> None:
-        self.linear, self.siblings = linear, siblings
+    def __init__(self, linear: nn.Linear, shared: SharedInput | None = None) -> None:
+        self.linear, self.shared = linear, shared
         self.weights = PackedWeights([linear])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
@@ -112,15 +112,15 @@ class PackedLinear:
         ):
             self.forget()  # the weight may be about to change
             return _TrainedLinear.apply(input, weight, bias) if weight.dtype == torch.float32 else F.linear(input, weight, bias)
-        if self.siblings is not None:
-            return self.siblings.output(self.linear, input)
+        if self.shared is not None:
+            return self.shared.output(self.linear, input)
         return self.weights.product(input)
 
     def forget(self) -> None:
         """Pack anew at the next use."""
         self.weights.packed = None
-        if self.siblings is not None:
-            self.siblings.weights.packed = None
+        if self.shared is not None:
+            self.shared.weights.packed = None
 
 
 @cache
@@ -138,8 +138,8 @@ def pack_linears(module: nn.Module) -> None:
     """
     if not packable():
         return
-    together = {linear: siblings for parent in module.modules() for siblings in siblings_of(parent)
-                for linear in siblings.weights.linears}  # fmt: skip
+    together = {linear: shared for parent in module.modules() for shared in siblings_of(parent)
+                for linear in shared.weights.linears}  # fmt: skip
     for child in module.modules():
         if is_packed(child):
             child.forward.forget()  # type: ignore[operator, union-attr]
@@ -147,14 +147,14 @@ def pack_linears(module: nn.Module) -> None:
             set_forward(child, PackedLinear(child, together.get(child)))
 
 
-def siblings_of(parent: nn.Module) -> list[Siblings]:
+def siblings_of(parent: nn.Module) -> list[SharedInput]:
     """The linears of an attention or feed-forward block that read the same input."""
     found = []
     for names in SIBLINGS:
         linears = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]
         alike = len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1
         if len(linears) == len(names) and alike:
-            found.append(Siblings(linears))
+            found.append(SharedInput(linears))
     return found
 
 
