@@ -62,7 +62,7 @@ class PackedWeights:
 
     def product(self, input: Tensor) -> Tensor:
         """[.., D] -> [.., O], the outputs of all linears side by side."""
-        weights = [linear.weight for linear in self.linears]
+        weights: list[Tensor] = [linear.weight for linear in self.linears]
         known = len(self.copied) == len(weights) and all(
             copied() is weight and version == weight._version for (copied, version), weight in zip(self.copied, weights)
         )
@@ -142,7 +142,7 @@ def pack_linears(module: nn.Module) -> None:
                 for linear in shared.weights.linears}  # fmt: skip
     for child in module.modules():
         if is_packed(child):
-            child.forward.forget()  # type: ignore[operator, union-attr]
+            child.forward.forget()  # type: ignore[attr-defined]
         elif type(child) is nn.Linear and child.weight.device.type == "cpu":
             set_forward(child, PackedLinear(child, together.get(child)))
 
