@@ -2,30 +2,52 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from .features import Layer
 from .kv_cache import TreeCache
 
+Part = Literal["attention", "mlp"]
+PARTS: tuple[Part, ...] = ("attention", "mlp")
+
+
+class Sublayer(NamedTuple):
+    """The half of a layer that attends, or the feed-forward half."""
+
+    layer: int
+    part: Part
+
+
+Skipped = int | Sublayer  # a whole layer by its number, or a half of one
+
+
+def layer_of(skipped: Skipped) -> int:
+    return skipped.layer if isinstance(skipped, Sublayer) else skipped
+
 
 @dataclass(frozen=True)
 class LayerSpan:
     """The layers that run, `first` to `last` (excluded) without those `skipped`, and for whom.
 
-    A layer that does not run passes its input on, and so does layer l for sequence b where `dropped` [layers, B] is True (in
-    training: without cache and mask). Neither costs the layer's work.
+    A layer or half of one that does not run passes its input on; so does layer l for sequence b where `dropped` [layers, B] is
+    True (in training: without cache and mask). Neither costs the layer's work.
     """
 
     first: int = 0
     last: int | None = None  # None: to the end
     hidden: Tensor | None = None  # [B, N, D] what enters layer `first`, in place of the embedded tokens
-    skipped: Collection[int] = ()
+    skipped: Collection[Skipped] = ()
     dropped: Tensor | None = None
 
     def working(self, num_layers: int) -> list[int]:
         """The layers that run, in their order."""
         return [layer for layer in range(num_layers)[self.first : self.last] if layer not in self.skipped]
+
+    def attending(self, num_layers: int) -> list[int]:
+        """Those of them whose attention runs."""
+        return [layer for layer in self.working(num_layers) if Sublayer(layer, "attention") not in self.skipped]
 
 
 WHOLE = LayerSpan()

@@ -4,6 +4,8 @@ One allocation [layers, 2, B, T, H, D]. A row holds `lengths[b]` committed token
 (a prompt, a tree, or one more level of a tree); `commit` keeps one path of what was appended and forgets the rest.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
@@ -136,6 +138,23 @@ class TreeCache(Cache):
         if self.bound is None:
             self.longest = int(self.lengths.max())
         self.forget()
+
+    @contextmanager
+    def rewound(self, committed: int) -> Iterator[None]:
+        """For so long the newest committed tokens of every row are not there, and what is appended in their place is forgotten;
+        then they are back, bit by bit."""
+        assert self.bound is None and self.storage is not None and not self.pending
+        rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
+        slots = self.lengths[:, None] - committed + torch.arange(committed, device=self.lengths.device)
+        before = self.storage[:, :, rows, slots]
+        self.forget(committed)
+        try:
+            yield
+        finally:
+            self.forget()
+            self.storage[:, :, rows, slots] = before
+            self.lengths += committed
+            self.longest += committed
 
     def forget(self, committed: int = 0) -> None:
         """Drop every node that was appended and not committed, and the newest committed ones of every row."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from spectrain.trees.token_tree import TokenTree
 
 from .features import Features, Layer
-from .forward_plan import ForwardPlan, LayerSpan
+from .forward_plan import ForwardPlan, LayerSpan, Skipped, layer_of
 from .kv_cache import TreeCache
 from .target import Target
 
@@ -38,11 +38,11 @@ class PartialForward:
     """
 
     def __init__(
-        self, target: Target, cache: TreeCache, last: int, skipped: Collection[int] = (), layers: tuple[Layer, ...] = ()
+        self, target: Target, cache: TreeCache, last: int, skipped: Collection[Skipped] = (), layers: tuple[Layer, ...] = ()
     ) -> None:
         self.target, self.cache = target, cache
         self.last, self.skipped, self.layers = last, skipped, layers
-        self.exit = min((last, *skipped))
+        self.exit = min((last, *map(layer_of, skipped)))
         batch, device = len(cache.lengths), cache.lengths.device
         below = {k for k in layers if isinstance(k, int) and k < self.exit}
         self.kept: tuple[int, ...] = (*sorted(below), self.exit)
@@ -140,7 +140,7 @@ class PartialForward:
         self.depths = torch.cat([self.depths, depths], dim=1)
         return Level(seen, self.cache.lengths[:, None] + depths, visible)
 
-    def _append(self, tokens: Tensor, depths: Tensor, visible: Tensor, last: int, skipped: Collection[int]) -> Features:
+    def _append(self, tokens: Tensor, depths: Tensor, visible: Tensor, last: int, skipped: Collection[Skipped]) -> Features:
         positions = self.cache.lengths[:, None] + depths
         layers: tuple[Layer, ...] = (*self.kept, "final")
         seen = self.target.run(

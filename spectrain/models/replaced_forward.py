@@ -53,6 +53,16 @@ def passing_on(returns_tuple: bool) -> Forward:
     return run
 
 
+def adding_nothing(returns_tuple: bool) -> Forward:
+    """In the place of attention or feed-forward, whose output is added to the residual stream: zeros."""
+
+    def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nothing = torch.zeros_like(hidden_states)
+        return (nothing, None) if returns_tuple else nothing
+
+    return run
+
+
 def for_kept(
     layer: nn.Module, kept: Tensor, lengths: tuple[int, ...] | None, returns_tuple: bool, device: torch.device
 ) -> Forward:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from spectrain.trees.token_tree import TokenTree
 from .attention import ATTENTION, trees_alone
 from .compiled_layers import running
 from .features import Features, Layer, document_positions
-from .forward_plan import TEXT, ForwardPlan, LayerSpan
+from .forward_plan import TEXT, ForwardPlan, LayerSpan, Part, Sublayer
 from .head import Head
 from .kv_cache import TreeCache
 from .prepacked import pack_linears
-from .replaced_forward import Forward, checkpointed, for_kept, passing_on, replaced
+from .replaced_forward import Forward, adding_nothing, checkpointed, for_kept, passing_on, replaced
 from .sharding import Sharding
 
 
@@ -144,7 +145,7 @@ class Target(nn.Module):
             if plan.recompute and plan.grad and plan.cache is None:
                 layers = [self.layers[index] for index in working]
                 stack.enter_context(replaced([(layer, checkpointed(layer)) for layer in layers]))
-            stack.enter_context(running(plan.cache, visibility, working))
+            stack.enter_context(running(plan.cache, visibility, plan.span.attending(self.num_layers)))
             output = self.decoder(
                 input_ids=tokens,
                 position_ids=positions,
@@ -258,9 +259,23 @@ class Target(nn.Module):
                 yield layer, passing_on(self._returns_tuple)
             elif kept is not None and not kept.all():
                 yield layer, for_kept(layer, kept, plan.lengths, self._returns_tuple, self.device)
+        for index, part in (one for one in plan.span.skipped if isinstance(one, Sublayer)):
+            layer = self.layers[index]
+            yield layer, partial(type(layer).forward, layer)  # uncompiled: one compilation serves whole layers
+            yield self.sublayer(index, part), adding_nothing(returns_tuple=part == "attention")
+
+    def sublayer(self, layer: int, part: Part) -> nn.Module:
+        """The module of a half of a layer."""
+        found = getattr(self.layers[layer], {"attention": "self_attn", "mlp": "mlp"}[part], None)
+        if not isinstance(found, nn.Module):
+            raise UserError(f"target {self.name}: its layers have no {part} of their own to skip; skip whole layers")
+        return found
 
     def _check_attention(self) -> None:
         """Refuse a model whose attention does not go through the interface: a tree would be verified wrongly."""
+        if self.device.type == "meta":  # no data: only shapes are asked of it
+            self._returns_tuple = False
+            return
         calls: list[int] = []
         tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
         outputs: list[Any] = []

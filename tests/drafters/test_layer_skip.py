@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -16,16 +17,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import tune
-from spectrain.drafters.layer_skip import LayerSkipping, laid_out, search
+from spectrain.drafters.layer_skip import LayerSkipping, agreement, laid_out, moved, search
 from spectrain.errors import UserError
-from spectrain.models.forward_plan import ForwardPlan, LayerSpan
+from spectrain.models.forward_plan import ForwardPlan, LayerSpan, Sublayer, layer_of
 from spectrain.models.plain import generate
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
 from spectrain.settings.build import build
 from spectrain.settings.choices import looked_up
-from spectrain.trees import Chain
-from tests.decoding.rounds import Keeping
+from spectrain.trees import Chain, Eagle2, TreeBuilder
+from tests.decoding.rounds import Keeping, begun
 
 VOCAB = 600  # an output layer as large as two layers, so that leaving out more is not always worth it
 PROMPTS = [[5, 6, 7, 8], [40, 41], [9, 3, 22, 17, 30, 4]]
@@ -267,3 +268,114 @@ def test_drafts_are_the_shorter_models(tiny: Target, skipped: list[int]) -> None
         assert logits is not None
         tokens.append(int(logits[0, -1].argmax()))
     assert kept.trees[0].tokens[0].tolist() == tokens
+
+
+# Halves of layers, and a search while decoding
+
+
+HALVES: dict[str, list[int | str]] = {
+    "attention": ["attention1"],
+    "feed-forward": ["mlp2"],
+    "both of one": ["attention1", "mlp1"],
+    "some": [2, "mlp1", "attention0"],
+}
+
+
+@pytest.mark.parametrize("case", HALVES)
+def test_halves_are_left_out(tiny: Target, case: str) -> None:
+    """What runs is transformers' own model whose attention and feed-forward matrices that write to the residual stream are
+    zero there, and the target is afterwards as before."""
+    target, reference = pair(tiny, 4)
+    skipped = LayerSkipping(target, skipped=HALVES[case]).skipped
+    tokens = torch.randint(3, VOCAB, (2, 9))
+    whole = target.run(tokens, ForwardPlan(logits=True)).logits
+    found = target.run(tokens, ForwardPlan(logits=True, span=LayerSpan(skipped=skipped))).logits
+    for one in HALVES[case]:
+        layer = reference.model.layers[int(str(one)[-1])]
+        for name, matrix in (("attention", layer.self_attn.o_proj), ("mlp", layer.mlp.down_proj)):
+            if isinstance(one, int) or one.startswith(name):
+                torch.nn.init.zeros_(matrix.weight)
+    with torch.no_grad():
+        wanted = reference(tokens, use_cache=False).logits
+    assert found is not None and torch.allclose(found, wanted, atol=1e-4)
+    again = target.run(tokens, ForwardPlan(logits=True)).logits
+    assert again is not None and whole is not None and torch.equal(again, whole)
+
+
+@pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 2)], ids=lambda builder: builder.name)
+@pytest.mark.parametrize("case", HALVES)
+def test_drafts_without_halves_are_lossless(tiny: Target, case: str, builder: TreeBuilder) -> None:
+    """Greedily the output is the target's, which verifies from the first layer that lacks something: skipped attention leaves
+    no hole in the cache."""
+    target, _ = pair(tiny, 4)
+    drafter = LayerSkipping(target, skipped=HALVES[case]).eval()
+    plain = decode(target, PROMPTS, Greedy(), 16, ignore_eos=True)
+    found = decode(target, PROMPTS, Greedy(), 16, drafter, builder, ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in plain]
+    assert drafter.cost.verified_from(drafter) == min(int(str(one)[-1]) for one in HALVES[case])
+
+
+@pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 2)], ids=lambda builder: builder.name)
+def test_a_search_while_decoding_is_lossless_and_repeatable(tiny: Target, builder: TreeBuilder) -> None:
+    """The output is the target's, as many sets are tried as may be, first and last layer stay, and a seed tries the same."""
+    target, _ = pair(tiny, 4)
+    plain = decode(target, PROMPTS, Greedy(), 22, ignore_eos=True)
+    runs = []
+    for seed in (0, 0, 1):
+        drafter = LayerSkipping(target, skipped=[2], tries=3, window=8, seed=seed).eval()
+        torch.manual_seed(len(runs))
+        found = decode(target, PROMPTS, Greedy(), 22, drafter, builder, ignore_eos=True)
+        assert [one.output for one in found] == [one.output for one in plain]
+        assert drafter.tries == 0 and not any(layer_of(one) in (0, 3) for one in drafter.skipped)
+        runs.append((drafter.skipped, drafter.random.getstate(), [one.accepted for one in found]))
+    assert runs[0] == runs[1] and runs[0][1] != runs[2][1]
+
+
+def test_agreement_is_teacher_forced(tiny: Target) -> None:
+    """How many of the newest tokens the target without the set keeps, behind the keys and values of the whole target, row by
+    row; the cache is then bit by bit what it was, and the whole target keeps all of its own."""
+    target, _ = pair(tiny, 4)
+    texts = [prompt + one.output for prompt, one in zip(PROMPTS, decode(target, PROMPTS, Greedy(), 12, ignore_eos=True))]
+    context = begun(target, [text[:-1] for text in texts], None, Chain(3))
+    context.active[:] = True
+    assert context.root.tolist() == [text[-1] for text in texts] and context.cache.storage is not None
+    before, lengths = context.cache.storage.clone(), context.lengths.clone()
+    skipped, same = [Sublayer(1, "attention"), 2], 0
+    for text in texts:
+        cache = target.new_cache(1, 64)
+        target.prefill(torch.tensor([text[:-7]]), torch.tensor([len(text) - 7]), cache, ())
+        plan = ForwardPlan(logits=True, cache=cache, span=LayerSpan(skipped=skipped))
+        logits = target.run(torch.tensor([text[-7:-1]]), plan).logits
+        assert logits is not None
+        same += int((logits.argmax(-1)[0] == torch.tensor(text[-6:])).sum())
+    assert agreement(context, skipped, 6) == pytest.approx(same / 18)
+    assert agreement(context, (), 6) == 1
+    assert torch.equal(context.lengths, lengths) and context.cache.longest == int(lengths.max())
+    for row, length in enumerate(lengths.tolist()):
+        assert torch.equal(context.cache.storage[:, :, row, :length], before[:, :, row, :length])
+
+
+def test_moves_stay_inside(tiny: Target) -> None:
+    """Any number of them leaves something out, never of the first or last layer, and reaches most sets of three layers."""
+    random, skipped, reached = Random(0), frozenset({2}), set()
+    for _ in range(400):
+        skipped = moved(skipped, 5, random)
+        assert skipped and {layer_of(one) for one in skipped} <= {1, 2, 3}
+        reached.add(skipped)
+    assert len(reached) > 40  # of 63
+
+
+def test_settings_say_halves(tiny: Target) -> None:
+    """A set is described as it is given, sorted; both halves of a layer are the layer, as in descriptions of before."""
+    drafter = LayerSkipping(tiny, skipped=["mlp5", 3, "attention4", "mlp4", "attention2"])
+    assert drafter.saved.settings(drafter) == {"skipped": ["attention2", 3, 4, "mlp5"]}
+    assert LayerSkipping(tiny, skipped=["attention4", "mlp4"]).skipped == LayerSkipping(tiny, skipped=[4]).skipped == {4}
+    assert LayerSkipping(tiny, skipped=[4], tries=1).abilities.capture is None
+    for wrong in (
+        ["attention8"],
+        ["head1"],
+        ["mlp"],
+        [f"{part}{layer}" for part in ("mlp", "attention") for layer in range(8)],
+    ):
+        with pytest.raises(UserError, match=r"drafter.skipped=\[.*attention1"):
+            LayerSkipping(tiny, skipped=wrong)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
+from spectrain.models.forward_plan import PARTS, LayerSpan, Skipped, Sublayer, layer_of
 from spectrain.models.partial_forward import Level, PartialForward
 from spectrain.trees.base import Draft, Rollout
 
@@ -28,12 +29,12 @@ class SelfDrafter(Drafter):
     """
 
     exit_layer: int  # layers that a draft step runs lie before it
-    skipped: Collection[int] = ()  # but not these
+    skipped: Collection[Skipped] = ()  # but not these, or halves of them
     head: Head
     abilities = Abilities(capture=Capture(keeps_drafts=True))
     cost = DraftingCost(
         weights=lambda drafter, target: drafter.drafting_layers(target),
-        verified_from=lambda drafter: min((drafter.exit_layer, *drafter.skipped)),
+        verified_from=lambda drafter: min((drafter.exit_layer, *map(layer_of, drafter.skipped))),
     )
 
     def draft(self, context: Context) -> Draft:
@@ -46,7 +47,11 @@ class SelfDrafter(Drafter):
 
     def drafting_layers(self, target: Target) -> nn.Module:
         """What a draft step reads."""
-        layers = [layer for index, layer in enumerate(target.layers[: self.exit_layer]) if index not in self.skipped]
+        layers = []
+        for index in LayerSpan(last=self.exit_layer, skipped=self.skipped).working(target.num_layers):
+            left = [part for part in PARTS if Sublayer(index, part) not in self.skipped]
+            halves = [target.sublayer(index, part) for part in left] if len(left) < len(PARTS) else [target.layers[index]]
+            layers += halves
         return nn.ModuleList([*layers, self.head.output, *self.children()])
 
 
