@@ -70,7 +70,7 @@ class PackedWeights:
             whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
             self.packed = torch.ops.mkldnn._reorder_linear_weight(whole)
             self.copied = [(weakref.ref(weight), weight._version) for weight in weights]
-        biases = [linear.bias for linear in self.linears if linear.bias is not None]
+        biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
         bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
         return product(input, self.packed, bias)
 
