@@ -134,13 +134,7 @@ def test_pruned_decoding_equals_autoregressive(
         assert [found.output for found in pruned] == [alone.output for alone in plain]
 
 
-@pytest.mark.sweep(
-    2,
-    free=(
-        "name",
-        "batch",
-    ),
-)
+@pytest.mark.sweep(2, free=("name", "batch"))
 @pytest.mark.parametrize("name", ["ngram", "early_exit", "eagle3", "kangaroo"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_the_whole_vocabulary_prunes_nothing(
@@ -174,13 +168,7 @@ def test_nodes_and_pruned_nodes_add_up(
     assert any(sum(generation.pruned) for generation in found)
 
 
-@pytest.mark.sweep(
-    1,
-    free=(
-        "name",
-        "children",
-    ),
-)
+@pytest.mark.sweep(1, free=("name", "children"))
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 @pytest.mark.parametrize("name", ["eagle3", "early_exit"])
 def test_drawn_trees_are_pruned_too(

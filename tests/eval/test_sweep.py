@@ -292,13 +292,7 @@ def test_every_cell_of_prunings_is_decoded(
     printed(capsys.readouterr().out, summary["sweep"], summary["compared"], "node_layers_saved")
 
 
-@pytest.mark.sweep(
-    1,
-    free=(
-        "layer",
-        "exit_layer",
-    ),
-)
+@pytest.mark.sweep(1, free=("layer", "exit_layer"))
 @pytest.mark.parametrize("layer, exit_layer", [(5, 1), (1, 1), (3, 3), (4, 3)])
 def test_what_is_saved_where_the_target_drafts(tiny: Target, tmp_path: Path, layer: int, exit_layer: int) -> None:
     """Behind an early exit, of which every drafted node is proposed, node_layers_saved is what the layers did not run; before

@@ -159,15 +159,7 @@ def match_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], dtyp
     return found
 
 
-@pytest.mark.sweep(
-    2,
-    free=(
-        "num_nodes",
-        "shape",
-        "cut",
-        "dtype",
-    ),
-)
+@pytest.mark.sweep(2, free=("num_nodes", "shape", "cut", "dtype"))
 @interpreter
 @pytest.mark.parametrize(
     "num_nodes, shape, cut, dtype",
@@ -223,14 +215,7 @@ def _kept_kernel(logits_ptr, kept_ptr, num_tokens, temperature, top_k, top_p, SH
         tl.store(kept_ptr + tl.program_id(0) * num_tokens + columns, kept, mask=columns < num_tokens)
 
 
-@pytest.mark.sweep(
-    2,
-    free=(
-        "top_k",
-        "top_p",
-        "dtype",
-    ),
-)
+@pytest.mark.sweep(2, free=("top_k", "top_p", "dtype"))
 @interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
@@ -280,17 +265,7 @@ def recursive_agrees(num_nodes: int, shape: str, cut: tuple[float, int, float], 
     assert_same(found, tree_recursive_reference(nodes, logits, q, draft_ids, without, draws))
 
 
-@pytest.mark.sweep(
-    2,
-    free=(
-        "num_nodes",
-        "shape",
-        "cut",
-        "size",
-        "dtype",
-        "without",
-    ),
-)
+@pytest.mark.sweep(2, free=("num_nodes", "shape", "cut", "size", "dtype", "without"))
 @interpreter
 @pytest.mark.parametrize("without", [False, True])
 @pytest.mark.parametrize(
@@ -367,14 +342,7 @@ def excess_of(
     return float(((found - expected).square() / expected).sum() - free) / (2 * free) ** 0.5, float(counts.double().mean())
 
 
-@pytest.mark.sweep(
-    2,
-    free=(
-        "parents",
-        "without",
-        "subset",
-    ),
-)
+@pytest.mark.sweep(2, free=("parents", "without", "subset"))
 @pytest.mark.parametrize("subset", [False, True])
 @pytest.mark.parametrize("without", [False, True])
 @pytest.mark.parametrize("parents", TREES.values(), ids=TREES)

@@ -67,13 +67,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-@pytest.mark.sweep(
-    1,
-    free=(
-        "whole",
-        "tmp_path",
-    ),
-)
 def test_a_schedulers_signal_saves_and_exits_with_0(whole: Path, tmp_path: Path) -> None:
     """SIGTERM in mid-run: the step ends, a checkpoint of it is saved, the exit status is 0, and the run goes on bit by bit."""
     run = tmp_path / "run"
