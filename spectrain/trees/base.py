@@ -243,17 +243,17 @@ def merged(prefix: Prefix, tries: list[Trie], builder: TreeBuilder, budget: int)
     """Of the trie of every text what the builder has room for, by weight; padded to the longest row. Where there is nothing
     at all, the root alone."""
     chosen = [trie.path(builder.depth) if builder.is_chain else trie.best(builder.depth, budget) for trie in tries]
-    width, device = max(map(len, chosen), default=1), prefix.root.device
+    roots, width = prefix.root, max(map(len, chosen), default=1)
     if width == 1:
-        return TokenTree.chain(prefix.root[:, None])
+        return TokenTree.chain(roots[:, None])
     rows = []
-    for root, trie, nodes in zip(prefix.root.tolist(), tries, chosen):
+    for root, trie, nodes in zip(roots.tolist(), tries, chosen):
         place = {node: at for at, node in enumerate(nodes)} | {-1: -1}
         padding = [0] * (width - len(nodes))
         tokens = [root, *(trie.tokens[node] for node in nodes[1:]), *padding]
         parents = [*(place[trie.parents[node]] for node in nodes), *padding]
         rows.append((tokens, parents, [at < len(nodes) for at in range(width)]))
-    columns = [torch.tensor(list(part), device=device) for part in zip(*rows)]  # tokens, parents, valid
+    columns = [torch.tensor(list(part), device=roots.device) for part in zip(*rows)]  # tokens, parents, valid
     return TokenTree.chain(columns[0], columns[2]) if builder.is_chain else TokenTree.of(*columns)
 
 
