@@ -7,20 +7,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from spectrain.data.datastore import Datastore
 from spectrain.drafters.base import Drafter
+from spectrain.drafters.hybrid import Merged
 from spectrain.drafters.lookahead import Lookahead
 from spectrain.drafters.ngram import Ngram
+from spectrain.drafters.retrieval import Retrieval
+from spectrain.drafters.shared.copies import Copying
 from spectrain.errors import UserError
+from spectrain.eval.leaks import refuse_prompts
 from spectrain.eval.metrics import Turn
 from spectrain.eval.parts import Part, Results
-from spectrain.eval.systems import System
+from spectrain.eval.prompts import Prompt
+from spectrain.eval.systems import System, describe
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain.trees import Chain, Eagle2
+from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
 
-TRAINING_FREE: dict[str, type[Drafter]] = {"ngram": Ngram, "lookahead": Lookahead}
-OURS = ("chain", "untrained", *TRAINING_FREE)
+TRAINING_FREE: dict[str, type[Drafter]] = {"ngram": Ngram, "lookahead": Lookahead, "retrieval": Retrieval}
+OURS = ("auto", "copies", "chain", "untrained", *TRAINING_FREE)
+COPYING = {"copies", "retrieval"}  # those that may copy from a store
+OWN = "own"  # the store of what a run was trained on
 TRANSFORMERS = ("generate", "prompt_lookup", "assistant", "early_exit")
 
 
@@ -31,6 +39,8 @@ class Baselines(Part):
     names: Sequence[str]
     assistant: str | None = None
     exit_layer: int | None = None
+    store: str | None = None  # a folder, OWN, or none
+    prompts: Sequence[Prompt] = ()  # what is scored
 
     def check(self, candidate: Candidate) -> None:
         if "early_exit" in self.names and self.exit_layer is None and candidate.drafter.abilities.exits is None:
@@ -40,18 +50,50 @@ class Baselines(Part):
         target, drafter, builder, rule = candidate.target, candidate.drafter, candidate.builder, candidate.rule
         chain = Chain(min(3, builder.depth), builder.children, builder.temperature, builder.seed)
         plain = rule.matched()  # a drafter that copies text draws nothing, so p / q has no meaning for it
+        drafts = not drafter.abilities.copies_text
         found = []
-        if "chain" in self.names and not builder.is_chain and not drafter.abilities.copies_text:
+        if "auto" in self.names and drafts and builder.children == "deterministic" and self.may_go_by_clock(target, builder):
+            found.append(System("auto", f"the same, {describe(Auto())}", drafter, Auto(), rule))
+        others = {name for name in self.names if name in TRAINING_FREE and type(drafter) is not TRAINING_FREE[name]}
+        store = self._store(candidate) if COPYING & ({*self.names} - {*TRAINING_FREE} | others) else None
+        tree = Auto() if self.may_go_by_clock(target, builder) else Eagle2(builder.depth, builder.budget)
+        if "copies" in self.names and drafts and not drafter.abilities.undrawn:
+            found.append(System("copies", "the same, with copies", Merged(drafter, Copying(store)), tree, plain))
+        if "chain" in self.names and not builder.is_chain and drafts:
             found.append(System("chain", "the same, chain", drafter, chain, rule))
         if "untrained" in self.names and candidate.untrained is not None:
             fresh = candidate.untrained().to(target.device, target.dtype).eval()
             found.append(System("untrained", "untrained", fresh, copy.deepcopy(builder), rule))
-        others = {name for name in self.names if name in TRAINING_FREE and type(drafter) is not TRAINING_FREE[name]}
+        if "retrieval" in others:
+            alone = Retrieval(target, None if store is None else str(store.folder))
+            found.append(System("retrieval", "copies alone", alone, copy.deepcopy(tree), plain))
         if "ngram" in others:
             found.append(System("ngram", "n-gram lookup", Ngram(target), Chain(chain.depth), plain))
         if "lookahead" in others:
             found.append(System("lookahead", "lookahead", Lookahead(target), Eagle2(builder.depth, builder.budget), plain))
         return found
+
+    def may_go_by_clock(self, target: Target, builder: TreeBuilder) -> bool:
+        """Processes that share a target must draft the same trees; and what is asked for is not shown twice."""
+        return target.sharding == "none" and builder.name != Auto.name
+
+    def _store(self, candidate: Candidate) -> Datastore | None:
+        """What is copied from besides the text. A run's own store that holds a scored question is left out."""
+        if self.store is None:
+            return None
+        store = candidate.store() if self.store == OWN else Datastore(self.store, candidate.target.tokenizer)
+        if store is None:
+            return None
+        try:
+            found = refuse_prompts(store, self.prompts)
+        except UserError as error:
+            if self.store != OWN:
+                raise
+            print(f"copies are of the text alone: {error}")
+            return None
+        print(f"{found['near_duplicates']} of {len(self.prompts)} prompts are much like a question in {store.folder}")
+        candidate.setting["store"] = found
+        return store
 
     def report(self, results: Results) -> dict[str, Any]:
         names = [name for name in self.names if name in TRANSFORMERS]

@@ -20,7 +20,7 @@ def refuse_prompts(store: Datastore, prompts: Sequence[Prompt]) -> dict[str, Any
     for prompt in prompts:
         if any(text_hash(turn) in known for turn in prompt.turns):
             raise UserError(
-                f"drafter.store={store.folder}: it holds the question of prompt {prompt.id}, which is to be scored; score "
+                f"store {store.folder}: it holds the question of prompt {prompt.id}, which is to be scored; score "
                 "other prompts, or index the data without them"
             )
         asked = set().union(*map(phrase_hashes, prompt.turns))
@@ -36,6 +36,6 @@ def refuse_answers(store: Datastore, turns: Sequence[Turn], tokenizer: Any) -> N
         said = text_hash(tokenizer.decode(tokens, skip_special_tokens=True))
         if len(tokens) >= TELLING and (said in known or store.holds(tokens)):
             raise UserError(
-                f"drafter.store={store.folder}: it holds the answer to prompt {turn.id}, which is scored; score other prompts, "
+                f"store {store.folder}: it holds the answer to prompt {turn.id}, which is scored; score other prompts, "
                 "or index the data without them"
             )

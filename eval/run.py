@@ -18,7 +18,7 @@ from spectrain.decoding.guard import Guard
 from spectrain.decoding.pruning import fit_early_heads
 from spectrain.decoding.session import Choice, check, ready, tune
 from spectrain.errors import UserError
-from spectrain.eval.baselines import OURS, TRANSFORMERS, Baselines
+from spectrain.eval.baselines import COPYING, OURS, OWN, TRANSFORMERS, Baselines
 from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import rule_drift
 from spectrain.eval.exits import judge_target
@@ -50,6 +50,8 @@ from spectrain.runs.candidate import Candidate
 from spectrain.settings.values import FolderName, Number
 from spectrain.trees.measurements import Calibration, RuleForecast
 
+ALIKE = ("untrained", "static_drafter", "copies", "retrieval")  # systems whose trees are prepared as the drafter's own are
+
 
 @dataclass
 class Evaluation:
@@ -61,7 +63,10 @@ class Evaluation:
     limit: int | None = None
     max_new_tokens: int = 128
     batch_size: int = 1
-    baselines: tuple[str, ...] = ("chain", "untrained", "ngram")  # of OURS, in this engine, and TRANSFORMERS, in its own
+    baselines: tuple[str, ...] = ("auto", "copies", "chain", "untrained", "retrieval", "ngram")  # of OURS, in this engine,
+    # and TRANSFORMERS, in its own
+    store: str | None = OWN  # what copies and retrieval copy from besides the text: the answers of a run's own training data,
+    # a folder that spectrain data index wrote, or nothing
     check: bool = True  # compare every output with its reference
     oracle: bool = True  # decode once more with every draft right
     report: bool = (
@@ -115,6 +120,11 @@ class Evaluation:
         read = read_prompts(self.prompts, self.limit, self.categories)
         self.chosen, self.skipped = read.prompts, dict(read.skipped)
 
+    @property
+    def reads_data(self) -> bool:
+        """Whether it asks for what a run was trained on."""
+        return bool({"untrained", *(COPYING if self.store == OWN else ())} & {*self.baselines})
+
     def check_prompts(self, target: Target) -> None:
         """Leave out prompts that do not fit the target's context with their answer; stop where none does."""
         lengths = [len(prompt_tokens(target.tokenizer, prompt.opening)) for prompt in self.chosen]
@@ -145,7 +155,7 @@ class Evaluation:
             found.append(PrunedTrees(self.prune_layer, self.prune_top))
         if self.online:
             found.append(Online(self.online_lr, self.online_every, self.online_learn))
-        return [*found, Baselines((*ours, *theirs), self.assistant, self.exit_layer)]
+        return [*found, Baselines((*ours, *theirs), self.assistant, self.exit_layer, self.store, self.chosen)]
 
     def score(self, candidate: Candidate, folder: Path) -> dict[str, Any]:
         """Decode every prompt with every system, write what was found to `folder`, print the table."""
@@ -225,8 +235,7 @@ class Evaluation:
     def _results(self, candidate: Candidate, decoding: Interleaving, folder: Path) -> Results:
         """The numbers of every system."""
         decoder, turns, target = decoding.decoder, decoding.turns, candidate.target
-        if (store := candidate.drafter.abilities.datastore(candidate.drafter)) is not None:
-            refuse_answers(store, turns["drafter"], target.tokenizer)
+        self._refuse_answers(decoding, target)
         noise = Noise(spread(turns["drafter"]), load_of(target.device), decoding.repeats)
         entries = {}
         for system in decoding.systems:
@@ -249,6 +258,19 @@ class Evaluation:
         for name, entry in entries.items():
             entry["lossless"] = identity[name].summary() if name in identity else None
         return Results(candidate, systems, turns, entries, folder)
+
+    def _refuse_answers(self, decoding: Interleaving, target: Target) -> None:
+        """Stop where a store holds an answer; of a run's own store, whoever copied from it is left out."""
+        for system in list(decoding.systems):
+            if (store := system.drafter.abilities.datastore(system.drafter)) is None:
+                continue
+            try:
+                refuse_answers(store, decoding.turns["drafter"], target.tokenizer)
+            except UserError as error:
+                if self.store != OWN or system is decoding.systems[0]:
+                    raise
+                print(f"{system.label}: left out. {error}")
+                decoding.systems.remove(system)
 
     def _summary(self, results: Results, decoding: Interleaving) -> dict[str, Any]:
         """The drafter's own numbers at the top, the other systems' under `compared`."""
@@ -307,14 +329,12 @@ class Evaluation:
     def _calibrate(self, target: Target, systems: list[System]) -> Calibration | None:
         """Prepare every builder that needs it; what was measured for the drafter's own."""
         first, calibration = systems[0], None
-        for children in dict.fromkeys(system.builder.children for system in systems):  # hits depend on how they are chosen
-            mine = [one.builder for one in systems if one.drafter is first.drafter and one.builder.children == children]
+        alike = [one.builder for one in systems if one.drafter is first.drafter or one.name in ALIKE]
+        for children in dict.fromkeys(builder.children for builder in alike):  # hits depend on how they are chosen
+            mine = [builder for builder in alike if builder.children == children]
             if any(builder.needs for builder in mine):
                 found = calibrate(target, first.drafter, mine, first.rule, self._calibration_prompts(target))
                 calibration = found if children == first.builder.children else calibration
-        for system in systems:  # the same trees for a drafter that is compared with this one
-            if calibration is not None and system.name in ("untrained", "static_drafter"):
-                system.builder.prepare(calibration)
         return calibration
 
     def _calibration_prompts(self, target: Target) -> list[list[int]]:

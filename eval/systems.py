@@ -61,5 +61,6 @@ class Decoder:
 def describe(builder: TreeBuilder) -> str:
     """A builder in a few words."""
     drawn = "" if builder.children == "deterministic" else ", drawn"
-    shape = f"chain of {builder.depth}" if builder.is_chain else f"{builder.name}, {builder.budget} nodes"
+    most = "up to " if builder.goes_by_clock else ""
+    shape = f"chain of {builder.depth}" if builder.is_chain else f"{builder.name}, {most}{builder.budget} nodes"
     return shape + drawn

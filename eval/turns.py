@@ -44,7 +44,7 @@ class Interleaving:
         max_new_tokens: int,
         batch_size: int,
     ) -> None:
-        self.decoder, self.systems, self.parts, self.oracle = decoder, systems, parts, oracle
+        self.decoder, self.systems, self.parts, self.oracle = decoder, list(systems), parts, oracle
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
         self.turns: dict[str, list[Turn]] = {system.name: [] for system in systems}
         self.batches: list[list[Asked]] = []

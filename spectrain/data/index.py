@@ -9,7 +9,9 @@ from spectrain.errors import UserError
 from spectrain.provenance import provenance
 from spectrain.settings.build import build
 
+from .dataset import Dataset
 from .datastore import LONGEST, vocabulary_hash, write_store
+from .readers import Data
 
 
 def index(config: DictConfig) -> None:
@@ -18,21 +20,24 @@ def index(config: DictConfig) -> None:
         raise UserError("out: say where the store goes, as in out=DIR")
     if Path(config.out).exists():
         raise UserError(f"out={config.out}: it is there already; name a new folder, or delete it")
-    data: Any = build(config.data)
+    data: Data = build(config.data)
     tokenizer: Any = build(config.target).tokenizer
-    conversations = data.conversations()
-    dataset = data.dataset(tokenizer)
+    size = index_data(data, data.dataset(tokenizer), tokenizer, Path(config.out))
+    print(f"{size} tokens of {len(data.conversations())} conversations, {data.name}, written to {config.out}")
+
+
+def index_data(data: Data, dataset: Dataset, tokenizer: Any, folder: Path) -> int:
+    """Write the answers of `data`, which are cut in `dataset`, as a store; the number of its tokens."""
     texts = [example.tokens[max(0, example.mask.index(True) - LONGEST) :] for example in dataset.examples]
     said: dict[str, list[str]] = {"user": [], "assistant": []}
-    for messages in conversations:
+    for messages in data.conversations():
         for message in messages:
             said.get(message["role"], []).append(message["content"])
     facts = {
         "data": data.name,
         "fingerprint": dataset.fingerprint,
-        "conversations": len(conversations),
+        "conversations": len(data.conversations()),
         "tokenizer": vocabulary_hash(tokenizer),
         **provenance(),
     }
-    size = write_store(Path(config.out), texts, said["user"], said["assistant"], facts)
-    print(f"{size} tokens of {len(conversations)} conversations, {data.name}, written to {config.out}")
+    return write_store(folder, texts, said["user"], said["assistant"], facts)

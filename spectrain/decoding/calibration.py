@@ -253,45 +253,58 @@ def measure_latency(
     starts: list[float] = []
     limit = 2 * len(sizes) * (repeats + 1)  # rounds that emit one token, and as many again for lucky ones or empty drafts
     for prompt in {len(prompt): prompt for prompt in (min(prompts, key=len), max(prompts, key=len))}.values():
-        probe = Probe(sizes)
+        probe = Probe(sizes, builder.depth, target.head.vocab_size)
         prompt = prompt[: max(1, target.max_length - limit)]
         decode(target, [prompt], Greedy(), limit, drafter, probe, ignore_eos=True)
         _check_rolled_out(builder, probe.number > 0)
         length = len(prompt) + limit // 2
         verify[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.verify.items() if times}
-        step[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.step.items() if times}
+        step[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.step.items() if times} or {1: 0.0}
         starts += probe.start[1:]
     return Latency(verify, step, float(np.median(starts)))
 
 
 class Probe(TreeBuilder):
-    """Proposes random tokens after the root, one number of them after another, to time them."""
+    """Proposes random tokens after the root, one number of them after another, to time them. Of a drafter that copies, the
+    copying is timed with them."""
 
     name = "probe"
 
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes, self.number, self.asked = sizes, 0, False
-        self.depth = self.budget = max(sizes)
-        self.drafted = max(sizes)
+    def __init__(self, sizes: list[int], depth: int, vocab_size: int) -> None:
+        self.sizes, self.depth, self.vocab_size, self.number, self.asked = sizes, depth, vocab_size, 0, False
+        self.budget = self.drafted = max(sizes)
         self.verify: dict[int, list[float]] = {size: [] for size in sizes}
         self.step: dict[int, list[float]] = {size: [] for size in sizes}
         self.start: list[float] = []
         self.in_steps, self.size = 0.0, 1
 
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        self.size = self.sizes[self.number % len(self.sizes)]
+        if draft.rollout is not None or draft.continuations is None:
+            return super().grow(prefix, replace(draft, join=None))
+        self.in_steps, self.asked = 0.0, True
+        tree = self._tree(prefix, self._random(prefix, self.vocab_size))
+        return tree if draft.complete is None else draft.complete(tree)
+
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        self.size = size = self.sizes[self.number % len(self.sizes)]
-        vocab_size = rollout.start().shape[-1]
-        source = torch.Generator().manual_seed(self.number)
-        ids = torch.stack([torch.randperm(vocab_size, generator=source)[:size] for _ in prefix.root])
-        tokens = rollout.to_target(ids.to(prefix.root.device))
+        tokens = rollout.to_target(self._random(prefix, rollout.start().shape[-1]))
         wait(tokens.device)
         began = time.perf_counter()
         rollout.extend(tokens, torch.zeros_like(tokens))
         wait(tokens.device)
         self.in_steps = time.perf_counter() - began
-        self.step[size].append(self.in_steps)
+        self.step[self.size].append(self.in_steps)
         self.asked = True
-        nodes = torch.cat([prefix.root[:, None], tokens[:, : size - 1]], dim=1)
+        return self._tree(prefix, tokens)
+
+    def _random(self, prefix: Prefix, vocab_size: int) -> Tensor:
+        source = torch.Generator().manual_seed(self.number)
+        ids = [torch.randperm(vocab_size, generator=source)[: self.size] for _ in prefix.root]
+        return torch.stack(ids).to(prefix.root.device)
+
+    def _tree(self, prefix: Prefix, tokens: Tensor) -> TokenTree:
+        """All of them below the root."""
+        nodes = torch.cat([prefix.root[:, None], tokens[:, : self.size - 1]], dim=1)
         parents = torch.zeros_like(nodes)
         parents[:, 0] = -1
         return TokenTree.of(nodes, parents)

@@ -27,12 +27,9 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-class Hybrid(Drafter):
-    """The tree that a builder grows along the drafter `inner`, and what retrieval knows, merged under the builder's budget by
-    calibrated chance; the share of each is learnt while decoding. Trained, it trains the drafter inside.
-
-    The copies are those of drafter=retrieval, with its settings.
-    """
+class Merged(Drafter):
+    """The tree that a builder grows along the drafter `inner`, and what is copied, merged under the builder's budget by
+    calibrated chance; the share of each is learnt while decoding. Trained, it trains the drafter inside."""
 
     cost = DraftingCost(
         extra_nodes=lambda drafter, builder: drafter.inner.cost.extra_nodes(drafter.inner, builder),
@@ -40,31 +37,18 @@ class Hybrid(Drafter):
         weights=lambda drafter, target: drafter.inner.cost.weights(drafter.inner, target),
         verified_from=lambda drafter: drafter.inner.cost.verified_from(drafter.inner),
     )
-    saved = SavedFiles(inner="inner", settings=lambda drafter: {"inner": drafter.description})
 
-    def __init__(
-        self,
-        target: Target,
-        inner: str | dict[str, Any] = "eagle3",  # a run folder or drafter directory, or a choice, alone or with settings
-        store: str | None = None,  # a folder that spectrain data index wrote; null: the text alone
-        longest: int = 6,  # tokens of the text's end that are looked for in the text itself
-        matches: int = 200,  # places of each source that are read at most
-        enough: int = 64,  # with fewer places in the store, shorter ends of the text are looked for
-    ) -> None:
+    def __init__(self, inner: Drafter, copying: Copying) -> None:
         super().__init__()
-        given: dict[str, Any] = {"choice": inner} if isinstance(inner, str) else inner
-        self.inner: Drafter = build(looked_up("drafter", given, "drafter.inner"), target=target)
-        has = self.inner.abilities
-        if has.copies_text or has.undrawn:
-            raise UserError(
-                f"drafter.inner={given.get('choice')}: it copies too; name one that drafts, or use drafter=retrieval"
-            )
-        self.description = {**given, **self.inner.saved.settings(self.inner)}
-        known = None if store is None else Datastore(store, target.tokenizer)
-        self.copying = Copying(known, longest, matches, enough)
-        self.layers = self.inner.layers
+        self.inner, self.copying = inner, copying
+        self.layers = inner.layers
         self.abilities = replace(
-            has, capture=None, exits=None, tuning=None, undrawn=True, datastore=lambda drafter: drafter.copying.store
+            inner.abilities,
+            capture=None,
+            exits=None,
+            tuning=None,
+            undrawn=True,
+            datastore=lambda drafter: drafter.copying.store,
         )
 
     @property
@@ -100,3 +84,28 @@ class Hybrid(Drafter):
 
     def _tries(self) -> list[Trie]:
         return [proposal.weighed(self.copying.chances) for proposal in self.copying.proposals]
+
+
+class Hybrid(Merged):
+    """A drafter and copies in one tree; the copies are those of drafter=retrieval, with its settings."""
+
+    saved = SavedFiles(inner="inner", settings=lambda drafter: {"inner": drafter.description})
+
+    def __init__(
+        self,
+        target: Target,
+        inner: str | dict[str, Any] = "eagle3",  # a run folder or drafter directory, or a choice, alone or with settings
+        store: str | None = None,  # a folder that spectrain data index wrote; null: the text alone
+        longest: int = 6,  # tokens of the text's end that are looked for in the text itself
+        matches: int = 200,  # places of each source that are read at most
+        enough: int = 64,  # with fewer places in the store, shorter ends of the text are looked for
+    ) -> None:
+        given: dict[str, Any] = {"choice": inner} if isinstance(inner, str) else inner
+        drafter: Drafter = build(looked_up("drafter", given, "drafter.inner"), target=target)
+        if drafter.abilities.copies_text or drafter.abilities.undrawn:
+            raise UserError(
+                f"drafter.inner={given.get('choice')}: it copies too; name one that drafts, or use drafter=retrieval"
+            )
+        known = None if store is None else Datastore(store, target.tokenizer)
+        super().__init__(drafter, Copying(known, longest, matches, enough))
+        self.description = {**given, **drafter.saved.settings(drafter)}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from spectrain.data.datastore import Datastore
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
@@ -23,4 +24,5 @@ class Candidate:
     setting: dict[str, Any]  # what the numbers depend on, besides what the evaluation knows
     untrained: Callable[[], Drafter] | None = None  # makes the same drafter as it was before training
     original: Callable[[], Target] | None = None  # loads the target as it was, where the drafter's training changed it
+    store: Callable[[], Datastore | None] = lambda: None  # the answers that it was trained on, to copy from
     save: Callable[[Drafter], None] | None = None  # keeps a drafter that has learnt while it was scored

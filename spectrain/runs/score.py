@@ -11,6 +11,8 @@ from accelerate import PartialState
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.data.dataset import Dataset
+from spectrain.data.datastore import Datastore
+from spectrain.data.index import index_data
 from spectrain.drafters.base import Drafter, has_weights
 from spectrain.errors import UserError
 from spectrain.files import written
@@ -26,6 +28,8 @@ from .drafter_files import drafter_directory, load_drafter, save_drafter, traini
 from .folder import keep_earlier, plain, recipe_name, run_settings, target_name, trained_target
 from .fresh import fresh_drafter
 from .tracking import tracked
+
+MOST_INDEXED = 20_000_000  # tokens
 
 
 def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracker: Tracker | None = None) -> dict[str, Any]:
@@ -47,7 +51,7 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracke
         )
     evaluation.check_prompts(target)
     dataset = None
-    if "untrained" in evaluation.baselines and config.get("data") and "_target_" in config.data:
+    if evaluation.reads_data and config.get("data") and "_target_" in config.data:
         dataset = build(config.data).dataset(target.tokenizer)
     drafter = load_drafter(config, run, target)
     if state.is_main_process:
@@ -118,5 +122,18 @@ def candidate(
         setting,
         (lambda: fresh_drafter(began, target, dataset)) if dataset is not None and trainable else None,
         (lambda: build(config.target)) if training and trained is not None else None,
+        lambda: own_store(config, run, target, dataset),
         lambda learnt: save_drafter(folder / "drafter", learnt, config),
     )
+
+
+def own_store(config: DictConfig, run: Path, target: Target, dataset: Dataset | None) -> Datastore | None:
+    """The answers that a run was trained on, as a store in its folder, written when it is first asked for; none of a stream,
+    nor of more than is sorted in half a minute."""
+    folder = run / "store"
+    if not folder.exists():
+        fits = dataset is not None and not dataset.is_sample and dataset.num_tokens <= MOST_INDEXED
+        if dataset is None or not fits or not (run / "config.yaml").exists():
+            return None
+        index_data(build(config.data), dataset, target.tokenizer, folder)
+    return Datastore(str(folder), target.tokenizer)

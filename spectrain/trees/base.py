@@ -162,18 +162,21 @@ class TreeBuilder(ABC):
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
         """A round's tree: grown along a rollout, made of ready continuations, or the best of both."""
-        if draft.rollout is not None:
-            tree = self.expand(prefix, draft.rollout)
-            if draft.join is not None:  # of what goes by the clock, the size is the measured one
-                room = tree.tokens.shape[1] if self.goes_by_clock else self.budget
-                tree = merged(prefix, draft.join(tree), self, room)
+        if draft.rollout is None:
+            tree = merged(prefix, draft.continuations or [], self)
         else:
-            tree = merged(prefix, draft.continuations or [], self, self.budget)
+            tree = self.expand(prefix, draft.rollout)
+            if draft.join is not None:
+                tree = merged(prefix, draft.join(tree), self)
         return tree if draft.complete is None else draft.complete(tree)
 
     @abstractmethod
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         """Draft a tree below `prefix.root`, step by step."""
+
+    def room(self, tries: list[Trie]) -> int:
+        """How many nodes of ready continuations are verified, the root included."""
+        return self.budget
 
     def prepare(self, calibration: Calibration) -> None:
         """Called once before decoding, with what was measured of this target and drafter."""
@@ -236,13 +239,14 @@ class RootAlone(TreeBuilder):
     is_chain = is_fixed = keeps_drafted = True
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        return merged(prefix, [], self, self.budget)
+        return merged(prefix, [], self)
 
 
-def merged(prefix: Prefix, tries: list[Trie], builder: TreeBuilder, budget: int) -> TokenTree:
+def merged(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> TokenTree:
     """Of the trie of every text what the builder has room for, by weight; padded to the longest row. Where there is nothing
     at all, the root alone."""
-    chosen = [trie.path(builder.depth) if builder.is_chain else trie.best(builder.depth, budget) for trie in tries]
+    room = builder.room(tries)
+    chosen = [trie.path(builder.depth) if builder.is_chain else trie.best(builder.depth, room) for trie in tries]
     roots, width = prefix.root, max(map(len, chosen), default=1)
     if width == 1:
         return TokenTree.chain(roots[:, None])

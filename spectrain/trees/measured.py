@@ -14,6 +14,7 @@ from spectrain.errors import UserError
 from .base import GrowingTree, Prefix, Rollout, Round, TreeBuilder
 from .measurements import Calibration, Latency
 from .token_tree import TokenTree
+from .trie import Trie
 
 
 class Measured(TreeBuilder):
@@ -59,6 +60,7 @@ class Cast(Measured):
                     depth_gain=(depth_gain, 0), size_gain=(size_gain, 0))  # fmt: skip
         self.drafted = (depth - 1) * top_k
         self.change: list[deque[float]] = [deque(maxlen=memory) for _ in range(depth)]
+        self.costs: list[float] = []  # of verifying so many nodes, in target steps, in the round that is being drafted
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         latency = self._known()
@@ -82,8 +84,14 @@ class Cast(Measured):
                 break
             draft.extend(best.indices[:, :width])
         values = draft.scores.sort(dim=1, descending=True).values[:, : self.budget].exp().mean(0).cumsum(0).tolist()
-        costs = [latency.verify(k, length) / step for k in range(1, len(values) + 1)]
-        return draft.best(max(2, walk_up(values, costs, self.size_gain)))
+        self.costs = [latency.verify(k, length) / step for k in range(1, self.budget + 1)]
+        return draft.best(max(2, walk_up(values, self.costs, self.size_gain)))
+
+    def room(self, tries: list[Trie]) -> int:
+        if not (self.costs and weigh_chances(tries)):
+            return self.budget
+        tokens = expected_tokens(tries, self.depth, self.budget).sum(1).mean(0).cumsum()
+        return walk_up(tokens.tolist(), self.costs, self.size_gain)
 
 
 def walk_up(gains: list[float], costs: list[float], least: float) -> int:
@@ -93,6 +101,20 @@ def walk_up(gains: list[float], costs: list[float], least: float) -> int:
         if gains[k] - gains[taken] > least * (costs[k] - costs[taken]):
             taken = k
     return taken + 1
+
+
+def weigh_chances(tries: list[Trie]) -> bool:
+    """Whether it is known how likely their nodes are kept."""
+    return all(trie.weighs_chances for trie in tries)
+
+
+def expected_tokens(tries: list[Trie], depth: int, budget: int) -> np.ndarray:
+    """[B, depth + 1, budget] the chance of each text's likeliest node, the second and so on, at the node's depth."""
+    found = np.zeros((len(tries), depth + 1, budget))
+    for row, trie in zip(found, tries):
+        nodes = sorted(trie.best(depth, budget), key=trie.weights.__getitem__, reverse=True)
+        row[[trie.depths[node] for node in nodes], range(len(nodes))] = [trie.weights[node] for node in nodes]
+    return found
 
 
 class Auto(Measured):
@@ -115,7 +137,7 @@ class Auto(Measured):
         self.predicted = np.ones(depth)  # running means, by depth: chance that a node there is kept, as predicted ...
         self.observed = np.ones(depth)  # ... and as it came true
         self.expected: Tensor | None = None  # [B, depth + 1] of the round that is being verified
-        self.levels = 0  # drafted in that round
+        self.levels = 0  # that the drafter made in that round
         self.sizes: list[int] = []  # of every round's tree
 
     def prepare(self, calibration: Calibration) -> None:
@@ -154,21 +176,33 @@ class Auto(Measured):
         kept = draft.scores.sort(dim=1, descending=True, stable=True)
         self.expected = torch.zeros(len(prefix.root), self.depth + 1, device=device)
         self.expected.scatter_add_(1, depths.gather(1, kept.indices[:, :size]), kept.values[:, :size].exp())
-        self.sizes.append(size)
         return draft.best(size)
 
+    def room(self, tries: list[Trie]) -> int:
+        """As many as pay, the draft being made: copies and what a drafter's nodes turned out to be worth are weighed alike."""
+        if not weigh_chances(tries):
+            return self.budget
+        chances = expected_tokens(tries, self.depth, self.budget)
+        tokens = chances.sum(1).mean(0).cumsum()
+        verify = np.asarray([self.fit(size) for size in range(1, self.budget + 1)])
+        size = int((tokens / (self.start_seconds + max(0, self.levels - 1) * self.step_seconds + verify)).argmax()) + 1
+        self.expected = torch.from_numpy(chances[:, :, :size].sum(2))
+        return size
+
     def observe(self, round: Round) -> None:
-        rate = 1 / self.memory
+        rate, levels, self.levels = 1 / self.memory, self.levels, 0
         judged = (round.tree.valid & round.tree.emitted).sum(1)
         if int(judged.max()) == 1:
             return  # nothing was ready to draft
-        self.fit.add(int(judged.max()), round.seconds["verify"] + round.seconds["accept"])
-        if self.levels > 1:
-            step = max(0.0, (round.seconds["draft"] - self.start_seconds) / (self.levels - 1))
+        self.sizes.append(int(judged.max()))
+        self.fit.add(self.sizes[-1], round.seconds["verify"] + round.seconds["accept"])
+        if levels > 1:
+            step = max(0.0, (round.seconds["draft"] - self.start_seconds) / (levels - 1))
             self.step_seconds += rate * (step - self.step_seconds)
         else:
             self.start_seconds += rate * (round.seconds["draft"] - self.start_seconds)
-        assert self.expected is not None
+        if self.expected is None:
+            return  # copies, of which nothing is known but their order
         for expected, count in zip(self.expected.tolist(), (round.counts * (judged > 1)).tolist()):
             for depth in range(1, self.depth + 1):
                 if count and expected[depth]:

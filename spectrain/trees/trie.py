@@ -15,6 +15,8 @@ class Trie:
     A weight is whatever orders nodes; where drafts of several sources meet, it is the chance that the node is kept.
     """
 
+    weighs_chances = False  # whether weights are such chances, the root's 1
+
     def __init__(self) -> None:
         self.tokens = [-1]  # the root's own is not known here
         self.parents = [-1]

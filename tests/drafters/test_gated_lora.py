@@ -821,7 +821,7 @@ def test_forced_counts_what_the_masks_would_have_said(shallow: Target, fitted: F
 def test_probe_times_trees_of_the_size_that_it_notes(shallow: Target, fitted: Fitted, strategy: str) -> None:
     """Every verification time that is used was that of a tree with so many nodes to be judged."""
     drafter, sizes = like(fitted, strategy), [1, 2, 4, 8]
-    probe, noted = Probe(sizes), dict[int, list[int]]()
+    probe, noted = Probe(sizes, 8, shallow.head.vocab_size), dict[int, list[int]]()
     observe = probe.observe
 
     def watched(round: Any) -> None:

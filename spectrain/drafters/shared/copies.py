@@ -245,7 +245,7 @@ class Proposal:
         if self.said:
             np.maximum.at(surest, self.nodes, chances(self.sayings))
         weights, parents = self.trie.weights, self.trie.parents
-        weights[0] = 1.0
+        weights[0], self.trie.weighs_chances = 1.0, True
         for node, chance in enumerate(surest.tolist()[1:], 1):
             weights[node] = weights[parents[node]] * chance
         return self.trie
@@ -254,7 +254,7 @@ class Proposal:
 class Copying:
     """The text's own copies and those of a store, proposed round after round, and how far each is to be trusted."""
 
-    def __init__(self, store: Datastore | None, longest: int, matches: int, enough: int) -> None:
+    def __init__(self, store: Datastore | None, longest: int = 6, matches: int = 200, enough: int = 64) -> None:
         for key, value in (("longest", longest), ("matches", matches), ("enough", enough)):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
