@@ -35,6 +35,11 @@ class Context:
     partial: PartialForward | None = None  # this round's nodes that a part of the target has run already
 
     @property
+    def begins(self) -> bool:
+        """Whether this is the first round of a decoding."""
+        return self.round == 0 and not self.waiting
+
+    @property
     def root(self) -> Tensor:
         """The newest token of each text [B], chosen and not yet run."""
         return self.tokens.gather(1, self.cache.lengths[:, None])[:, 0]

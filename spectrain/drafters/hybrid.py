@@ -27,12 +27,19 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
+PATIENCE = 64  # tokens that a drafter may fall behind: what it catches up with needs slots
+
+
 class Merged(Drafter):
     """The tree that a builder grows along the drafter `inner`, and what is copied, merged under the builder's budget by
-    calibrated chance; the share of each is learnt while decoding. Trained, it trains the drafter inside."""
+    calibrated chance; the share of each is learnt while decoding. Trained, it trains the drafter inside.
+
+    A builder that goes by the clock may leave the drafter out of a round whose copies are sure enough; what was committed
+    meanwhile waits until it is asked again.
+    """
 
     cost = DraftingCost(
-        extra_nodes=lambda drafter, builder: drafter.inner.cost.extra_nodes(drafter.inner, builder),
+        extra_nodes=lambda drafter, builder: drafter.inner.cost.extra_nodes(drafter.inner, builder) + PATIENCE,
         passes=lambda drafter, depth: drafter.inner.cost.passes(drafter.inner, depth),
         weights=lambda drafter, target: drafter.inner.cost.weights(drafter.inner, target),
         verified_from=lambda drafter: drafter.inner.cost.verified_from(drafter.inner),
@@ -41,6 +48,7 @@ class Merged(Drafter):
     def __init__(self, inner: Drafter, copying: Copying) -> None:
         super().__init__()
         self.inner, self.copying = inner, copying
+        self.before: tuple[Features, Tensor] | None = None  # what the drafter is to read, in a round that leaves it out
         self.layers = inner.layers
         self.abilities = replace(
             inner.abilities,
@@ -63,16 +71,25 @@ class Merged(Drafter):
 
     def draft(self, context: Context) -> Draft:
         self.copying.propose(context)
+        copies, self.before = self._tries(), None
+        behind = sum(features.tokens.shape[1] for features, _ in context.waiting)
+        if behind + context.builder.depth < PATIENCE and not context.builder.asks(copies):
+            self.before = context.fresh, context.counts
+            return Draft(continuations=copies)
+        context.catch_up()
         draft = self.inner.draft(context)
         if draft.rollout is None:  # a round in which it cannot draft
-            return replace(draft, continuations=self._tries())
+            return replace(draft, continuations=copies)
         return replace(draft, join=self._joined)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        return self.inner.verify(context, tree)
+        return self.inner.verify(context, tree) if self.before is None else context.verify(tree)
 
     def commit(self, context: Context, accepted: Accepted) -> None:
-        self.inner.commit(context, accepted)
+        if self.before is None:
+            self.inner.commit(context, accepted)
+        else:
+            context.postpone(self.before)
 
     def _joined(self, tree: TokenTree) -> list[Trie]:
         """What is known of every text, the drafter's nodes [B, N] among it."""

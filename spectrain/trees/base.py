@@ -174,6 +174,10 @@ class TreeBuilder(ABC):
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         """Draft a tree below `prefix.root`, step by step."""
 
+    def asks(self, tries: list[Trie]) -> bool:
+        """Whether a drafter is to be asked where so much is known without it."""
+        return True
+
     def room(self, tries: list[Trie]) -> int:
         """How many nodes of ready continuations are verified, the root included."""
         return self.budget
@@ -220,6 +224,12 @@ class WrappedBuilder(TreeBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         return self.builder.expand(prefix, rollout)
+
+    def asks(self, tries: list[Trie]) -> bool:
+        return self.builder.asks(tries)
+
+    def room(self, tries: list[Trie]) -> int:
+        return self.builder.room(tries)
 
     def prepare(self, calibration: Calibration) -> None:
         self.builder.prepare(calibration)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -123,6 +124,9 @@ class Auto(Measured):
     Expected tokens are the drafter's path probabilities, corrected at each depth by how often they came true. Verification
     time is a running fit against tree size (ProPD, Zhong et al., 2024, section 4.3): the average time of each size seen,
     weighted by exp(-staleness), fitted by b0 + b1 n. Both start from what was timed and follow what happens.
+
+    Where copies are known besides, a drafter is asked only if the tokens that it added in earlier rounds, beside copies that
+    promised as much, would take longer to decode without it; every sixteenth time it is asked to see.
     """
 
     name = "auto"
@@ -138,6 +142,9 @@ class Auto(Measured):
         self.observed = np.ones(depth)  # ... and as it came true
         self.expected: Tensor | None = None  # [B, depth + 1] of the round that is being verified
         self.levels = 0  # that the drafter made in that round
+        self.copy_seconds = 0.0  # of a round's draft that only copies
+        self.promised: float | None = None  # tokens of this round's copies alone
+        self.added: dict[int, Added] = defaultdict(Added)  # by the drafter, by twice the tokens that copies promised
         self.sizes: list[int] = []  # of every round's tree
 
     def prepare(self, calibration: Calibration) -> None:
@@ -178,16 +185,34 @@ class Auto(Measured):
         self.expected.scatter_add_(1, depths.gather(1, kept.indices[:, :size]), kept.values[:, :size].exp())
         return draft.best(size)
 
+    def asks(self, tries: list[Trie]) -> bool:
+        self.promised = None
+        if not weigh_chances(tries):
+            return True
+        size, tokens = self._fastest(expected_tokens(tries, self.depth, self.budget), self.copy_seconds)
+        self.promised, copied = tokens, self.copy_seconds + self.fit(size)
+        added = self.added[round(2 * tokens)]
+        drafting = self.start_seconds - self.copy_seconds + max(0.0, added.levels - 1) * self.step_seconds
+        return added.wants_trial() or (tokens + added.tokens) * copied > tokens * (copied + drafting)
+
     def room(self, tries: list[Trie]) -> int:
         """As many as pay, the draft being made: copies and what a drafter's nodes turned out to be worth are weighed alike."""
         if not weigh_chances(tries):
             return self.budget
         chances = expected_tokens(tries, self.depth, self.budget)
-        tokens = chances.sum(1).mean(0).cumsum()
-        verify = np.asarray([self.fit(size) for size in range(1, self.budget + 1)])
-        size = int((tokens / (self.start_seconds + max(0, self.levels - 1) * self.step_seconds + verify)).argmax()) + 1
+        spent = self.start_seconds + (self.levels - 1) * self.step_seconds if self.levels else self.copy_seconds
+        size, tokens = self._fastest(chances, spent)
+        if self.levels and self.promised is not None:
+            self.added[round(2 * self.promised)].learn(tokens - self.promised, self.levels, 1 / self.memory)
         self.expected = torch.from_numpy(chances[:, :, :size].sum(2))
         return size
+
+    def _fastest(self, chances: np.ndarray, spent: float) -> tuple[int, float]:
+        """The best number of nodes after so many seconds of drafting, and the tokens that it promises."""
+        tokens = chances.sum(1).mean(0).cumsum()
+        verify = np.asarray([self.fit(size) for size in range(1, self.budget + 1)])
+        size = int((tokens / (spent + verify)).argmax())
+        return size + 1, float(tokens[size])
 
     def observe(self, round: Round) -> None:
         rate, levels, self.levels = 1 / self.memory, self.levels, 0
@@ -199,6 +224,8 @@ class Auto(Measured):
         if levels > 1:
             step = max(0.0, (round.seconds["draft"] - self.start_seconds) / (levels - 1))
             self.step_seconds += rate * (step - self.step_seconds)
+        elif levels == 0:
+            self.copy_seconds += rate * (round.seconds["draft"] - self.copy_seconds)
         else:
             self.start_seconds += rate * (round.seconds["draft"] - self.start_seconds)
         if self.expected is None:
@@ -212,6 +239,27 @@ class Auto(Measured):
     def settings(self) -> dict[str, object]:
         middle = sorted(self.sizes)[len(self.sizes) // 2] if self.sizes else None
         return {**super().settings(), "median_size": middle, "verify_seconds": {"base": self.fit.base, "node": self.fit.slope}}
+
+
+@dataclass
+class Added:
+    """What a drafter added to copies that promised so much: running means over the rounds that asked it."""
+
+    tokens: float = 0.0
+    levels: float = 1.0
+    trials: int = 0
+    since: int = 0  # rounds that went without it
+
+    def wants_trial(self) -> bool:
+        """Whether too little is known, or it is long ago."""
+        self.since += 1
+        return self.trials < 4 or self.since >= 16
+
+    def learn(self, tokens: float, levels: int, rate: float) -> None:
+        self.trials, self.since = self.trials + 1, 0
+        rate = max(rate, 1 / self.trials)
+        self.tokens += rate * (tokens - self.tokens)
+        self.levels += rate * (levels - self.levels)
 
 
 class RunningFit:

@@ -88,12 +88,12 @@ class GrowingTexts:
 
     def read(self, context: Context) -> list[list[int]]:
         """Add the tokens since the last draft, and return these; all tokens, where a decoding begins."""
-        if context.round == 0:
-            lengths = (context.lengths + 1).tolist()
-            news = [tokens[:length] for tokens, length in zip(context.tokens.tolist(), lengths)]
-            self.rows = [IndexedText([], self.longest) for _ in news]
-        else:
-            news = [tokens[:count] for tokens, count in zip(context.following.tolist(), context.counts.tolist())]
+        if context.begins:
+            self.rows = [IndexedText([], self.longest) for _ in context.counts]
+        known = [len(row.tokens) for row in self.rows]
+        first = min(known)
+        ends = (context.lengths + 1 - first).tolist()
+        news = [tokens[start - first : end] for tokens, start, end in zip(context.tokens[:, first:].tolist(), known, ends)]
         for row, tokens in zip(self.rows, news):
             row.tokens += tokens
         return news
@@ -267,7 +267,7 @@ class Copying:
         """What may follow every text, after learning from what did follow the last time."""
         news, depth = self.texts.read(context), context.builder.depth
         least = NEGLIGIBLE / context.builder.budget
-        if context.round:
+        if not context.begins:
             for proposal, followed in zip(self.proposals, news):
                 self.chances.learn(proposal, followed)
         self.proposals = []
