@@ -59,7 +59,7 @@ class Comparison:
 
     seconds: float = 45.0
     tokens: int | None = None
-    training_free: tuple[str, ...] = ("ngram", "lookahead", "layer_skip")
+    training_free: tuple[str, ...] = ("ngram", "retrieval", "lookahead", "layer_skip")
     batch: int | None = 8
     data_limit: int | None = None
 
@@ -180,9 +180,11 @@ class Contest:
     def settings(self, group: str, name: str) -> DictConfig:
         """The whole configuration of one, its tree and data those of all."""
         tree = HydraConfig.get().runtime.choices["tree"]
-        if group == "drafter" and constructor(compose("train", overrides=[f"drafter={name}"]).drafter).abilities.copies_text:
-            tree = "chain"  # it knows one continuation only
-        alike = ["++eval.baselines=[chain]", "++eval.oracle=false"]
+        if group == "drafter":
+            able = constructor(compose("train", overrides=[f"drafter={name}"]).drafter).abilities
+            if able.copies_text:  # what is copied at no cost is best as long as it is sure, or where it knows how sure it is
+                tree = "auto" if able.undrawn else "chain"
+        alike = ["++eval.baselines=[auto,copies,chain]", "++eval.oracle=false"]
         config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *alike, *self.passed])
         OmegaConf.set_struct(config, False)
         takes = inspect.signature(constructor(config.tree)).parameters

@@ -23,6 +23,7 @@ from spectrain.settings.choices import choice, looked_up
 from spectrain.settings.saved import read_object
 
 SAME = ("max_new_tokens", "batch_size", "dtype", "rule")  # of the setting, without which numbers say nothing of each other
+OTHERS = ("auto", "copies", "chain")  # systems that are the same drafter
 TRAINED = ", trained"  # behind the name of a target that was trained with its drafter
 SPEED_COLUMNS = ("tokens", "seconds", "autoregressive_tokens", "autoregressive_seconds")
 SPEED_SIGNS = (1, -1, -1, 1)  # drafted tokens a second over autoregressive ones
@@ -241,12 +242,13 @@ def alike(values: Sequence[float]) -> bool:
 
 
 def systems_of(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The drafter with its tree and, where it was decoded too, with a chain."""
-    chain = summary["compared"].get("chain")
-    own = {**summary, "label": str(summary["label"]).removeprefix("drafter, ")}
-    if chain is None:
-        return {"drafter": own}
-    return {"drafter": own, "chain": {**chain, "label": f"chain of {chain['tree']['depth']}"}}
+    """The drafter with its tree and, where they were decoded too, with others, and with copies."""
+    found = {"drafter": {**summary, "label": str(summary["label"]).removeprefix("drafter, ")}}
+    for name in OTHERS:
+        if (entry := summary["compared"].get(name)) is not None:
+            chain = f"chain of {entry['tree']['depth']}" if name == "chain" else entry["label"]
+            found[name] = {**entry, "label": chain.removeprefix("the same, ")}
+    return found
 
 
 def row_of(scored: Scored, place: Path) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def print_table(summary: dict[str, Any]) -> None:
     console.print(table)
     if sweep:
         _print_sweep(console, summary)
-    for sentence in (*explanation(summary), *caveats(summary)):
+    for sentence in (*fastest(summary), *explanation(summary), *caveats(summary)):
         console.print(sentence, markup=False)
 
 
@@ -47,6 +47,19 @@ def shown(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """The systems that the drafter is shown beside, without those that a sweep has a table for."""
     sweep = summary.get("sweep")
     return [entry for name, entry in summary["compared"].items() if not sweep or not name.startswith(f"{sweep['over']}-")]
+
+
+def fastest(summary: dict[str, Any]) -> Iterator[str]:
+    """Which row to take here, if any gains."""
+    rows = [entry for entry in (summary, *shown(summary)) if is_possible(entry["speedup"])]
+    if len(rows) < 2:
+        return
+    best = max(rows, key=lambda entry: entry["speedup"]["ratio"])
+    speed = best["speedup"]
+    if speed["ratio"] > 1:
+        yield f"fastest here: {best['label']}, {speed_text(speed)} [{speed_range(speed)}] times as fast as without a drafter"
+    else:
+        yield "none of these is faster than decoding without a drafter here"
 
 
 def speed_text(speed: dict[str, Any], unit: str = "") -> str:

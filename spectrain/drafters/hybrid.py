@@ -73,7 +73,8 @@ class Merged(Drafter):
         self.copying.propose(context)
         copies, self.before = self._tries(), None
         behind = sum(features.tokens.shape[1] for features, _ in context.waiting)
-        if behind + context.builder.depth < PATIENCE and not context.builder.asks(copies):
+        soon = 2 * (context.builder.depth + 1)  # what the last round with it committed, and what this one may
+        if behind + soon <= PATIENCE and not context.builder.asks(copies):
             self.before = context.fresh, context.counts
             return Draft(continuations=copies)
         context.catch_up()

@@ -13,14 +13,15 @@ from spectrain.decoding.acceptance import Greedy, Match, Recursive
 from spectrain.decoding.calibration import calibrate
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import check
-from spectrain.drafters.hybrid import Hybrid
+from spectrain.drafters.hybrid import PATIENCE, Hybrid
 from spectrain.drafters.retrieval import Retrieval
 from spectrain.drafters.shared.copies import SOURCES, Chances, Copies, Proposal
 from spectrain.errors import UserError
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import build_drafter, save_drafter, saved_description
 from spectrain.settings.build import build
-from spectrain.trees import Chain, DySpec, Eagle2, Static, TreeBuilder
+from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
+from spectrain.trees.trie import Trie
 from tests.decoding.rounds import Keeping
 from tests.drafters.test_contract import EAGLE3, composed
 
@@ -179,3 +180,63 @@ def test_trees_are_searched_over_the_drafters_own_hits(shallow: Target, prompts:
     found = decode(shallow, prompts, Greedy(), 24, drafter, builder)
     assert builder.paths
     assert [one.output for one in found] == [one.output for one in decode(shallow, prompts, Greedy(), 24)]
+
+
+class Asking(Eagle2):
+    """EAGLE-2, which leaves the drafter out by a fixed pattern."""
+
+    def __init__(self, pattern: str) -> None:
+        super().__init__(4, 10, 3)
+        self.pattern, self.asked = pattern, 0
+
+    def asks(self, tries: list[Trie]) -> bool:
+        self.asked += 1
+        return self.pattern[(self.asked - 1) % len(self.pattern)] == "d"
+
+
+@pytest.mark.parametrize("pattern", ["d", "c", "dc", "cccd", "dcc"])
+def test_a_drafter_that_was_left_out_catches_up(shallow: Target, prompts: list[list[int]], store: str, pattern: str) -> None:
+    """Rounds of copies alone emit the target's tokens, and a drafter that is asked again has read every committed one."""
+    drafter, builder = Hybrid(shallow, INNER, store).eval(), Asking(pattern)
+    read: list[list[int]] = []
+    draft = drafter.inner.draft
+
+    def noted(context: Any) -> Any:
+        read.append(context.lengths.tolist())
+        found = draft(context)
+        assert drafter.inner.cache.lengths.tolist() == read[-1]  # type: ignore[union-attr, operator]
+        return found
+
+    drafter.inner.draft = noted  # type: ignore[method-assign]
+    plain, found = decode(shallow, prompts, Greedy(), 48), decode(shallow, prompts, Greedy(), 48, drafter, builder)
+    assert [one.output for one in found] == [one.output for one in plain]
+    rounds = max(len(one.accepted) for one in found)
+    assert builder.asked <= rounds and len(read) == rounds if pattern == "d" else len(read) < rounds
+    assert drafter.copying.chances.trials[SOURCES.index("store")].any()
+
+
+def test_after_so_many_tokens_it_is_asked_anyway(shallow: Target, prompts: list[list[int]]) -> None:
+    """What it catches up with must fit behind the text."""
+    drafter = Hybrid(shallow, INNER).eval()
+    drafts: list[int] = []
+    draft = drafter.inner.draft
+    drafter.inner.draft = lambda context: drafts.append(context.fresh.tokens.shape[1]) or draft(context)  # type: ignore
+    plain = decode(shallow, prompts[:1], Greedy(), 200, ignore_eos=True)
+    found = decode(shallow, prompts[:1], Greedy(), 200, drafter, Asking("c"), ignore_eos=True)
+    assert found[0].output == plain[0].output
+    assert drafts and max(drafts[1:], default=0) <= PATIENCE and max(drafts) <= PATIENCE + len(prompts[0])
+
+
+@pytest.mark.parametrize("family", ["retrieval", "hybrid"])
+def test_trees_by_the_clock_weigh_copies(shallow: Target, prompts: list[list[int]], store: str, family: str) -> None:
+    """Times are measured of what copies too, by trees of the sizes that are noted; what is decoded then is the target's."""
+    drafter = Retrieval(shallow, store) if family == "retrieval" else Hybrid(shallow, INNER, store).eval()
+    builder = Auto(depth=4, budget=12, top_k=3)
+    calibration = calibrate(shallow, drafter, [builder], Greedy(), prompts[:1])
+    assert calibration is not None and calibration.latency is not None
+    (verify,) = calibration.latency.verify_seconds.values()
+    assert set(verify) == {1, 2, 4, 8, 12}
+    kept = Keeping(builder)
+    found = decode(shallow, prompts, Greedy(), 24, drafter, kept)
+    assert [one.output for one in found] == [one.output for one in decode(shallow, prompts, Greedy(), 24)]
+    assert all(tree.tokens.shape[1] <= 12 for tree in kept.trees) and max(map(len, (one.accepted for one in found))) < 24

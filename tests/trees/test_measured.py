@@ -14,6 +14,7 @@ from spectrain.trees.base import Round
 from spectrain.trees.measured import Measured, RunningFit, walk_up
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
+from spectrain.trees.trie import Trie
 from tests.trees.tables import (
     ROWS,
     VOCAB,
@@ -217,13 +218,60 @@ def test_auto_learns_how_often_each_depth_comes_true() -> None:
     """With a memory of one round the means are the last row's: its predicted and its kept nodes; done rows teach nothing."""
     builder = prepared(Auto(depth=3, budget=16, top_k=3, memory=1), 0.001, 1.0, 1e-4)
     tree = builder.expand(context(), Table(soft_scores))
+    assert builder.levels == 3
     observed(builder, tree, [2, 0], 1e-4)
     expected, kept = np.zeros(4), paths(tree, 0)
     for path in kept:
         log_q = [dict(likeliest(soft_scores, 0, path[:n]))[path[: n + 1]] for n in range(len(path))]
         expected[len(path)] += math.exp(sum(log_q))
-    assert builder.levels == 3 and set(map(len, kept)) == {0, 1, 2, 3}
+    assert set(map(len, kept)) == {0, 1, 2, 3}
     assert builder.predicted == pytest.approx(expected[1:]) and builder.observed.tolist() == [1, 0, 0]
+
+
+def copies(chances: list[float]) -> Trie:
+    """One path of known chances, each given the one before."""
+    trie, weight = Trie(), 1.0
+    trie.weights[0], trie.weighs_chances = 1.0, True
+    for node, chance in zip(trie.add([7] * len(chances), 0.0), chances):
+        trie.weights[node] = weight = weight * chance
+    return trie
+
+
+@pytest.mark.parametrize("node", [0.001, 0.02, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("name", [Auto, Cast])
+def test_copies_are_verified_as_far_as_they_pay(name: type[Measured], node: float) -> None:
+    """The size is the best by brute force (auto), or CAST's rule over the chances; of mere weights everything is taken."""
+    builder = prepared(name(depth=6, budget=7), 0.0, 1.0, node)
+    tries = [copies([0.9, 0.8, 0.5, 0.5, 0.1, 0.9]), copies([0.5, 0.5])]
+    chances = np.zeros((2, 7))
+    for row, trie in zip(chances, tries):
+        row[: len(trie)] = sorted(trie.weights, reverse=True)
+    tokens = np.cumsum(chances.mean(0)).tolist()
+    builder.expand(context(), Table(random_scores))  # as rounds with a drafter do before copies are joined
+    builder.levels = 0
+    costs = [1 + node * size for size in range(1, 8)]
+    best = 1 + int(np.argmax([gain / cost for gain, cost in zip(tokens, costs)]))
+    unit = builder._known().verify(1, 9)
+    assert builder.room(tries) == (best if name is Auto else walked(tokens, [cost / unit for cost in costs], 1.0))
+    tries[0].weighs_chances = False
+    assert builder.room(tries) == 7
+
+
+def test_auto_asks_a_drafter_as_long_as_it_adds() -> None:
+    """Where copies promise much and the drafter adds nothing, it is left out but for a look now and then; where they promise
+    nothing, it is asked."""
+    builder = prepared(Auto(depth=4, budget=12, top_k=3), 0.2, 1.0, 0.01, 0.2)
+    asked: dict[bool, list[bool]] = {True: [], False: []}
+    for turn in range(200):
+        sure = turn % 2 == 0
+        tries = [copies([0.9, 0.9, 0.9] if sure else [])]
+        asked[sure].append(builder.asks(tries))
+        if asked[sure][-1]:
+            builder.levels = 2
+            builder.room([copies([0.9, 0.9, 0.9] if sure else [0.9, 0.9])])
+        builder.levels = 0
+    assert all(asked[False]) and all(asked[True][:4])
+    assert sum(asked[True][4:]) == len(asked[True][4:]) // 16
 
 
 def test_running_fit_recovers_a_line() -> None:
