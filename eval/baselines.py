@@ -23,7 +23,7 @@ from spectrain.eval.systems import System, describe
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
+from spectrain.trees import Auto, Chain, Eagle2
 
 TRAINING_FREE: dict[str, type[Drafter]] = {"ngram": Ngram, "lookahead": Lookahead, "retrieval": Retrieval}
 OURS = ("auto", "copies", "chain", "untrained", *TRAINING_FREE)
@@ -52,11 +52,12 @@ class Baselines(Part):
         plain = rule.matched()  # a drafter that copies text draws nothing, so p / q has no meaning for it
         drafts = not drafter.abilities.copies_text
         found = []
-        if "auto" in self.names and drafts and builder.children == "deterministic" and self.may_go_by_clock(target, builder):
+        by_clock = target.sharding == "none"  # processes that share a target must draft the same trees
+        if "auto" in self.names and drafts and by_clock and builder.children == "deterministic" and builder.name != Auto.name:
             found.append(System("auto", f"the same, {describe(Auto())}", drafter, Auto(), rule))
         others = {name for name in self.names if name in TRAINING_FREE and type(drafter) is not TRAINING_FREE[name]}
         store = self._store(candidate) if COPYING & ({*self.names} - {*TRAINING_FREE} | others) else None
-        tree = Auto() if self.may_go_by_clock(target, builder) else Eagle2(builder.depth, builder.budget)
+        tree = Auto() if by_clock else Eagle2(builder.depth, builder.budget)
         if "copies" in self.names and drafts and not drafter.abilities.undrawn:
             found.append(System("copies", "the same, with copies", Merged(drafter, Copying(store)), tree, plain))
         if "chain" in self.names and not builder.is_chain and drafts:
@@ -72,10 +73,6 @@ class Baselines(Part):
         if "lookahead" in others:
             found.append(System("lookahead", "lookahead", Lookahead(target), Eagle2(builder.depth, builder.budget), plain))
         return found
-
-    def may_go_by_clock(self, target: Target, builder: TreeBuilder) -> bool:
-        """Processes that share a target must draft the same trees; and what is asked for is not shown twice."""
-        return target.sharding == "none" and builder.name != Auto.name
 
     def _store(self, candidate: Candidate) -> Datastore | None:
         """What is copied from besides the text. A run's own store that holds a scored question is left out."""
