@@ -8,6 +8,9 @@ ENGINES_PIP := $(ENGINES)/bin/pip install --quiet --disable-pip-version-check -c
 # Where the drafters are that make test-engines serves, engines-eagle3 and so on; they are trained where they are missing.
 ENGINES_RUNS ?= runs
 
+# What the tests import, in dozens of processes, is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install demo test test-full test-engines lint docs clean
 
 help:  ## show this list

@@ -1,13 +1,12 @@
 """What a drafter adds to the memory that decoding takes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.loop import decode
@@ -62,23 +61,30 @@ class HeldBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = self.bytes = 0  # bytes: at least what is held, exactly where it reaches the peak
-        self.storages: dict[StorageWeakRef, int] = {}
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by their addresses, which none takes while it is referred to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        before = set(storages((args, kwargs)))
-        for storage, size in storages(result).items():
-            if storage not in before and storage not in self.storages:
-                self.storages[storage] = size
-                self.bytes += size
+        made = [storage for storage in storages(result) if storage._cdata not in self.storages]
+        before = {storage._cdata for storage in storages((args, kwargs))} if made else set()
+        for storage in made:
+            if storage._cdata not in before and storage._cdata not in self.storages:
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                self.bytes += storage.nbytes()
         if self.bytes > self.peak:  # only then it matters what is gone
-            self.storages = {storage: size for storage, size in self.storages.items() if not storage.expired()}
-            self.bytes = sum(self.storages.values())
+            self.storages = {place: held for place, held in self.storages.items() if not held[0].expired()}
+            self.bytes = sum(size for _, size in self.storages.values())
             self.peak = max(self.peak, self.bytes)
         return result
 
 
-def storages(values: Any) -> dict[StorageWeakRef, int]:
-    """What the tensors in these values are stored in, with its bytes; packed weights hide theirs."""
-    found = [value.untyped_storage() for value in tree_leaves(values) if isinstance(value, Tensor) and not value.is_mkldnn]
-    return {StorageWeakRef(storage): storage.nbytes() for storage in found}
+def storages(values: Any) -> Iterator[UntypedStorage]:
+    """What the tensors in these values are stored in; packed weights hide theirs."""
+    if isinstance(values, Tensor):
+        if not values.is_mkldnn:
+            yield values.untyped_storage()
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from storages(value)
+    elif isinstance(values, dict):
+        yield from storages(list(values.values()))

@@ -1,33 +1,32 @@
 """The page about the Python interface: its blocks run, in order, on the tiny target."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
+SMALLER = {'"trainer.max_steps": 12': '"trainer.max_steps": 3, "data.limit": 20', "limit=4": "limit=2", "tokens=32": "tokens=12"}
 CHECKED = """
-import json
-kept = spectrain.generate(target, again, ["What is a bee?", "Name three colours."], max_new_tokens=32)[0].text
-print(json.dumps({"text": results[0].text, "kept": kept, "answers": len(results), "summary": summary}))
+kept = spectrain.generate(target, again, ["What is a bee?", "Name three colours."], max_new_tokens=12)[0].text
 """
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What the names of the page's blocks stand for, after all of them ran in an empty folder."""
-    command = [sys.executable, "-c", "\n".join([*BLOCKS, CHECKED])]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    place = tmp_path_factory.mktemp("python")
-    done = subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the names of the page's blocks stand for, after all of them ran in an empty folder, on smaller numbers."""
+    code = "\n".join([*BLOCKS, CHECKED])
+    for shown, smaller in SMALLER.items():
+        assert shown in code
+        code = code.replace(shown, smaller)
+    place, names = tmp_path_factory.mktemp("python"), dict[str, Any]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        exec(code, names)
     assert (place / "runs" / "python" / "metrics.jsonl").is_file() and (place / "runs" / "my-drafter" / "config.json").is_file()
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return names
 
 
 def test_every_call_is_shown() -> None:
@@ -45,12 +44,13 @@ def test_every_call_is_shown() -> None:
         assert call in text
 
 
-def test_it_answers(found: dict) -> None:
+def test_it_answers(found: dict[str, Any]) -> None:
     """A result for each prompt; the drafter that was saved and read again gives the same text."""
-    assert found["answers"] == 2 and found["text"].strip() and found["kept"] == found["text"]
+    one, two = (result.text for result in found["results"])
+    assert one.strip() and two.strip() and found["kept"] == one
 
 
-def test_the_score_is_from_decoding(found: dict) -> None:
+def test_the_score_is_from_decoding(found: dict[str, Any]) -> None:
     """At least a token a forward, and every answer the target's."""
     summary = found["summary"]
     assert summary["acceptance_length"]["pooled"] >= 1

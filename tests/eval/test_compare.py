@@ -19,6 +19,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
+from spectrain.eval import memory
 from spectrain.eval.comparison import Scored, Way, check_same, join, ratio_interval, recommend, sampling
 from spectrain.eval.memory import HeldBytes, extra_memory, own_bytes
 from spectrain.eval.report import print_comparison
@@ -26,13 +27,17 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain
 
 TOKENS = 2000
-COMMON = ("target=tiny", "eval.limit=3", "eval.max_new_tokens=12", "compare.batch=3", "compare.training_free=[ngram]")
+COMMON = (
+    *("data.limit=60", "data.held_out=0", "compare.batch=3", "compare.training_free=[ngram]", "tree=eagle2", "tree.depth=3"),
+    *("eval.limit=3", "eval.max_new_tokens=8", "eval.oracle=false", "eval.repeats=1"),
+)
 
 
 def command(*words: str) -> tuple[int, str]:
     """The status of `spectrain compare WORDS`, and what it says on stderr."""
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as told:
         patch.setattr(sys, "argv", ["spectrain", "compare", *words])
+        patch.setattr(memory, "TOKENS", 8)
         try:
             cli.main()
         except SystemExit as stopped:
@@ -41,10 +46,11 @@ def command(*words: str) -> tuple[int, str]:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compared(shallow_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One recipe that leaves the target alone and one that trains it, a drafter without training, on a budget of tokens."""
     folder = tmp_path_factory.mktemp("compare") / "all"
-    status, told = command("recipes=medusa1,medusa2", f"compare.tokens={TOKENS}", *COMMON, f"run={folder}", "data.limit=60")
+    recipes = ("recipes=medusa1,medusa2", "target=hf", f"target.model={shallow_folder}", f"compare.tokens={TOKENS}")
+    status, told = command(*recipes, *COMMON, f"run={folder}")
     assert status == 0, told
     return folder
 
@@ -95,9 +101,10 @@ def test_budgets_are_kept(compared: Path) -> None:
     assert all(row["name"] in text for row in rows)
 
 
-def test_a_comparison_goes_on(compared: Path) -> None:
+def test_a_comparison_goes_on(compared: Path, shallow_folder: Path) -> None:
     """The same command is refused, and with trainer.resume=auto does nothing again but what is missing."""
-    again = ("recipes=medusa1,medusa2", f"compare.tokens={TOKENS}", *COMMON, f"run={compared}", "data.limit=60")
+    recipes = ("recipes=medusa1,medusa2", "target=hf", f"target.model={shallow_folder}", f"compare.tokens={TOKENS}")
+    again = (*recipes, *COMMON, f"run={compared}")
     status, told = command(*again)
     assert status == 2 and "trainer.resume=auto" in told
     before = comparison(compared)

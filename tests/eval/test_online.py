@@ -39,6 +39,7 @@ QUESTIONS = [["Name a color.", "Name another color."], ["Count: one two three on
              ["Say hello."]]  # fmt: skip
 ROWS = [{"id": f"{number}", "category": "talk", "turns": turns} for number, turns in enumerate(QUESTIONS)]
 NUM_TURNS = 5
+QUICK: dict[str, Any] = {"oracle": False, "report": False, "repeats": 1}  # without what is not asked about here
 LEARN = pytest.mark.parametrize("learn", ["corrections", "answers", "split"])
 Weights = dict[str, Tensor]
 
@@ -224,7 +225,7 @@ def scored(
 ) -> tuple[Any, Any, Causal]:
     """The summary, the copy that does not learn and the drafter of one evaluation."""
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    evaluation = Evaluation(prompts=str(folder / "prompts.jsonl"), max_new_tokens=LIMIT, baselines=(), oracle=False, **options)
+    evaluation = Evaluation(prompts=str(folder / "prompts.jsonl"), max_new_tokens=LIMIT, baselines=(), **{**QUICK, **options})
     held: list[Any] = []
     prepare = evaluation._systems
 
@@ -357,6 +358,9 @@ def test_learning_and_a_sweep_exclude_each_other() -> None:
 # The command
 
 
+SHORT = ["eval.max_new_tokens=12", "eval.baselines=[]", "eval.oracle=false", "eval.report=false", "eval.repeats=1"]
+
+
 @pytest.fixture(scope="module")
 def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A short run whose drafter then learnt while it was scored."""
@@ -364,9 +368,10 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     argv = sys.argv
     try:
         dispatch(["train", "recipe=gkd", "target=tiny", "drafter.num_layers=2", "data.limit=12", "data.max_length=64",
-                  "source=generated", "source.max_new_tokens=8", "trainer.max_steps=2", "eval=none", f"run={run}"])  # fmt: skip
+                  "data.held_out=0", "source=generated", "source.max_new_tokens=8", "trainer.max_steps=2", "eval=none",
+                  f"run={run}"])  # fmt: skip
         dispatch(["eval", f"run={run}", "eval.online=true", "eval.online_every=2", "eval.online_lr=1e-3", "eval.limit=3",
-                  "eval.max_new_tokens=12", "eval.name=learnt", "eval.baselines=[]"])  # fmt: skip
+                  "eval.name=learnt", *SHORT])  # fmt: skip
     finally:
         sys.argv = argv
     return run
@@ -379,8 +384,7 @@ def test_the_learnt_drafter_is_kept_and_can_be_scored(learnt: Path, monkeypatch:
     summary = json.loads((learnt / "eval" / "learnt" / "summary.json").read_text())
     assert summary["online"]["updates"] >= 1 and (learnt / "eval" / "learnt" / "online.svg").exists()
     monkeypatch.setattr(sys, "argv", sys.argv)
-    dispatch(["eval", f"run={learnt / 'eval' / 'learnt'}", "eval.limit=2", "eval.max_new_tokens=12", "eval.name=again",
-              "eval.baselines=[]"])  # fmt: skip
+    dispatch(["eval", f"run={learnt / 'eval' / 'learnt'}", "eval.limit=2", "eval.name=again", *SHORT])
     again = json.loads((learnt / "eval" / "learnt" / "eval" / "again" / "summary.json").read_text())
     assert again["lossless"]["identical"] == again["lossless"]["checked"] > 0
     assert (learnt / "eval" / "learnt" / "summary.json").exists()

@@ -63,11 +63,12 @@ class WrongNgram(Ngram):
         return replace(seen, logits=seen.logits.roll(1, dims=-1))
 
 
-def evaluation(folder: Path, baselines: tuple[str, ...] = (), check: bool = True) -> Evaluation:
-    """An evaluation over three short prompts, one of two turns."""
+def evaluation(folder: Path, baselines: tuple[str, ...] = (), check: bool = True, **more: Any) -> Evaluation:
+    """An evaluation over three short prompts, one of two turns, without what is asked for only in the tests of it."""
     path = folder / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=baselines, check=check, calibration_limit=2)
+    settings = {"calibration_limit": 2, "oracle": False, "report": False, "repeats": 1, **more}
+    return Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=baselines, check=check, **settings)
 
 
 def samples(folder: Path) -> list[dict[str, Any]]:
@@ -80,7 +81,7 @@ def test_score_writes_a_consistent_summary(shallow: Target, tmp_path: Path, rule
     """summary.json has the documented keys, samples.jsonl agrees with it, and every output is identical."""
     eagle3 = Eagle3(shallow, vocab_size=512)
     eagle3.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
-    scored = evaluation(tmp_path, baselines=("chain", "untrained", "ngram"))
+    scored = evaluation(tmp_path, baselines=("chain", "untrained", "ngram"), report=rule.name == "greedy", repeats=3)
     tree = Eagle2(depth=3, budget=6, top_k=2)
     summary = scored.score(
         Candidate(shallow, eagle3, tree, rule, SETTING, lambda: Eagle3(shallow, vocab_size=512)), tmp_path / "out"
@@ -181,7 +182,7 @@ def test_a_turn_that_has_grown_too_long_is_left_out(shallow: Target, tmp_path: P
     """A later turn that does not fit behind the answers before it is counted, and the earlier ones are scored."""
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"id": "a", "turns": ["Hi", "word " * shallow.max_length, "Bye"]}) + "\n")
-    scored = Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=())
+    scored = Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=(), oracle=False, report=False)
     scored.check_prompts(shallow)
     summary = scored.score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")
     assert summary["setting"]["skipped"] == {"turn too long": 2} and len(samples(tmp_path / "out")) == 1
@@ -200,8 +201,7 @@ def test_a_batch_says_what_single_prompts_say(shallow: Target, tmp_path: Path, e
     """Batches of any size give the same samples, with ragged prompts and turns, and stay identical to generate."""
     found = []
     for batch_size in (1, 3):
-        scored = evaluation(tmp_path, ("ngram",))
-        scored.batch_size = batch_size
+        scored = evaluation(tmp_path, ("ngram",), batch_size=batch_size)
         summary = scored.score(Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / str(batch_size))
         assert summary["lossless"]["identical"] == 4 and summary["compared"]["ngram"]["lossless"]["identical"] == 4
         lines = samples(tmp_path / str(batch_size))
@@ -292,7 +292,7 @@ def test_rounds_and_samples_agree(shallow: Target, tmp_path: Path, eagle3: Eagle
 
 def test_what_is_right_on_the_targets_text(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
     """Supervision-forced agreement equals a count by hand over the target's own answers; nothing is forced on n-gram lookup."""
-    scored = evaluation(tmp_path)
+    scored = evaluation(tmp_path, oracle=True)
     summary = scored.score(Candidate(shallow, eagle3, Chain(1), Greedy(), SETTING), tmp_path / "out")
     right = total = 0
     for line in samples(tmp_path / "out"):  # depth 1: every forced round keeps its draft and a bonus
@@ -302,7 +302,9 @@ def test_what_is_right_on_the_targets_text(shallow: Target, tmp_path: Path, eagl
             right, total = right + (found.accepted[0] == 2), total + 1
     assert total and summary["forced"]["agreement_by_depth"] == [pytest.approx(right / total, abs=1e-4)]
     assert summary["bounds"]["oracle"] > 0
-    other = evaluation(tmp_path).score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "ngram")
+    other = evaluation(tmp_path, oracle=True).score(
+        Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "ngram"
+    )
     assert "forced" not in other and other["bounds"]["oracle"] is None
 
 
@@ -311,9 +313,7 @@ def test_transformers_own_drafting_is_shown_beside(shallow: Target, tmp_path: Pa
     names = ("generate", "prompt_lookup", "assistant", "early_exit")
     path = tmp_path / "assistant"
     shallow.save(path)
-    evaluation(tmp_path)
-    scored = Evaluation(prompts=str(tmp_path / "prompts.jsonl"), max_new_tokens=LIMIT, baselines=names, assistant=str(path),
-                        exit_layer=shallow.num_layers - 1)  # fmt: skip
+    scored = evaluation(tmp_path, names, assistant=str(path), exit_layer=shallow.num_layers - 1)
     found = scored.score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")["transformers"]
     assert found.keys() == set(names)
     assert found["generate"]["tokens_per_forward"] == 1.0 and found["generate"]["speedup"] == 1.0
@@ -323,8 +323,7 @@ def test_transformers_own_drafting_is_shown_beside(shallow: Target, tmp_path: Pa
 
 def test_a_guard_leaves_the_output_alone(shallow: Target, tmp_path: Path, eagle3: Eagle3) -> None:
     """With eval.guard the output is the same, and the rounds that drafted and did not add up."""
-    scored = evaluation(tmp_path)
-    scored.guard = True
+    scored = evaluation(tmp_path, guard=True)
     summary = scored.score(Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / "out")
     rounds = sum(line["rounds"] for line in samples(tmp_path / "out"))
     assert summary["lossless"]["identical"] == 4
@@ -361,7 +360,7 @@ def test_the_engine_that_asks_nothing_scores_the_same(shallow: Target, tmp_path:
     eagle3 = Eagle3(shallow, vocab_size=512)
     found = []
     for engine in ("eager", "captured"):
-        scored = replace(evaluation(tmp_path, baselines=("chain", "ngram")), engine=engine, batch_size=batch_size)
+        scored = evaluation(tmp_path, ("chain", "ngram"), oracle=True, engine=engine, batch_size=batch_size)
         found.append(scored.score(Candidate(shallow, eagle3, Eagle2(3, 6, 2), Greedy(), SETTING), tmp_path / engine))
     for summary, engine in zip(found, ("eager", "captured")):
         assert summary["engine"] == summary["compared"]["chain"]["engine"] == summary["setting"]["engine"] == engine
@@ -376,7 +375,7 @@ def test_the_engine_that_asks_nothing_scores_the_same(shallow: Target, tmp_path:
 
 def test_what_cannot_be_captured_is_refused_or_not_captured(shallow: Target, tmp_path: Path) -> None:
     """eval.engine=captured names what asks the device; an unknown engine is refused with the choices."""
-    scored = replace(evaluation(tmp_path), engine="captured")
+    scored = evaluation(tmp_path, engine="captured")
     with pytest.raises(UserError, match="eval.engine=captured: drafter=ngram asks the device.*use eval.engine=eager"):
         scored.score(Candidate(shallow, Ngram(shallow), Chain(2), Greedy(), SETTING), tmp_path / "out")
     with pytest.raises(UserError, match="eval.engine=captured: eval.guard decides on the host"):

@@ -36,7 +36,7 @@ from spectrain.trees import Chain
 LIMIT = 10
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
 PROMPTS = ("Name a color.", "Count: one two one two")
-SHORT = [f"eval.max_new_tokens={LIMIT}", "eval.limit=2", "eval.oracle=false"]
+SHORT = [f"eval.max_new_tokens={LIMIT}", "eval.limit=2", "eval.oracle=false", "eval.repeats=1"]
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -74,7 +74,7 @@ def prompts(folder: Path) -> Path:
 
 def evaluation(folder: Path, **options: Any) -> Evaluation:
     """An evaluation over two short prompts."""
-    settings: dict[str, Any] = {"baselines": (), "oracle": False, **options}
+    settings: dict[str, Any] = {"baselines": (), "oracle": False, "repeats": 1, **options}
     return Evaluation(prompts=str(prompts(folder)), max_new_tokens=LIMIT, **settings)
 
 
@@ -87,7 +87,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "layerskip"
     argv = sys.argv
     try:
-        dispatch(["train", "recipe=layerskip", "target=tiny", "data.limit=12", "data.max_length=64", "trainer.max_steps=4",
+        dispatch(["train", "recipe=layerskip", "target=tiny", "data.limit=12", "data.max_length=64", "data.held_out=0", "trainer.max_steps=4",
                   "trainer.lr=3e-3", "tree.depth=3", "eval.baselines=[ngram,early_exit]", *SHORT, f"run={run}"])  # fmt: skip
     finally:
         sys.argv = argv
@@ -167,7 +167,7 @@ def test_a_drafter_without_its_target_is_refused(
 ) -> None:
     """The drafter directory alone would draft for the untrained target: it is refused, and with `target` beside it it runs."""
     shutil.copytree(trained / "drafter", tmp_path / "alone" / "drafter")
-    words = ["eval", f"run={tmp_path / 'alone' / 'drafter'}", "eval.baselines=[]", *SHORT]
+    words = ["eval", f"run={tmp_path / 'alone' / 'drafter'}", "eval.baselines=[]", "eval.report=false", *SHORT]
     assert command(monkeypatch, *words) == 2
     assert "keep its folder target beside it" in capsys.readouterr().err
     shutil.copytree(trained / "target", tmp_path / "alone" / "target")

@@ -37,6 +37,7 @@ NUM_TURNS = 3
 DRAWN = pytest.param(Match(temperature=0.7, seed=2), marks=pytest.mark.slow)
 RULES = pytest.mark.parametrize("rule", [Greedy(), DRAWN], ids=lambda rule: rule.name)
 EXIT = 5  # of the drafter that early exits are compared with
+QUICK: dict[str, Any] = {"oracle": False, "report": False, "repeats": 1, "prune_rank": 0}
 SWEEP_EXITS, SWEEP_DEPTHS = (3, 7), (1, 3)
 
 
@@ -45,7 +46,7 @@ def evaluation(folder: Path, **options: Any) -> Evaluation:
     path = folder / "prompts.jsonl"
     rows = [{"id": str(number), "category": "talk", "turns": turns} for number, turns in enumerate(QUESTIONS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=(), oracle=False, **{"prune_rank": 0, **options})
+    return Evaluation(prompts=str(path), max_new_tokens=LIMIT, baselines=(), **{**QUICK, **options})
 
 
 def jobs(folder: Path) -> list[tuple[list[int], int]]:

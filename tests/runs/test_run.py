@@ -1,9 +1,7 @@
 """Whole runs on the tiny target: what they leave, how they go on, and how they are scored again."""
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from spectrain.cli.main import dispatch, main
+from tests import commands
 
 QUICK = ["target=tiny", "recipe=eagle3", "drafter.vocab_size=256", "data.limit=12", "data.max_length=64",
-         "eval.limit=2", "eval.max_new_tokens=12", "trainer.log_every=1"]  # fmt: skip
+         "eval.limit=2", "eval.max_new_tokens=8", "eval.calibration_limit=1", "eval.repeats=1", "trainer.log_every=1"]  # fmt: skip
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -87,7 +86,7 @@ def test_eval_of_a_run_and_of_a_drafter_directory_agree(finished: Path, monkeypa
 def test_init_goes_on_from_another_drafter(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                            capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     """drafter.init takes weights and vocabulary from a directory; a conflicting setting of the command is refused."""
-    shared = ["target=tiny", "recipe=eagle3", "data.limit=12", "data.max_length=64", "eval=none", "trainer.max_steps=1",
+    shared = ["target=tiny", "recipe=eagle3", "data.limit=12", "data.max_length=64", "data.held_out=0", "eval=none", "trainer.max_steps=1",
               "trainer.lr=1e-30", f"drafter.init={finished}"]  # fmt: skip
     assert command(monkeypatch, "train", *shared, f"run={tmp_path / 'next'}") == 0
     old, new = (load_file(run / "drafter/model.safetensors") for run in (finished, tmp_path / "next"))
@@ -100,7 +99,7 @@ def test_init_goes_on_from_another_drafter(finished: Path, tmp_path: Path, monke
 def test_resuming_with_other_settings_is_refused(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     """A run that began with one learning rate does not silently go on with another."""
-    settings = [*QUICK, "eval=none", "trainer.save_every=1", "trainer.max_steps=2", f"run={tmp_path / 'run'}"]
+    settings = [*QUICK, "eval=none", "data.held_out=0", "trainer.save_every=1", "trainer.max_steps=2", f"run={tmp_path / 'run'}"]
     assert command(monkeypatch, "train", *settings) == 0
     (tmp_path / "run/drafter/config.json").unlink()
     capsys.readouterr()
@@ -113,18 +112,18 @@ def test_a_killed_process_goes_on(tmp_path: Path) -> None:
     """SIGKILL after the first checkpoint, then resume: the same drafter as a run that nobody disturbed."""
     settings = [*QUICK, "eval=none", "trainer.max_steps=40", "trainer.save_every=5"]
 
-    def start(run: Path, *more: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-m", "spectrain", "train", *settings, f"run={run}", *more])
+    def start(run: Path, *more: str) -> commands.Command:
+        return commands.start(["train", *settings, f"run={run}", *more])
 
-    assert start(tmp_path / "whole").wait() == 0
+    assert start(tmp_path / "whole").wait()[0] == 0
     process = start(tmp_path / "cut")
     while not (tmp_path / "cut/checkpoints/step-000005").exists():
         assert process.poll() is None
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
+    process.signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "cut/drafter").exists()
-    assert start(tmp_path / "cut", "trainer.resume=auto").wait() == 0
+    assert start(tmp_path / "cut", "trainer.resume=auto").wait()[0] == 0
     whole, cut = (load_file(tmp_path / name / "drafter/model.safetensors") for name in ("whole", "cut"))
     for key, value in whole.items():
         torch.testing.assert_close(value, cut[key], rtol=1e-3, atol=1e-5)  # features are captured in other batches

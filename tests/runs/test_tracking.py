@@ -402,7 +402,8 @@ def test_a_run_tells_its_tracker_everything(tmp_path: Path, monkeypatch: pytest.
     """Training, checkpoints, drafter and score reach one tracker; an evaluation opens its own; a failure is told."""
     monkeypatch.setattr(tracking, "TensorBoard", Recorder)
     monkeypatch.setattr(Recorder, "told", told := [])
-    scoring = ["++eval.limit=1", "++eval.max_new_tokens=4", "++eval.baselines=[]"]
+    quick = ["++eval.baselines=[]", "++eval.oracle=false", "++eval.report=false", "++eval.repeats=1"]
+    scoring = ["++eval.limit=1", "++eval.max_new_tokens=4", *quick, "++data.held_out=0", "++drafter.vocab_size=64"]
     asked = [
         "recipe=medusa1", "target=tiny", "tracker=tensorboard", f"run={tmp_path / 'run'}", "++data.limit=4",
         "++trainer.max_steps=2", "++trainer.save_every=1", "++trainer.log_every=1", "tree=chain", *scoring,
