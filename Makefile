@@ -18,8 +18,8 @@ help:  ## show this list
 
 install: .venv/installed  ## make .venv with everything, the default target's weights included
 
-demo: install  ## train an EAGLE-3 drafter for SmolLM2-135M and measure what it gains
-	$(BIN)/spectrain train recipe=eagle3
+demo: install  ## train an EAGLE-3 drafter for SmolLM2-135M for five minutes and measure what it gains
+	$(BIN)/spectrain train recipe=eagle3 data.limit=null trainer.max_minutes=5
 
 test: install lint  ## everything that must hold, in minutes
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile
