@@ -63,8 +63,8 @@ class Evaluation:
     limit: int | None = None
     max_new_tokens: int = 128
     batch_size: int = 1
-    baselines: tuple[str, ...] = ("auto", "copies", "chain", "untrained", "retrieval", "ngram")  # of OURS, in this engine,
-    # and TRANSFORMERS, in its own
+    baselines: tuple[str, ...] = ("copies", "retrieval", "chain", "untrained", "ngram")  # of OURS, in this engine, and
+    # TRANSFORMERS, in its own
     store: str | None = OWN  # what copies and retrieval copy from besides the text: the answers of a run's own training data,
     # a folder that spectrain data index wrote, or nothing
     check: bool = True  # compare every output with its reference
