@@ -1,5 +1,6 @@
 """Decoding in turn: for every prompt the autoregressive run and the drafted ones follow each other, in a rotating order."""
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,9 +16,11 @@ from spectrain.eval.oracle import Oracle
 from spectrain.eval.parts import Part
 from spectrain.eval.prompts import Prompt
 from spectrain.eval.systems import Decoder, System
-from spectrain.training.progress import Pace
+from spectrain.training.progress import Pace, span
 
 AUTOREGRESSIVE, ORACLE = "autoregressive", "oracle"
+
+PATIENCE = 300  # seconds that decoding everything again may take
 
 Runs = dict[str, list[Generation]]
 
@@ -50,7 +53,7 @@ class Interleaving:
         self.batches: list[list[Asked]] = []
         self.left_out = Counter[str]()
         self.console, self.pace = Console(stderr=True), Pace(0)
-        self.repeats = 1
+        self.repeats, self.seconds = 1, 0.0  # times that all is decoded, and how long the first took
 
     def run(self, prompts: Sequence[Prompt]) -> None:
         """Decode all turns of all prompts."""
@@ -62,7 +65,9 @@ class Interleaving:
         starts = range(0, len(prompts), self.batch_size)
         console, self.pace = self.console, Pace(len(prompts))
         for first in track(starts, "prompts", console=console, disable=not console.is_terminal, transient=True):
+            began = time.perf_counter()
             self._converse(prompts[first : first + self.batch_size])
+            self.seconds += time.perf_counter() - began
             done = min(first + self.batch_size, len(prompts))
             if not console.is_terminal and done < len(prompts) and self.pace.is_due():
                 console.print(f"scored {done} of {len(prompts)} prompts  {self.pace.left(done)}", highlight=False)
@@ -104,10 +109,14 @@ class Interleaving:
 
     def repeat(self, times: int) -> None:
         """Where the times of the first run cannot be relied on, decode all of it again, and take of every pair of an
-        autoregressive and a drafted run the one whose ratio is the median."""
+        autoregressive and a drafted run the one whose ratio is the median; not where that would take minutes."""
         names = [system.name for system in self.systems]
         if times < 2 or not is_unsteady([self.turns[name] for name in names]):
             return
+        if (more := (times - 1) * self.seconds) > PATIENCE:
+            self.console.print(f"times are unsteady; to decode everything {times} times would take {span(more)} more: not done")
+            return
+        self.console.print(f"times are unsteady: everything is decoded {times} times, which takes {span(more)} more")
         found = {name: [self.turns[name]] for name in names}
         for again in range(1, times):
             turns: dict[str, list[Turn]] = {name: [] for name in names}

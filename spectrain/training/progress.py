@@ -27,10 +27,14 @@ class Pace:
 
     def left(self, done: int) -> str:
         """The time that what is not done will take, as what is done took it."""
-        seconds = (time.monotonic() - self.began) / max(1, done - self.first) * (self.total - done)
-        if seconds < 100:
-            return f"{seconds:.0f} s left"
-        return f"{seconds / 60:.0f} min left" if seconds < 6000 else f"{seconds / 3600:.1f} h left"
+        return f"{span((time.monotonic() - self.began) / max(1, done - self.first) * (self.total - done))} left"
+
+
+def span(seconds: float) -> str:
+    """Seconds in words."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 class TrainingProgress:

@@ -99,7 +99,14 @@ def test_init_goes_on_from_another_drafter(finished: Path, tmp_path: Path, monke
 def test_resuming_with_other_settings_is_refused(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                  capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     """A run that began with one learning rate does not silently go on with another."""
-    settings = [*QUICK, "eval=none", "data.held_out=0", "trainer.save_every=1", "trainer.max_steps=2", f"run={tmp_path / 'run'}"]
+    settings = [
+        *QUICK,
+        "eval=none",
+        "data.held_out=0",
+        "trainer.save_every=1",
+        "trainer.max_steps=2",
+        f"run={tmp_path / 'run'}",
+    ]
     assert command(monkeypatch, "train", *settings) == 0
     (tmp_path / "run/drafter/config.json").unlink()
     capsys.readouterr()
