@@ -8,7 +8,11 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
-SMALLER = {'"trainer.max_steps": 12': '"trainer.max_steps": 3, "data.limit": 20', "limit=4": "limit=2", "tokens=32": "tokens=12"}
+SMALLER = {
+    '"trainer.max_steps": 12': '"trainer.max_steps": 3, "data.limit": 20',
+    "limit=4": "limit=2",
+    "tokens=32": "tokens=12",
+}
 CHECKED = """
 kept = spectrain.generate(target, again, ["What is a bee?", "Name three colours."], max_new_tokens=12)[0].text
 """
