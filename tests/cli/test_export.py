@@ -1,8 +1,6 @@
 """`spectrain export`: what it writes, the model card, what is refused, transformers as a client, the upload."""
 
 import json
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,6 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -171,6 +170,7 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sweep(3, free=("family",))
 @pytest.mark.parametrize("family", WIDE)
 def test_weights_of_another_width_are_refused(family: str, spectrain: Any, tiny: Target, tmp_path: Path) -> None:
     """Without a target, too: convert and export say in one sentence which tensor is not as config.json says, and lint finds
@@ -305,22 +305,28 @@ def test_nothing_is_uploaded_unasked(tiny: Target, tmp_path: Path, monkeypatch: 
     exported(run_of(tmp_path / "run", tiny, "eagle3", vocab_size=64), "sglang", tmp_path / "out", push=None)
 
 
-def test_upload_sends_the_folder_and_says_so(hub: tuple[str, list[tuple[str, bytes]]], tiny: Target, tmp_path: Path) -> None:
+def test_upload_sends_the_folder_and_says_so(
+    hub: tuple[str, list[tuple[str, bytes]]],
+    tiny: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spectrain: Any,
+) -> None:
     """Every file of the folder goes into a private repository, each named before."""
     address, asked = hub
-    run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=64)
-    environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "none"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), environment.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "spectrain", "export", f"run={run}", "format=sglang", "out=out", "push=org/drafter"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    assert ended.returncode == 0, ended.stderr
+    run_of(tmp_path / "run", tiny, "eagle3", vocab_size=64)
+    for name, value in {"ENDPOINT": address, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    monkeypatch.setenv("HF_TOKEN", "none")
+    status, printed = spectrain("export run=run format=sglang out=out push=org/drafter")
+    assert not status, printed
     created = json.loads(next(body for path, body in asked if path.endswith("/repos/create")))
     assert "private" in (created.get("visibility"), *(key for key in created if created[key] is True))
     assert created["name"] == "drafter" and created["organization"] == "org"
     lines = next(body for path, body in asked if "/commit/" in path).decode().splitlines()
     sent = {json.loads(line)["value"]["path"] for line in lines if json.loads(line)["key"] == "file"}
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert sent == names and all(name in ended.stdout for name in names) and "org/drafter, private" in ended.stdout
+    assert sent == names and all(name in printed for name in names) and "org/drafter, private" in printed
 
 
 @pytest.mark.parametrize("form", ["vllm", "spectrain"])

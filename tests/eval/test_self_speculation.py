@@ -87,7 +87,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("runs") / "layerskip"
     argv = sys.argv
     try:
-        dispatch(["train", "recipe=layerskip", "target=tiny", "data.limit=12", "data.max_length=64", "data.held_out=0", "trainer.max_steps=4",
+        dispatch(["train", "recipe=layerskip", "target=tiny", "data.limit=12", "data.max_length=64", "data.held_out=0",
+                  "trainer.max_steps=4",
                   "trainer.lr=3e-3", "tree.depth=3", "eval.baselines=[ngram,early_exit]", *SHORT, f"run={run}"])  # fmt: skip
     finally:
         sys.argv = argv

@@ -14,7 +14,8 @@ from spectrain.cli.main import dispatch, main
 from tests import commands
 
 QUICK = ["target=tiny", "recipe=eagle3", "drafter.vocab_size=256", "data.limit=12", "data.max_length=64",
-         "eval.limit=2", "eval.max_new_tokens=8", "eval.calibration_limit=1", "eval.repeats=1", "trainer.log_every=1"]  # fmt: skip
+         "eval.limit=2", "eval.max_new_tokens=8", "eval.calibration_limit=1", "eval.repeats=1",
+         "trainer.log_every=1"]  # fmt: skip
 
 
 def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -86,8 +87,8 @@ def test_eval_of_a_run_and_of_a_drafter_directory_agree(finished: Path, monkeypa
 def test_init_goes_on_from_another_drafter(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                            capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     """drafter.init takes weights and vocabulary from a directory; a conflicting setting of the command is refused."""
-    shared = ["target=tiny", "recipe=eagle3", "data.limit=12", "data.max_length=64", "data.held_out=0", "eval=none", "trainer.max_steps=1",
-              "trainer.lr=1e-30", f"drafter.init={finished}"]  # fmt: skip
+    shared = ["target=tiny", "recipe=eagle3", "data.limit=12", "data.max_length=64", "data.held_out=0", "eval=none",
+              "trainer.max_steps=1", "trainer.lr=1e-30", f"drafter.init={finished}"]  # fmt: skip
     assert command(monkeypatch, "train", *shared, f"run={tmp_path / 'next'}") == 0
     old, new = (load_file(run / "drafter/model.safetensors") for run in (finished, tmp_path / "next"))
     assert all(torch.equal(old[key], new[key]) for key in old)
