@@ -162,7 +162,13 @@ def test_switching_keeps_the_output(
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_proposals_after_skipped_rounds_depend_on_the_tokens_only(
-    shallow: Target, prompts: list, eagle3: Eagle3, monkeypatch: pytest.MonkeyPatch, pattern: str, builder: TreeBuilder, batch: int
+    shallow: Target,
+    prompts: list,
+    eagle3: Eagle3,
+    monkeypatch: pytest.MonkeyPatch,
+    pattern: str,
+    builder: TreeBuilder,
+    batch: int,
 ) -> None:
     """Where rows keep several tokens or none and rounds are skipped, a tree is that of a fresh decode of its prefix."""
     stop_at(monkeypatch)

@@ -409,7 +409,7 @@ def test_gradients_do_not_reach_the_target(options: dict[str, Any]) -> None:
 
 def test_transformers_drafts_with_it_the_same(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As assistant_model of generate, the saved drafter drafts in every round what it drafts here, and as much is kept."""
-    depth, limit = 4, 12
+    depth, limit = 4, 16
     drafter = Causal(tiny, num_layers=6).eval()
     drafter.model.save(tmp_path)
     assistant: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
