@@ -61,9 +61,7 @@ class HeldBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = self.bytes = 0  # bytes: at least what is held, exactly where it reaches the peak
-        self.storages: dict[
-            int, tuple[StorageWeakRef, int]
-        ] = {}  # by their addresses, which none takes while it is referred to
+        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}  # by address, which is kept for them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

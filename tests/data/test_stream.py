@@ -73,6 +73,7 @@ def order(tokenizer: PreTrainedTokenizerBase, plan: list[tuple[int, int]], packe
     return found
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
     "plan",

@@ -99,6 +99,7 @@ def forced_decode(
     return forced, runs, answers
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rule", [Greedy(), Match(temperature=2.0, seed=7), Recursive(seed=2)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("batch", [1, 3])
@@ -132,7 +133,8 @@ def draft_logits(tiny: Target, eagle3: Eagle3, text: list[int], step: int = 0) -
     return logits[0][step]
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.sweep(1, free=("depth",))
+@pytest.mark.parametrize("depth", [3, 1])
 def test_hits_equal_a_count_by_hand(
     tiny: Target, prompts: list, eagle3: Eagle3, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
@@ -156,6 +158,7 @@ def test_hits_equal_a_count_by_hand(
     assert again.hits == forced.hits and again.counts == forced.counts
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=7), Recursive(seed=2)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("children", ["deterministic", "without_replacement"])
 def test_hits_of_distinct_children_are_chances(
@@ -176,6 +179,7 @@ def chances(rule: AcceptanceRule, children: Children, logits: Tensor, number: in
     return [float(chance) for chance in rule.chances(siblings)]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rule", [SpeculativeSampling(), Recursive(), Block(), Traversal()], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("children", ["sampled", "without_replacement"])
 def test_first_child_is_kept_with_the_overlap(rule: AcceptanceRule, children: Children) -> None:

@@ -107,7 +107,7 @@ def test_a_tree_that_leaves_out_what_was_run_is_refused(shallow: Target, drafter
         Captured(shallow, Greedy(), DRAFTERS[drafter](shallow).eval(), BUILDERS[builder]())
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(
     ("rule", "builder"),
     [
@@ -257,7 +257,7 @@ def test_a_drafter_keeps_its_settings(shallow: Target) -> None:
     assert copied.cache is not None and copied.cache.number != drafter.cache.number and copied.cache.storage is None
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("drafter", ["eagle3", "causal", "early_exit", "hydra"])
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_what_is_known_is_kept_whole(drafter: str, backend: str | None) -> None:

@@ -123,33 +123,33 @@ class Switch:
 
 
 @pytest.fixture(scope="module")
-def prompts(tiny: Target) -> list[list[int]]:
+def prompts(shallow: Target) -> list[list[int]]:
     """Three prompts of different lengths."""
-    return [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    return [shallow.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
 
 
 @pytest.fixture(scope="module")
-def eagle3(tiny: Target) -> Eagle3:
+def eagle3(shallow: Target) -> Eagle3:
     """A drafter that guesses badly."""
     torch.manual_seed(0)
-    drafter = Eagle3(tiny, vocab_size=512)
-    drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
-    return drafter.to(tiny.device, tiny.dtype).eval()
+    drafter = Eagle3(shallow, vocab_size=512)
+    drafter.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
+    return drafter.to(shallow.device, shallow.dtype).eval()
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("pattern", ["..d", "d.", ".d..dd", "...."])
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_switching_keeps_the_output(
-    tiny: Target, prompts: list, eagle3: Eagle3, pattern: str, builder: TreeBuilder, batch: int
+    shallow: Target, prompts: list, eagle3: Eagle3, pattern: str, builder: TreeBuilder, batch: int
 ) -> None:
     """Output is greedy whichever rounds draft; a round that does not has a tree of depth 0 and emits one token."""
     switch = Switch(pattern)
-    plain = decode(tiny, prompts[:batch], Greedy(), LIMIT)
-    found = Session(tiny, Greedy(), eagle3, builder, guard=cast(Guard, switch)).decode(prompts[:batch], LIMIT)
+    plain = decode(shallow, prompts[:batch], Greedy(), LIMIT)
+    found = Session(shallow, Greedy(), eagle3, builder, guard=cast(Guard, switch)).decode(prompts[:batch], LIMIT)
     for prompt, alone, drafted in zip(prompts, plain, found):
-        assert_same(tiny, prompt, drafted.output, alone.output)
+        assert_same(shallow, prompt, drafted.output, alone.output)
         for turn, (depth, count) in enumerate(zip(drafted.depths, drafted.accepted)):
             assert (depth > 0) == switch.recorded[turn][0] and count <= depth + 1
     for turn, (_, tokens) in enumerate(switch.recorded):
@@ -157,20 +157,26 @@ def test_switching_keeps_the_output(
         assert tokens == pytest.approx(sum(counts) / len(counts))
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("pattern", ["..d", "d.", ".d..dd"])
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_proposals_after_skipped_rounds_depend_on_the_tokens_only(
-    tiny: Target, prompts: list, eagle3: Eagle3, monkeypatch: pytest.MonkeyPatch, pattern: str, builder: TreeBuilder, batch: int
+    shallow: Target,
+    prompts: list,
+    eagle3: Eagle3,
+    monkeypatch: pytest.MonkeyPatch,
+    pattern: str,
+    builder: TreeBuilder,
+    batch: int,
 ) -> None:
     """Where rows keep several tokens or none and rounds are skipped, a tree is that of a fresh decode of its prefix."""
     stop_at(monkeypatch)
     prompts, switch = prompts[:batch], Switch(pattern)
-    plain = decode(tiny, prompts, Greedy(), LIMIT + builder.depth + 1)
+    plain = decode(shallow, prompts, Greedy(), LIMIT + builder.depth + 1)
     texts = [prompt + found.output for prompt, found in zip(prompts, plain)]
     followed = Oracle(texts, slips=True, inner=eagle3)
-    generations = Session(tiny, Greedy(), followed, builder, guard=cast(Guard, switch)).decode(prompts, LIMIT)
+    generations = Session(shallow, Greedy(), followed, builder, guard=cast(Guard, switch)).decode(prompts, LIMIT)
     turns = [turn for turn, (drafted, _) in enumerate(switch.recorded) if drafted]
     assert len(turns) == len(followed.trees) > 2
     for row, found in enumerate(generations):
@@ -179,17 +185,17 @@ def test_proposals_after_skipped_rounds_depend_on_the_tokens_only(
             if turn < len(found.accepted):
                 prefix = texts[row][: len(prompts[row]) + sum(found.accepted[:turn])]
                 fresh = Oracle([texts[row]], inner=eagle3)
-                decode(tiny, [prefix], Greedy(), 2, fresh, builder)
+                decode(shallow, [prefix], Greedy(), 2, fresh, builder)
                 assert torch.equal(tree.tokens[row], fresh.trees[0].tokens[0])
                 assert torch.equal(tree.parents[row], fresh.trees[0].parents[0])
 
 
 @pytest.mark.slow
-def test_random_tokens_cost_little(tiny: Target) -> None:
+def test_random_tokens_cost_little(shallow: Target) -> None:
     """After prompts of random tokens, an untrained drafter with a dear tree costs at most 5 % more target work than none."""
     torch.manual_seed(3)
-    drafter = Eagle3(tiny, vocab_size=512).eval()
-    drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+    drafter = Eagle3(shallow, vocab_size=512).eval()
+    drafter.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
 
     def cost(nodes: int) -> float:
         return 1 + 0.05 * (nodes - 1)
@@ -197,10 +203,10 @@ def test_random_tokens_cost_little(tiny: Target) -> None:
     guard, builder = Guard(cost=cost), Eagle2(4, 16, 4)
     work = unguarded = steps = 0.0
     for row in range(10):
-        prompt = torch.randint(3, tiny.head.vocab_size, (20,)).tolist()
-        (plain,) = Session(tiny, Greedy()).decode([prompt], 48, [row], ignore_eos=True)
-        (free,) = Session(tiny, Greedy(), drafter, builder).decode([prompt], 48, [row], ignore_eos=True)
-        (found,) = Session(tiny, Greedy(), drafter, builder, guard).decode([prompt], 48, [row], ignore_eos=True)
+        prompt = torch.randint(3, shallow.head.vocab_size, (20,)).tolist()
+        (plain,) = Session(shallow, Greedy()).decode([prompt], 48, [row], ignore_eos=True)
+        (free,) = Session(shallow, Greedy(), drafter, builder).decode([prompt], 48, [row], ignore_eos=True)
+        (found,) = Session(shallow, Greedy(), drafter, builder, guard).decode([prompt], 48, [row], ignore_eos=True)
         assert found.output == plain.output == free.output
         work += sum(map(cost, found.nodes))
         unguarded += sum(map(cost, free.nodes))

@@ -56,27 +56,27 @@ class Oracle(Drafter):
 
 
 @pytest.fixture(scope="module")
-def prompts(tiny: Target) -> list[list[int]]:
+def prompts(shallow: Target) -> list[list[int]]:
     """Three prompts of different lengths."""
-    encoded = [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    encoded = [shallow.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
     assert len(set(map(len, encoded))) == 3
     return encoded
 
 
 @pytest.fixture(scope="module")
-def greedy(tiny: Target, prompts: list[list[int]]) -> list[list[int]]:
+def greedy(shallow: Target, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers' own generate says after each prompt."""
-    with plain_model(tiny) as model:
-        return [generate(model, prompt, LIMIT, tiny.stop_ids) for prompt in prompts]
+    with plain_model(shallow) as model:
+        return [generate(model, prompt, LIMIT, shallow.stop_ids) for prompt in prompts]
 
 
 @pytest.fixture(scope="module")
-def drafters(tiny: Target) -> dict[str, Drafter]:
+def drafters(shallow: Target) -> dict[str, Drafter]:
     """Drafters that guess badly."""
     torch.manual_seed(0)
-    eagle3 = Eagle3(tiny, vocab_size=512)
-    eagle3.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
-    return {"ngram": Ngram(tiny), "eagle3": eagle3.to(tiny.device, tiny.dtype).eval()}
+    eagle3 = Eagle3(shallow, vocab_size=512)
+    eagle3.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
+    return {"ngram": Ngram(shallow), "eagle3": eagle3.to(shallow.device, shallow.dtype).eval()}
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, *ids: int) -> None:
@@ -100,73 +100,76 @@ def assert_counted(generation: Generation, limit: int, stop_ids: frozenset[int])
     assert len(output) == limit or output[-1] in stop_ids
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_greedy_drafting_equals_generate(
-    tiny: Target, prompts: list, greedy: list, drafters: dict, name: str, builder: TreeBuilder, batch: int
+    shallow: Target, prompts: list, greedy: list, drafters: dict, name: str, builder: TreeBuilder, batch: int
 ) -> None:
     """Drafted greedy output is that of transformers' generate and of autoregressive decoding, alone and in a batch."""
-    plain = decode(tiny, prompts[:batch], Greedy(), LIMIT)
-    drafted = decode(tiny, prompts[:batch], Greedy(), LIMIT, drafters[name], builder)
+    plain = decode(shallow, prompts[:batch], Greedy(), LIMIT)
+    drafted = decode(shallow, prompts[:batch], Greedy(), LIMIT, drafters[name], builder)
     for prompt, wanted, alone, found in zip(prompts, greedy, plain, drafted):
-        assert_same(tiny, prompt, alone.output, wanted)
-        assert_same(tiny, prompt, found.output, wanted)
-        assert_same(tiny, prompt, found.output, alone.output)
-        assert_counted(found, LIMIT, tiny.stop_ids)
+        assert_same(shallow, prompt, alone.output, wanted)
+        assert_same(shallow, prompt, found.output, wanted)
+        assert_same(shallow, prompt, found.output, alone.output)
+        assert_counted(found, LIMIT, shallow.stop_ids)
         assert alone.accepted == [1] * (len(alone.output) - 1) and alone.depths == [0] * (len(alone.output) - 1)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_match_drafting_equals_autoregressive_sampling(
-    tiny: Target, prompts: list, drafters: dict, name: str, builder: TreeBuilder, batch: int
+    shallow: Target, prompts: list, drafters: dict, name: str, builder: TreeBuilder, batch: int
 ) -> None:
     """With the same seed, drafted sampling draws the tokens of autoregressive sampling."""
     rule = Match(temperature=0.8, top_k=50, top_p=0.95, seed=5)
-    plain = decode(tiny, prompts[:batch], rule, LIMIT)
-    drafted = decode(tiny, prompts[:batch], rule, LIMIT, drafters[name], builder)
+    plain = decode(shallow, prompts[:batch], rule, LIMIT)
+    drafted = decode(shallow, prompts[:batch], rule, LIMIT, drafters[name], builder)
     assert [found.output for found in drafted] == [alone.output for alone in plain]
     for found in drafted:
-        assert_counted(found, LIMIT, tiny.stop_ids)
+        assert_counted(found, LIMIT, shallow.stop_ids)
 
 
-def test_a_batch_equals_its_rows_alone(tiny: Target, prompts: list, drafters: dict) -> None:
+def test_a_batch_equals_its_rows_alone(shallow: Target, prompts: list, drafters: dict) -> None:
     """Sampling depends on the row key, not on what else is in the batch; other keys draw other tokens."""
     rule = Match(seed=1)
-    together = decode(tiny, prompts, rule, LIMIT, drafters["eagle3"], BUILDERS[1], sequence_ids=[4, 9, 2])
+    together = decode(shallow, prompts, rule, LIMIT, drafters["eagle3"], BUILDERS[1], sequence_ids=[4, 9, 2])
     for prompt, row, found in zip(prompts, [4, 9, 2], together):
-        (alone,) = decode(tiny, [prompt], rule, LIMIT, drafters["eagle3"], BUILDERS[1], sequence_ids=[row])
+        (alone,) = decode(shallow, [prompt], rule, LIMIT, drafters["eagle3"], BUILDERS[1], sequence_ids=[row])
         assert (found.output, found.accepted) == (alone.output, alone.accepted)
-    assert [found.output for found in decode(tiny, prompts, rule, LIMIT)] != [found.output for found in together]
+    assert [found.output for found in decode(shallow, prompts, rule, LIMIT)] != [found.output for found in together]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_perfect_drafter_fills_every_round(
-    tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, rule: AcceptanceRule, batch: int
+    shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, rule: AcceptanceRule, batch: int
 ) -> None:
     """An oracle of depth d emits d + 1 tokens a round, and the output does not change."""
     stop_at(monkeypatch)
     depth, prompts = 3, prompts[:batch]
-    plain = [found.output for found in decode(tiny, prompts, rule, LIMIT + depth + 1)]
+    plain = [found.output for found in decode(shallow, prompts, rule, LIMIT + depth + 1)]
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)])
     limit = 1 + 5 * (depth + 1)
-    for found, wanted in zip(decode(tiny, prompts, rule, limit, oracle, Chain(depth)), plain):
+    for found, wanted in zip(decode(shallow, prompts, rule, limit, oracle, Chain(depth)), plain):
         assert found.output == wanted[:limit] and found.accepted == [depth + 1] * 5 and not found.cut
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_partly_right_drafts_keep_the_output(
-    tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, rule: AcceptanceRule
+    shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, rule: AcceptanceRule
 ) -> None:
     """Where each row of a ragged batch keeps its own number of drafted tokens, counts and outputs are as expected."""
     stop_at(monkeypatch)
     depth = 3
-    plain = [found.output for found in decode(tiny, prompts, rule, LIMIT + depth + 1)]
+    plain = [found.output for found in decode(shallow, prompts, rule, LIMIT + depth + 1)]
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)], slips=True)
-    for row, found in enumerate(decode(tiny, prompts, rule, LIMIT, oracle, Chain(depth))):
+    for row, found in enumerate(decode(shallow, prompts, rule, LIMIT, oracle, Chain(depth))):
         assert found.output == plain[row][:LIMIT]
         assert found.accepted == [1 + (turn + 2 * row) % depth for turn in range(len(found.accepted))]
         assert_counted(found, LIMIT, frozenset())
@@ -174,11 +177,11 @@ def test_partly_right_drafts_keep_the_output(
 
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("limit", [1, 2, 5, 6, 7])
-def test_the_limit_is_kept(tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, depth: int, limit: int) -> None:
+def test_the_limit_is_kept(shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, depth: int, limit: int) -> None:
     """Output stops at the limit; the last round is cut where it would have gone past it."""
     stop_at(monkeypatch)
-    (plain,) = decode(tiny, prompts[:1], Greedy(), limit + depth + 1)
-    (found,) = decode(tiny, prompts[:1], Greedy(), limit, Oracle([prompts[0] + plain.output]), Chain(depth))
+    (plain,) = decode(shallow, prompts[:1], Greedy(), limit + depth + 1)
+    (found,) = decode(shallow, prompts[:1], Greedy(), limit, Oracle([prompts[0] + plain.output]), Chain(depth))
     assert found.output == plain.output[:limit]
     assert found.accepted == [depth + 1] * -(-(limit - 1) // (depth + 1))
     assert found.cut == ((limit - 1) % (depth + 1) != 0)
@@ -186,55 +189,56 @@ def test_the_limit_is_kept(tiny: Target, prompts: list, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("place", range(8))
-def test_eos_inside_an_accepted_run(tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+def test_eos_inside_an_accepted_run(shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     """EOS is the last token wherever in a round it falls, and the round is cut unless EOS was its last token."""
     stop_at(monkeypatch)
     rule, depth = Match(temperature=2.0, seed=7), 3  # hot, so that tokens do not repeat
-    (plain,) = decode(tiny, prompts[:1], rule, 20)
+    (plain,) = decode(shallow, prompts[:1], rule, 20)
     place = plain.output.index(plain.output[place])
     stop_at(monkeypatch, plain.output[place])
-    (found,) = decode(tiny, prompts[:1], rule, 12, Oracle([prompts[0] + plain.output]), Chain(depth))
+    (found,) = decode(shallow, prompts[:1], rule, 12, Oracle([prompts[0] + plain.output]), Chain(depth))
     assert found.output == plain.output[: place + 1]
     assert found.accepted == [depth + 1] * -(-place // (depth + 1))
     assert found.cut == (place % (depth + 1) != 0)
-    assert_counted(found, 12, tiny.stop_ids)
+    assert_counted(found, 12, shallow.stop_ids)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", ["ngram", "eagle3"])
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
 def test_a_row_that_ends_early_leaves_the_others_alone(
-    tiny: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch, name: str, builder: TreeBuilder
+    shallow: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch, name: str, builder: TreeBuilder
 ) -> None:
     """Rows that end at once, after a few tokens and at the limit give what each gives alone."""
     stop_at(monkeypatch)
     rule = Match(temperature=2.0, seed=7)
-    plain = decode(tiny, prompts, rule, LIMIT)
+    plain = decode(shallow, prompts, rule, LIMIT)
     stop_at(monkeypatch, plain[0].output[0], plain[1].output[4])
-    drafted = decode(tiny, prompts, rule, LIMIT, drafters[name], builder)
+    drafted = decode(shallow, prompts, rule, LIMIT, drafters[name], builder)
     assert drafted[0].output == plain[0].output[:1] and drafted[0].accepted == []
     assert len(drafted[1].output) <= 5
     for row, found in enumerate(drafted):
         assert found.output == plain[row].output[: len(found.output)]
-        assert_counted(found, LIMIT, tiny.stop_ids)
+        assert_counted(found, LIMIT, shallow.stop_ids)
 
 
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
 def test_eagle3_proposals_depend_on_the_tokens_only(
-    tiny: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch, builder: TreeBuilder
+    shallow: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch, builder: TreeBuilder
 ) -> None:
     """Whatever rounds led there, a proposal is the one that is made straight after the same tokens."""
     stop_at(monkeypatch)
     texts = [
-        prompt + found.output for prompt, found in zip(prompts, decode(tiny, prompts, Greedy(), LIMIT + builder.depth + 1))
+        prompt + found.output for prompt, found in zip(prompts, decode(shallow, prompts, Greedy(), LIMIT + builder.depth + 1))
     ]
     followed = Oracle(texts, slips=True, inner=drafters["eagle3"])
-    generations = decode(tiny, prompts, Greedy(), LIMIT, followed, builder)
+    generations = decode(shallow, prompts, Greedy(), LIMIT, followed, builder)
     assert {count for found in generations for count in found.whole_rounds} == set(range(1, builder.depth + 1))
     for row, found in enumerate(generations):
         for turn in range(len(found.accepted)):
             prefix = texts[row][: len(prompts[row]) + sum(found.accepted[:turn])]
             fresh = Oracle([texts[row]], inner=drafters["eagle3"])
-            decode(tiny, [prefix], Greedy(), 2, fresh, builder)
+            decode(shallow, [prefix], Greedy(), 2, fresh, builder)
             assert torch.equal(followed.trees[turn].tokens[row], fresh.trees[0].tokens[0])
             assert torch.equal(followed.trees[turn].parents[row], fresh.trees[0].parents[0])
 
@@ -257,12 +261,12 @@ class Given(Eagle2):
 
 @pytest.mark.parametrize("num_rounds", [1, 4])
 def test_eagle3_decodes_as_it_was_trained(
-    tiny: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch, num_rounds: int
+    shallow: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch, num_rounds: int
 ) -> None:
     """After every path of a tree, the cached distribution is the one that the loss unrolls over the whole sequence."""
     stop_at(monkeypatch)
     eagle3, builder = drafters["eagle3"], Given(depth=2, budget=6, top_k=3)
-    (found,) = decode(tiny, prompts[:1], Greedy(), num_rounds + 1, eagle3, builder)
+    (found,) = decode(shallow, prompts[:1], Greedy(), num_rounds + 1, eagle3, builder)
     logits: list[Tensor] = []
     hook = eagle3.norm.register_forward_hook(lambda module, args, output: logits.append(eagle3.lm_head(output)))
     for path, log_q in builder.log_q.items():
@@ -271,7 +275,7 @@ def test_eagle3_decodes_as_it_was_trained(
         mask[:, -1] = True  # step k then has one row, whose index lies k + 2 before the end
         logits.clear()
         with torch.no_grad():
-            eagle3.loss(Batch(tokens, mask, tiny.features(tokens, eagle3.layers)), tiny, TrainingState())
+            eagle3.loss(Batch(tokens, mask, shallow.features(tokens, eagle3.layers)), shallow, TrainingState())
         torch.testing.assert_close(logits[0][len(path)].log_softmax(-1), log_q, rtol=1e-4, atol=1e-4)
     hook.remove()
 
@@ -293,24 +297,24 @@ class Recording(Greedy):
         return super().__call__(tree, logits, rows, positions)
 
 
-def test_a_token_is_drawn_at_its_own_position(tiny: Target, prompts: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_drawn_at_its_own_position(shallow: Target, prompts: list, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random draws are keyed by the place of the token in its sequence, so no two tokens share one."""
     stop_at(monkeypatch)
-    plain = [found.output for found in decode(tiny, prompts, Greedy(), 11)]
+    plain = [found.output for found in decode(shallow, prompts, Greedy(), 11)]
     oracle = Oracle([prompt + output for prompt, output in zip(prompts, plain)])
     for drafter, builder in ((None, None), (oracle, Chain(1))):
         rule = Recording()
-        decode(tiny, prompts, rule, 9, drafter, builder, sequence_ids=[4, 0, 7])
+        decode(shallow, prompts, rule, 9, drafter, builder, sequence_ids=[4, 0, 7])
         assert rule.seen == {
             (row, len(prompt) + i): output[i] for row, prompt, output in zip([4, 0, 7], prompts, plain) for i in range(9)
         }
 
 
-def test_eagle3_drafts_within_its_vocabulary(tiny: Target, prompts: list, drafters: dict) -> None:
+def test_eagle3_drafts_within_its_vocabulary(shallow: Target, prompts: list, drafters: dict) -> None:
     """Every drafted token is one that `prepare` chose."""
     eagle3 = drafters["eagle3"]
     recorder = Oracle([prompt + [0] * 8 for prompt in prompts], inner=eagle3)
-    decode(tiny, prompts, Greedy(), 3, recorder, BUILDERS[1])
+    decode(shallow, prompts, Greedy(), 3, recorder, BUILDERS[1])
     assert len(eagle3.draft_ids) == 512 and set(eagle3.draft_ids.tolist()) == set(eagle3.t2d.nonzero()[:, 0].tolist())
     for tree in recorder.trees:
         tree.check()
@@ -319,29 +323,29 @@ def test_eagle3_drafts_within_its_vocabulary(tiny: Target, prompts: list, drafte
 
 
 def test_tree_wider_than_its_budget_fits_the_cache(
-    tiny: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch
+    shallow: Target, prompts: list, drafters: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tree that drafts many more nodes than it keeps decodes up to the limit."""
     stop_at(monkeypatch)
     builder = Eagle2(depth=6, budget=4, top_k=8)
-    plain = decode(tiny, prompts[:1], Greedy(), LIMIT)
-    drafted = decode(tiny, prompts[:1], Greedy(), LIMIT, drafters["eagle3"], builder)
-    assert_same(tiny, prompts[0], drafted[0].output, plain[0].output)
+    plain = decode(shallow, prompts[:1], Greedy(), LIMIT)
+    drafted = decode(shallow, prompts[:1], Greedy(), LIMIT, drafters["eagle3"], builder)
+    assert_same(shallow, prompts[0], drafted[0].output, plain[0].output)
 
 
 @pytest.mark.parametrize("builder", [Chain(5), Eagle2(depth=5, budget=4)], ids=lambda builder: builder.name)
-def test_ngram_keeps_its_budget(tiny: Target, builder: TreeBuilder) -> None:
+def test_ngram_keeps_its_budget(shallow: Target, builder: TreeBuilder) -> None:
     """The draft is a chain as long as the depth and the budget allow."""
     prompt = [5, 6, 7, 8, 9, 10, 11] * 3
-    tree = proposed(Ngram(tiny), placed(tiny, [prompt], builder), builder)
+    tree = proposed(Ngram(shallow), placed(shallow, [prompt], builder), builder)
     tree.check()
     drafted = min(builder.depth, builder.budget - 1)
     assert tree.tokens.tolist() == [[11, *prompt[:drafted]]] and tree.valid.all()
 
 
 @pytest.mark.parametrize("new_tokens", [1, 30])
-def test_prompt_longer_than_the_context_is_refused(tiny: Target, new_tokens: int) -> None:
+def test_prompt_longer_than_the_context_is_refused(shallow: Target, new_tokens: int) -> None:
     """A prompt that leaves no room for its answer stops with a sentence that says both lengths."""
-    prompt = [5] * (tiny.max_length - new_tokens + 1)
-    with pytest.raises(UserError, match=rf"prompt of {len(prompt)} tokens.*{tiny.max_length} tokens"):
-        decode(tiny, [prompt], Greedy(), new_tokens)
+    prompt = [5] * (shallow.max_length - new_tokens + 1)
+    with pytest.raises(UserError, match=rf"prompt of {len(prompt)} tokens.*{shallow.max_length} tokens"):
+        decode(shallow, [prompt], Greedy(), new_tokens)

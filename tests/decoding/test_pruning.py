@@ -94,7 +94,7 @@ def kept(target: Target, text: list[int], found: list[Path], layer: int, top_k: 
     return [path for path in found if stays(path)]
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("layer", [3, 6])
 @pytest.mark.parametrize("batch", [1, 3])
@@ -118,7 +118,7 @@ def test_kept_nodes_are_the_likely_ones(
     assert any(after < before for before, after in sizes) and any(after > batch for _, after in sizes)
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("rule", [Greedy(), Match(temperature=0.8, top_k=50, top_p=0.95, seed=5)], ids=lambda rule: rule.name)
@@ -151,6 +151,7 @@ def test_the_whole_vocabulary_prunes_nothing(
             assert one.pruned == other.pruned == [0] * len(one.accepted)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["ngram", "early_exit"])
 def test_nodes_and_pruned_nodes_add_up(

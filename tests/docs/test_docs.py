@@ -183,6 +183,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert not [page.name for page in pages if re.search(fetched, page.read_text())]
 
 
+@pytest.mark.sweep(1, free=("broken",))
 @pytest.mark.parametrize("broken", ["[x](nowhere.md)", "[x](data.md#nowhere)", "[x](#nowhere)"])
 def test_a_broken_link_ends_the_build(tmp_path: Path, broken: str) -> None:
     pytest.importorskip("mkdocs", reason="pip install spectrain[docs]")

@@ -132,7 +132,7 @@ def watching(builder: TreeBuilder) -> tuple[list[tuple[list[int], Tensor]], Tree
     return seen, Keeping(builder, lambda rollout, prefix: Watched(rollout, prefix, seen))
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
     "builder", [Chain(4), Chain(3, "sampled", 0.7), Eagle2(3, 6, 2), DySpec(3, 6)], ids=["chain", "drawn", "eagle2", "dyspec"]
@@ -160,7 +160,7 @@ def padded(rows: int) -> Target:
     return target
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 6, 3), Chain(3, "sampled", 50.0)], ids=["chain", "eagle2", "drawn"])
 @pytest.mark.parametrize(("mine", "theirs"), [(2112, 0), (2048, 64), (2080, 64)])
 def test_padded_vocabularies(mine: int, theirs: int, builder: TreeBuilder) -> None:
@@ -409,7 +409,7 @@ def test_gradients_do_not_reach_the_target(options: dict[str, Any]) -> None:
 
 def test_transformers_drafts_with_it_the_same(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As assistant_model of generate, the saved drafter drafts in every round what it drafts here, and as much is kept."""
-    depth, limit = 4, 24
+    depth, limit = 4, 16
     drafter = Causal(tiny, num_layers=6).eval()
     drafter.model.save(tmp_path)
     assistant: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()

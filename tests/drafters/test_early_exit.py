@@ -370,6 +370,7 @@ def original(drafter: EarlyExit, batch: Batch, target: Target) -> Tensor:
     return log_probs(slice(0, int(batch.predicts.sum()))).exp()
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("adapt", ["full", "lora"])
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_the_original_stays_as_it_was(adapt: Any, packed: bool, tmp_path: Path) -> None:
@@ -501,6 +502,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
     return target, run / "target"
 
 
+@pytest.mark.sweep(1, free=("exit_layer",))
 @pytest.mark.parametrize("exit_layer", [1, 3, 7])
 def test_transformers_decodes_the_same_with_the_same_exit(trained: tuple[Target, Path], exit_layer: int) -> None:
     """Our early exit, transformers' from the saved directory, and its plain greedy decoding give the same tokens."""

@@ -616,7 +616,7 @@ def check_ready(drafter: GatedLora, witness: Witness) -> set[tuple[bool, bool]]:
     return outcomes
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(1)
 @STRATEGY
 @BUILDER
 @pytest.mark.parametrize("count", [1, 3])
@@ -658,7 +658,7 @@ def test_a_chain_is_drafted_greedily_mask_by_mask(shallow: Target, sampler: bool
     assert rounds == len(found.accepted) - 1 > 5 and text[: len(prompt[0]) + LIMIT - 1] == prompt[0] + found.output[:-1]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(1)
 @STRATEGY
 @pytest.mark.parametrize("builder", [BUILDERS["chain"], BUILDERS["eagle2"]], ids=["chain", "eagle2"])
 @pytest.mark.parametrize("count", [1, 3])
@@ -682,7 +682,7 @@ DRAWN: list[tuple[TreeBuilder, Callable[..., AcceptanceRule]]] = [
 ]
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(1)
 @STRATEGY
 @pytest.mark.parametrize("builder, rule", DRAWN, ids=["chain", "recursive chain", "without replacement", "with replacement"])
 def test_drawn_children(
@@ -730,7 +730,7 @@ def test_masks_are_never_kept_whatever_the_target_wants(shallow: Target, fitted:
         assert all(kept <= depth + 1 for kept, depth in zip(one.accepted, one.depths))
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(1)
 @STRATEGY
 @pytest.mark.parametrize(("pattern", "count"), [(".d", 3), ("dd.", 1), ("dd.", 3), (".d..ddd", 3), ("....", 3)])
 def test_rounds_without_a_draft(shallow: Target, fitted: Fitted, strategy: str, pattern: str, count: int) -> None:
@@ -932,6 +932,7 @@ def test_a_missing_file_is_refused(shallow: Target, tmp_path: Path) -> None:
             load_weights(make(shallow), tmp_path / name)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize(("file", "there", "name"), [
     ("adapter_model.safetensors", "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight", "lora_B.weight"),
     ("model.safetensors", "masks", "masks"),

@@ -30,11 +30,11 @@ HEADS = 3
 PREFIX = pytest.mark.parametrize("prefix", [False, True], ids=["hydra", "hydra++"])
 
 
-def make(tiny: Target, prefix: bool = False, noise: float = 0.3, **options: Any) -> Hydra:
+def make(shallow: Target, prefix: bool = False, noise: float = 0.3, **options: Any) -> Hydra:
     """A drafter whose every weight is at random, so that everything it reads matters."""
     torch.manual_seed(3)
-    drafter = Hydra(tiny, **{"num_heads": HEADS, "vocab_size": 256, "prefix_attention": prefix, **options})
-    drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+    drafter = Hydra(shallow, **{"num_heads": HEADS, "vocab_size": 256, "prefix_attention": prefix, **options})
+    drafter.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.add_(noise * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
@@ -57,9 +57,9 @@ class Probe(TreeBuilder):
         return TokenTree.chain(prefix.root[:, None])
 
 
-def context_of(tiny: Target, drafter: Hydra, prompts: list[list[int]]) -> Context:
+def context_of(shallow: Target, drafter: Hydra, prompts: list[list[int]]) -> Context:
     """The first round of these prompts."""
-    return begun(tiny, prompts, drafter, Probe(), 40)
+    return begun(shallow, prompts, drafter, Probe(), 40)
 
 
 @torch.no_grad()
@@ -71,9 +71,9 @@ def along(drafter: Hydra, context: Context, paths: list[list[int]]) -> Tensor:
     return torch.cat(probe.said, dim=1)
 
 
-def in_training(drafter: Hydra, tiny: Target, tokens: Tensor) -> list[dict[tuple[int, int], Tensor]]:
+def in_training(drafter: Hydra, shallow: Target, tokens: Tensor) -> list[dict[tuple[int, int], Tensor]]:
     """log q of every head at every (row, index), out of the training loss."""
-    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), tiny.features(tokens, drafter.layers))
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), shallow.features(tokens, drafter.layers))
     outputs: list[Tensor] = []
 
     def watched(head: Any, inputs: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def in_training(drafter: Hydra, tiny: Target, tokens: Tensor) -> list[dict[tuple
         for head in drafter.heads:
             patch.setattr(head, "hidden", lambda inputs, head=head: watched(head, inputs))
         with torch.no_grad():
-            drafter.loss(batch, tiny, TrainingState())
+            drafter.loss(batch, shallow, TrainingState())
     supervision = Supervision(drafter, batch)
     found = []
     for k, output in enumerate(outputs):
@@ -97,12 +97,12 @@ def in_training(drafter: Hydra, tiny: Target, tokens: Tensor) -> list[dict[tuple
 
 @PREFIX
 @pytest.mark.parametrize("layers", [1, 3])
-def test_training_equals_decoding_along_the_true_path(tiny: Target, prefix: bool, layers: int) -> None:
+def test_training_equals_decoding_along_the_true_path(shallow: Target, prefix: bool, layers: int) -> None:
     """Over rounds that commit unequally many tokens, some of them undrafted, every head says in both what it says in either."""
-    drafter = make(tiny, prefix, num_layers=layers)
+    drafter = make(shallow, prefix, num_layers=layers)
     tokens = torch.randint(3, 2000, (2, 32))
-    trained = in_training(drafter, tiny, tokens)
-    context = context_of(tiny, drafter, [tokens[0, :6].tolist(), tokens[1, :3].tolist()])
+    trained = in_training(drafter, shallow, tokens)
+    context = context_of(shallow, drafter, [tokens[0, :6].tolist(), tokens[1, :3].tolist()])
     context.tokens[:, :32] = tokens
     lengths = [6, 3]
     for counts, drafted in (([3, 1], True), ([1, 4], True), ([2, 2], False), ([1, 3], False), ([4, 1], True), ([2, 2], True)):
@@ -114,7 +114,7 @@ def test_training_equals_decoding_along_the_true_path(tiny: Target, prefix: bool
                 for k in range(HEADS):
                     torch.testing.assert_close(said[b, k], trained[k][b, n - 1], rtol=1e-3, atol=1e-3)
         tree = TokenTree.chain(torch.stack([tokens[b, n : n + 5] for b, n in enumerate(lengths)]))
-        seen = tiny.verify(tree, context.cache, drafter.layers)
+        seen = shallow.verify(tree, context.cache, drafter.layers)
         bonus = torch.stack([tokens[b, n + count] for b, (n, count) in enumerate(zip(lengths, counts))])
         before = (context.fresh, context.counts)
         with torch.no_grad():
@@ -125,23 +125,23 @@ def test_training_equals_decoding_along_the_true_path(tiny: Target, prefix: bool
     assert lengths == context.cache.lengths.tolist() and context.round == 4
 
 
-def test_prefix_attention_sees_more_than_the_last_state(tiny: Target) -> None:
+def test_prefix_attention_sees_more_than_the_last_state(shallow: Target) -> None:
     """With prefix attention what is said changes with an earlier state; without it, it does not."""
     for prefix in (False, True):
-        drafter = make(tiny, prefix)
+        drafter = make(shallow, prefix)
         said = []
         for scale in (1.0, -1.0):
-            context = context_of(tiny, drafter, [[5, 6, 7, 8]])
+            context = context_of(shallow, drafter, [[5, 6, 7, 8]])
             context.fresh.hidden[:, 1] *= scale
             said.append(along(drafter, context, [[9, 10]]))
         assert torch.equal(*said) != prefix
 
 
 @PREFIX
-def test_nodes_of_one_depth_are_told_by_their_paths(tiny: Target, prefix: bool) -> None:
+def test_nodes_of_one_depth_are_told_by_their_paths(shallow: Target, prefix: bool) -> None:
     """Every node of a tree hears what it hears when its path is fed alone, and no two of a depth hear the same."""
-    drafter = make(tiny, prefix)
-    context = context_of(tiny, drafter, [[5, 6, 7, 8], [9, 10]])
+    drafter = make(shallow, prefix)
+    context = context_of(shallow, drafter, [[5, 6, 7, 8], [9, 10]])
     probe = Probe(([[20, 30], [21, 31]], [[0, 0]] * 2), ([[40, 40, 50], [41, 51, 51]], [[2, 1, 1], [1, 1, 2]]))
     with torch.no_grad():
         proposed(drafter, context, probe)
@@ -158,23 +158,23 @@ def test_nodes_of_one_depth_are_told_by_their_paths(tiny: Target, prefix: bool) 
 
 
 @PREFIX
-def test_mixed_depths_in_one_call_agree_with_level_by_level(tiny: Target, prefix: bool) -> None:
+def test_mixed_depths_in_one_call_agree_with_level_by_level(shallow: Target, prefix: bool) -> None:
     """Nodes of depths 1 and 2, other ones in every row, given together hear what they hear level by level."""
-    drafter = make(tiny, prefix)
-    context = context_of(tiny, drafter, [[5, 6, 7, 8], [9, 10]])
+    drafter = make(shallow, prefix)
+    context = context_of(shallow, drafter, [[5, 6, 7, 8], [9, 10]])
     probe = Probe(([[20], [21]], [[0], [0]]), ([[30, 40], [41, 31]], [[0, 1], [1, 0]]))
     with torch.no_grad():
         proposed(drafter, context, probe)
     deep = along(drafter, context, [[20, 40], [21, 41]])
-    shallow = along(drafter, context, [[30, 60], [31, 60]])
-    torch.testing.assert_close(probe.said[2][0], torch.stack([shallow[0, 1], deep[0, 2]]), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(probe.said[2][1], torch.stack([deep[1, 2], shallow[1, 1]]), rtol=1e-4, atol=1e-4)
+    low = along(drafter, context, [[30, 60], [31, 60]])
+    torch.testing.assert_close(probe.said[2][0], torch.stack([low[0, 1], deep[0, 2]]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(probe.said[2][1], torch.stack([deep[1, 2], low[1, 1]]), rtol=1e-4, atol=1e-4)
 
 
 @PREFIX
-def test_dyspec_draws_from_what_each_path_alone_says(tiny: Target, prefix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dyspec_draws_from_what_each_path_alone_says(shallow: Target, prefix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The q that DySpec records at every node, run in calls of mixed depths, is that of the node's own path."""
-    drafter, calls = make(tiny, prefix), []
+    drafter, calls = make(shallow, prefix), []
     after = _Path._after
 
     def watch(self: _Path, read: Tensor, depth: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def test_dyspec_draws_from_what_each_path_alone_says(tiny: Target, prefix: bool,
         return after(self, read, depth)
 
     prompts = [[5, 6, 7, 8], [9, 10]]
-    context = context_of(tiny, drafter, prompts)
+    context = context_of(shallow, drafter, prompts)
     with torch.no_grad(), monkeypatch.context() as patch:
         patch.setattr(_Path, "_after", watch)
         tree = proposed(drafter, context, DySpec(depth=7, budget=24, temperature=0.25))
@@ -192,24 +192,24 @@ def test_dyspec_draws_from_what_each_path_alone_says(tiny: Target, prefix: bool,
         assert len(nodes) > 2
         for node in nodes:
             path = tree.tokens[b, tree.ancestors[b, node]].tolist()[1:]
-            alone = along(drafter, context_of(tiny, drafter, [prompt]), [path])[0, -1]
+            alone = along(drafter, context_of(shallow, drafter, [prompt]), [path])[0, -1]
             torch.testing.assert_close(tree.q[b, node], (alone / 0.25).softmax(-1), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("offset", range(7))
-def test_head_k_is_taught_token_t_plus_2_plus_k(tiny: Target, offset: int) -> None:
+def test_head_k_is_taught_token_t_plus_2_plus_k(shallow: Target, offset: int) -> None:
     """On a cycle of tokens, a head that says token t + offset is right everywhere where offset is 2 + k, and else nowhere."""
     period, base = 11, 100
-    drafter = Hydra(tiny, num_heads=HEADS, vocab_size=256, loss="cross_entropy")
+    drafter = Hydra(shallow, num_heads=HEADS, vocab_size=256, loss="cross_entropy")
     phase = torch.arange(30) % period
-    final = torch.nn.functional.one_hot(phase, tiny.width).float()[None]
+    final = torch.nn.functional.one_hot(phase, shallow.width).float()[None]
     tokens = (base + phase)[None]
     with torch.no_grad():
         for head in drafter.heads:
             head.lm_head.weight.zero_()
             head.lm_head.weight[base + (torch.arange(period) + offset) % period, torch.arange(period)] = 30.0
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), Features(tokens, ("final",), final[:, :, None]))
-    losses = drafter.loss(batch, tiny, TrainingState())
+    losses = drafter.loss(batch, shallow, TrainingState())
     for k in range(HEADS):
         assert losses.counts[k] == 28 - k
         right = offset == 2 + k
@@ -218,47 +218,47 @@ def test_head_k_is_taught_token_t_plus_2_plus_k(tiny: Target, offset: int) -> No
 
 
 @PREFIX
-def test_heads_start_as_the_targets_own(tiny: Target, prefix: bool) -> None:
+def test_heads_start_as_the_targets_own(shallow: Target, prefix: bool) -> None:
     """Before training every head says the target's next token over the draft vocabulary, whatever path it reads."""
-    drafter = make(tiny, prefix, noise=0.0, num_layers=2)
-    context = context_of(tiny, drafter, [[5, 6, 7, 8]])
-    wanted = tiny.head.logits(context.fresh.at("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
+    drafter = make(shallow, prefix, noise=0.0, num_layers=2)
+    context = context_of(shallow, drafter, [[5, 6, 7, 8]])
+    wanted = shallow.head.logits(context.fresh.at("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
     said = along(drafter, context, [[20, 30]])
     torch.testing.assert_close(said, wanted[:, None].expand_as(said), rtol=1e-5, atol=1e-4)
 
 
-def test_heads_share_no_parameter_and_grow_apart(tiny: Target, tmp_path: Path) -> None:
+def test_heads_share_no_parameter_and_grow_apart(shallow: Target, tmp_path: Path) -> None:
     """Every parameter has a storage of its own, also in stacked blocks, and one step makes heads differ."""
-    drafter = make(tiny, True, noise=0.0, num_layers=3)
+    drafter = make(shallow, True, noise=0.0, num_layers=3)
     pointers = [parameter.data_ptr() for parameter in drafter.parameters()]
     assert len(set(pointers)) == len(pointers) and len(drafter.heads[0].blocks) == 2
     assert torch.equal(drafter.heads[0].lm_head.weight, drafter.heads[1].lm_head.weight)
     data = Dataset([Example(row, [True] * 20) for row in torch.randint(3, 2000, (4, 20)).tolist()], 4, 0, 0)
-    Trainer(lr=1e-3, max_steps=1).fit(drafter, tiny, data, Live(), tmp_path)
+    Trainer(lr=1e-3, max_steps=1).fit(drafter, shallow, data, Live(), tmp_path)
     for one, other in ((0, 1), (0, 2), (1, 2)):
         for name in ("lm_head.weight", "blocks.0.linear.weight", "blocks.1.linear.weight"):
             left, right = drafter.heads[one].get_parameter(name), drafter.heads[other].get_parameter(name)
             assert not torch.equal(left, right), name
     with pytest.raises(UserError, match="drafter.num_heads=0"):
-        Hydra(tiny, num_heads=0)
+        Hydra(shallow, num_heads=0)
     with pytest.raises(UserError, match="drafter.num_layers=0"):
-        Hydra(tiny, num_layers=0)
+        Hydra(shallow, num_layers=0)
 
 
 @pytest.fixture(scope="module")
 def fitted(
-    tiny: Target, tmp_path_factory: pytest.TempPathFactory
+    shallow: Target, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[bool, Hydra], list[list[int]], list[list[int]]]:
     """Drafters fitted to the target's greedy answers, without and with prefix attention; the prompts; the answers."""
     torch.manual_seed(1)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (9, 4, 6)]
-    answers = [decode(tiny, [prompt], Greedy(), 24, ignore_eos=True)[0].output for prompt in prompts]
+    answers = [decode(shallow, [prompt], Greedy(), 24, ignore_eos=True)[0].output for prompt in prompts]
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
     drafters = {}
     for prefix in (False, True):
-        drafters[prefix] = make(tiny, prefix, noise=0.0, vocab_size=2048)
+        drafters[prefix] = make(shallow, prefix, noise=0.0, vocab_size=2048)
         run = tmp_path_factory.mktemp("fit")
-        Trainer(lr=3e-3, max_steps=40, warmup=0.0).fit(drafters[prefix], tiny, Dataset(rows, 3, 0, 0), Live(), run)
+        Trainer(lr=3e-3, max_steps=40, warmup=0.0).fit(drafters[prefix], shallow, Dataset(rows, 3, 0, 0), Live(), run)
         drafters[prefix].eval()
     return drafters, prompts, answers
 
@@ -271,13 +271,13 @@ BUILDERS: list[TreeBuilder] = [Chain(7), Eagle2(6, 16, 4), OptTree(6, 12, 0.0), 
 @PREFIX
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
 def test_trees_end_at_the_last_head_and_stay_lossless(
-    tiny: Target, fitted: tuple[dict[bool, Hydra], list[list[int]], list[list[int]]], prefix: bool, builder: TreeBuilder
+    shallow: Target, fitted: tuple[dict[bool, Hydra], list[list[int]], list[list[int]]], prefix: bool, builder: TreeBuilder
 ) -> None:
     """A builder that would go deeper stops at the number of heads; a batch that keeps unequal drafts decodes greedily."""
     drafters, prompts, answers = fitted
-    found = decode(tiny, prompts, Greedy(), 24, drafters[prefix], builder, ignore_eos=True)
+    found = decode(shallow, prompts, Greedy(), 24, drafters[prefix], builder, ignore_eos=True)
     assert [generation.output for generation in found] == answers
     assert max(depth for generation in found for depth in generation.depths) == HEADS
     assert max(count for generation in found for count in generation.accepted) > 2
-    alone = [decode(tiny, [p], Greedy(), 24, drafters[prefix], builder, ignore_eos=True)[0].accepted for p in prompts]
+    alone = [decode(shallow, [p], Greedy(), 24, drafters[prefix], builder, ignore_eos=True)[0].accepted for p in prompts]
     assert [generation.accepted for generation in found] == alone

@@ -269,6 +269,7 @@ class Hearing(Keeping):
         return tree
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("lengths", [(6,), (6, 3, 9)])
 @pytest.mark.parametrize("layer", [1, 5])
 def test_decoding_says_what_training_says(tiny: Target, said: list[Tensor], lengths: tuple[int, ...], layer: int) -> None:
@@ -333,7 +334,8 @@ def test_an_exit_that_is_not_there_is_refused(tiny: Target, layer: int) -> None:
 
 def test_init_takes_the_exit_from_the_saved_drafter(tmp_path: Path) -> None:
     """A run that goes on from another one, with steps of no size, ends with its weights and its exit."""
-    settings = ["target=tiny", "recipe=kangaroo", "data.limit=6", "data.max_length=48", "eval=none", "trainer.max_steps=2"]
+    settings = ["target=tiny", "recipe=kangaroo", "data.limit=6", "data.max_length=48", "data.held_out=0", "eval=none",
+                "trainer.max_steps=2"]  # fmt: skip
     argv = sys.argv
     try:
         dispatch(["train", *settings, "drafter.exit_layer=3", f"run={tmp_path / 'one'}"])

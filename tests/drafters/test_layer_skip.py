@@ -99,7 +99,7 @@ def found_by(target: Target, steps: int, depth: int = 3, seed: int = 0) -> froze
     return search(target, answered(target, PROMPTS, 12), depth, steps, seed)
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("num_layers", [3, 4])
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("seed", range(4))
@@ -302,6 +302,7 @@ def test_halves_are_left_out(tiny: Target, case: str) -> None:
     assert again is not None and whole is not None and torch.equal(again, whole)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 2)], ids=lambda builder: builder.name)
 @pytest.mark.parametrize("case", HALVES)
 def test_drafts_without_halves_are_lossless(tiny: Target, case: str, builder: TreeBuilder) -> None:

@@ -55,8 +55,8 @@ class Watched(Lookahead):
 class Bigram(Target):
     """A target whose greedy answer is a function of the last token alone, so that texts loop."""
 
-    def __init__(self, tiny: Target, period: int) -> None:
-        self.__dict__ = {**tiny.__dict__}
+    def __init__(self, shallow: Target, period: int) -> None:
+        self.__dict__ = {**shallow.__dict__}
         self.period = period
 
     def run(self, tokens: Tensor, plan: ForwardPlan = TEXT) -> Features:
@@ -69,23 +69,23 @@ class Bigram(Target):
 
 
 @pytest.fixture(scope="module")
-def prompts(tiny: Target) -> list[list[int]]:
+def prompts(shallow: Target) -> list[list[int]]:
     """Three prompts of different lengths."""
-    return [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    return [shallow.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("builder", [BUILDER, Chain(3), Eagle2(depth=1, budget=3)], ids=["tree", "chain", "shallow"])
 @pytest.mark.parametrize("batch, pool_from_prompt", [(1, False), (3, True)])
 @pytest.mark.parametrize("rule", [Greedy(), Match(temperature=0.8, seed=5)], ids=lambda rule: rule.name)
 def test_output_is_the_target_s(
-    tiny: Target, prompts: list, sizes: tuple, pool_from_prompt: bool, builder: TreeBuilder, batch: int, rule: AcceptanceRule
+    shallow: Target, prompts: list, sizes: tuple, pool_from_prompt: bool, builder: TreeBuilder, batch: int, rule: AcceptanceRule
 ) -> None:
     """Greedy and sampled output equals autoregressive output, and no tree is larger than it says."""
-    drafter = Watched(tiny, *sizes, pool_from_prompt=pool_from_prompt)
-    plain = decode(tiny, prompts[:batch], rule, LIMIT)
-    found = decode(tiny, prompts[:batch], rule, LIMIT, drafter, builder)
+    drafter = Watched(shallow, *sizes, pool_from_prompt=pool_from_prompt)
+    plain = decode(shallow, prompts[:batch], rule, LIMIT)
+    found = decode(shallow, prompts[:batch], rule, LIMIT, drafter, builder)
     assert [row.output for row in found] == [row.output for row in plain]
     window, ngram, guesses = sizes
     for tree in drafter.trees:
@@ -98,10 +98,10 @@ def test_output_is_the_target_s(
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_window_is_never_emitted(tiny: Target, prompts: list, sizes: tuple) -> None:
+def test_the_window_is_never_emitted(shallow: Target, prompts: list, sizes: tuple) -> None:
     """Every kept node is one of the verified ones, even where the window was right."""
-    drafter = Watched(tiny, *sizes, pool_from_prompt=False)
-    target = Bigram(tiny, 1)  # it says one thing, and the window soon too
+    drafter = Watched(shallow, *sizes, pool_from_prompt=False)
+    target = Bigram(shallow, 1)  # it says one thing, and the window soon too
     decode(target, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
     right = False
     for tree, answers, accepted in zip(drafter.trees, drafter.answered, drafter.accepted):
@@ -111,12 +111,13 @@ def test_the_window_is_never_emitted(tiny: Target, prompts: list, sizes: tuple) 
     assert right
 
 
+@pytest.mark.sweep(2, free=("sizes",))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_mask_is_lookahead_s(tiny: Target, prompts: list, sizes: tuple) -> None:
+def test_the_mask_is_lookahead_s(shallow: Target, prompts: list, sizes: tuple) -> None:
     """A window token sees the text, level 0 up to its column and its own column above it; a guess sees its own path."""
     window, ngram, _ = sizes
-    drafter = Watched(tiny, *sizes)
-    decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER)
+    drafter = Watched(shallow, *sizes)
+    decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER)
     for tree, columns in zip(drafter.trees, drafter.columns):
         first = tree.tokens.shape[1] - drafter.window_nodes
         for row in range(len(prompts)):
@@ -131,12 +132,13 @@ def test_the_mask_is_lookahead_s(tiny: Target, prompts: list, sizes: tuple) -> N
         assert not tree.ancestors[:, :first, first:].any()
 
 
+@pytest.mark.sweep(2, free=("sizes",))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_window_moves_by_a_jacobi_step(tiny: Target, prompts: list, sizes: tuple) -> None:
+def test_the_window_moves_by_a_jacobi_step(shallow: Target, prompts: list, sizes: tuple) -> None:
     """Level j takes the tokens of level j + 1, the last level the target's answers to it, and it begins with the prompt's."""
     window, _, _ = sizes
-    drafter = Watched(tiny, *sizes)
-    found = decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
+    drafter = Watched(shallow, *sizes)
+    found = decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
     for row, prompt in enumerate(prompts):
         assert {token for column in drafter.columns[0][row] for token in column} <= {*prompt, found[row].output[0]}
         for turn in range(len(found[row].accepted) - 1):
@@ -145,14 +147,15 @@ def test_the_window_moves_by_a_jacobi_step(tiny: Target, prompts: list, sizes: t
             assert drafter.columns[turn + 1][row] == expected
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("pool_from_prompt", [True, False])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_pool_holds_what_was_said(tiny: Target, prompts: list, sizes: tuple, pool_from_prompt: bool) -> None:
+def test_the_pool_holds_what_was_said(shallow: Target, prompts: list, sizes: tuple, pool_from_prompt: bool) -> None:
     """Each n-gram of the pool is one of the text, or N answers of the target, one after another in a column."""
     window, ngram, guesses = sizes
-    drafter = Watched(tiny, *sizes, pool_from_prompt=pool_from_prompt)
-    found = decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
-    plain = decode(tiny, prompts, Greedy(), LIMIT + ngram, ignore_eos=True)  # the last round may pass the limit
+    drafter = Watched(shallow, *sizes, pool_from_prompt=pool_from_prompt)
+    found = decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER, ignore_eos=True)
+    plain = decode(shallow, prompts, Greedy(), LIMIT + ngram, ignore_eos=True)  # the last round may pass the limit
     for row, prompt in enumerate(prompts):
         text = prompt + plain[row].output
         said = {tuple(text[end - ngram : end]) for end in range(ngram, len(text) + 1)} if pool_from_prompt else set()
@@ -165,10 +168,10 @@ def test_the_pool_holds_what_was_said(tiny: Target, prompts: list, sizes: tuple,
             assert len(set(known)) == len(known) <= guesses and {ngram[0] for ngram in known} == {token}
 
 
-def test_the_newest_guesses_are_kept(tiny: Target) -> None:
+def test_the_newest_guesses_are_kept(shallow: Target) -> None:
     """A first token keeps its newest n-grams, each once; the trie merges equal beginnings and stops at its budget."""
-    drafter = Lookahead(tiny, window=1, ngram=3, guesses=3)
-    decode(tiny, [[7, 8]], Greedy(), 2, drafter, BUILDER)
+    drafter = Lookahead(shallow, window=1, ngram=3, guesses=3)
+    decode(shallow, [[7, 8]], Greedy(), 2, drafter, BUILDER)
     (row,) = drafter.sequences
     row.pool = {}
     for ngram in [(5, 1, 2), (5, 3, 4), (5, 1, 6), (5, 3, 4), (5, 9, 9), (6, 1, 1)]:
@@ -185,23 +188,24 @@ def test_the_newest_guesses_are_kept(tiny: Target) -> None:
 
 
 @pytest.mark.parametrize("pool_from_prompt", [True, False])
-def test_a_text_that_repeats_is_guessed(tiny: Target, pool_from_prompt: bool) -> None:
+def test_a_text_that_repeats_is_guessed(shallow: Target, pool_from_prompt: bool) -> None:
     """Where the answer is a loop of six tokens, whole n-grams are soon accepted."""
-    drafter = Lookahead(tiny, 5, 4, 5, pool_from_prompt)
-    (found,) = decode(Bigram(tiny, 6), [[40, 50, 60]], Greedy(), LIMIT * 2, drafter, BUILDER, ignore_eos=True)
+    drafter = Lookahead(shallow, 5, 4, 5, pool_from_prompt)
+    (found,) = decode(Bigram(shallow, 6), [[40, 50, 60]], Greedy(), LIMIT * 2, drafter, BUILDER, ignore_eos=True)
     assert len(found.output) == LIMIT * 2 and max(found.accepted) == drafter.ngram
     assert sum(found.whole_rounds) / len(found.whole_rounds) > 2.5
 
 
+@pytest.mark.sweep(2, free=("sizes",))
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_a_batch_equals_its_rows_alone(tiny: Target, prompts: list, sizes: tuple) -> None:
+def test_a_batch_equals_its_rows_alone(shallow: Target, prompts: list, sizes: tuple) -> None:
     """Window and pool belong to one row, and a new decoding begins without them."""
-    drafter = Watched(tiny, *sizes)
-    together = decode(tiny, prompts, Greedy(), LIMIT, drafter, BUILDER, sequence_ids=[4, 9, 2], ignore_eos=True)
+    drafter = Watched(shallow, *sizes)
+    together = decode(shallow, prompts, Greedy(), LIMIT, drafter, BUILDER, sequence_ids=[4, 9, 2], ignore_eos=True)
     trees = drafter.trees
     for row, key in enumerate([4, 9, 2]):
         drafter.trees = []
-        (alone,) = decode(tiny, [prompts[row]], Greedy(), LIMIT, drafter, BUILDER, sequence_ids=[key], ignore_eos=True)
+        (alone,) = decode(shallow, [prompts[row]], Greedy(), LIMIT, drafter, BUILDER, sequence_ids=[key], ignore_eos=True)
         assert (alone.output, alone.accepted) == (together[row].output, together[row].accepted)
         for ours, theirs in zip(drafter.trees, trees):
             assert torch.equal(ours.tokens[0], theirs.tokens[row][theirs.valid[row]])
@@ -219,11 +223,11 @@ class EveryOther(Guard):
         return self.turn % 2 == 0
 
 
-def test_rounds_without_a_draft_are_caught_up_with(tiny: Target, prompts: list) -> None:
+def test_rounds_without_a_draft_are_caught_up_with(shallow: Target, prompts: list) -> None:
     """Text that was decoded without a draft is read too: the output stays, and so do the pool's n-grams of it."""
-    drafter = Lookahead(tiny, 3, 3, 1000)
-    plain = decode(tiny, prompts, Greedy(), LIMIT)
-    found = Session(tiny, Greedy(), drafter, BUILDER, guard=EveryOther()).decode(prompts, LIMIT)
+    drafter = Lookahead(shallow, 3, 3, 1000)
+    plain = decode(shallow, prompts, Greedy(), LIMIT)
+    found = Session(shallow, Greedy(), drafter, BUILDER, guard=EveryOther()).decode(prompts, LIMIT)
     for row, (prompt, generation) in enumerate(zip(prompts, found)):
         assert generation.output == plain[row].output
         text = prompt + generation.output[: 1 + sum(generation.accepted[:-2])]
@@ -232,7 +236,7 @@ def test_rounds_without_a_draft_are_caught_up_with(tiny: Target, prompts: list) 
 
 
 @pytest.mark.parametrize("option, value", [("window", 0), ("ngram", 1), ("guesses", 0)])
-def test_settings_that_cannot_work_are_refused(tiny: Target, option: str, value: int) -> None:
+def test_settings_that_cannot_work_are_refused(shallow: Target, option: str, value: int) -> None:
     """The message names the setting and its least value."""
     with pytest.raises(UserError, match=rf"drafter.{option}={value}: use {value + 1} or more"):
-        Lookahead(tiny, **{option: value})
+        Lookahead(shallow, **{option: value})

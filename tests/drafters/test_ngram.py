@@ -57,36 +57,36 @@ def test_a_kept_index_equals_a_search(longest: int, shortest: int, most: int) ->
         assert [(one.length, one.tokens) for one in found] == searched(text.tokens, 4, longest, shortest, most)
 
 
-def test_a_copy_goes_on_past_the_texts_end(tiny: Target) -> None:
+def test_a_copy_goes_on_past_the_texts_end(shallow: Target) -> None:
     """A text that repeats itself is drafted to the full depth, however close to its end the match lies."""
     builder = Chain(6)
-    tree = proposed(Ngram(tiny), placed(tiny, [[9, 5, 6, 5, 6]], builder), builder)
+    tree = proposed(Ngram(shallow), placed(shallow, [[9, 5, 6, 5, 6]], builder), builder)
     assert tree.tokens.tolist() == [[6, 5, 6, 5, 6, 5, 6]]
 
 
-def test_all_matches_are_one_tree(tiny: Target) -> None:
+def test_all_matches_are_one_tree(shallow: Target) -> None:
     """What followed at every earlier place branches below the root, the heaviest nodes first; a chain stays a chain."""
     text = [5, 7, 1, 5, 8, 2, 5, 7, 3, 5]
     wide, chain = Eagle2(depth=2, budget=6), Chain(2)
-    tree = proposed(Ngram(tiny), placed(tiny, [text], wide), wide)
+    tree = proposed(Ngram(shallow), placed(shallow, [text], wide), wide)
     tree.check()
     above = tree.parents[0].tolist()
     paths = {(tree.tokens[0, above[node]].item(), tree.tokens[0, node].item()) for node in range(1, tree.tokens.shape[1])}
     assert paths == {(5, 7), (5, 8), (7, 3), (8, 2), (7, 1)}
-    assert proposed(Ngram(tiny), placed(tiny, [text], chain), chain).tokens.tolist() == [[5, 7, 3]]
+    assert proposed(Ngram(shallow), placed(shallow, [text], chain), chain).tokens.tolist() == [[5, 7, 3]]
     small = Eagle2(depth=2, budget=3)
-    assert proposed(Ngram(tiny), placed(tiny, [text], small), small).tokens.tolist() == [[5, 7, 3]]
+    assert proposed(Ngram(shallow), placed(shallow, [text], small), small).tokens.tolist() == [[5, 7, 3]]
 
 
-def test_rounds_and_rows_are_kept_apart(tiny: Target) -> None:
+def test_rounds_and_rows_are_kept_apart(shallow: Target) -> None:
     """Each row of a ragged batch is looked up in its own text, a row may stand still, and round 0 forgets everything."""
-    drafter = Ngram(tiny)
+    drafter = Ngram(shallow)
     for _ in range(2):  # the second decoding begins anew
         texts = [torch.randint(0, 4, (length,)).tolist() for length in (9, 1, 5)]
         news = [0, 0, 0]
         for round in range(8):
             builder = Chain(3)
-            tree = proposed(drafter, placed(tiny, texts, builder, news, round), builder)
+            tree = proposed(drafter, placed(shallow, texts, builder, news, round), builder)
             for text, tokens, valid in zip(texts, tree.tokens.tolist(), tree.valid.tolist()):
                 assert tokens[: sum(valid)] == [text[-1], *heaviest(searched(text, 3, 3, 1), 3)]
             news = [1 + round % 3, 2, 0]
@@ -107,6 +107,6 @@ def test_a_long_text_costs_no_more() -> None:
 
 
 @pytest.mark.parametrize("options", [{"longest": 0}, {"shortest": 0}, {"shortest": 4}, {"matches": 0}])
-def test_wrong_settings_are_told(tiny: Target, options: dict[str, int]) -> None:
+def test_wrong_settings_are_told(shallow: Target, options: dict[str, int]) -> None:
     with pytest.raises(UserError, match="drafter.*: use 1"):
-        Ngram(tiny, **options)
+        Ngram(shallow, **options)

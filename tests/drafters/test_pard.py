@@ -272,7 +272,7 @@ def greedy(tiny: Target) -> list[list[int]]:
     return [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(1)
 @BUILDER
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", ["cut", "small"])
@@ -291,7 +291,7 @@ def test_drafts_are_the_small_models(
         assert count == 1 or len({len(one.accepted) for one in found}) > 1, "some rows must be done before others"
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", list(DRAFTERS))
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_chain_holds_the_likeliest_token_of_every_place(tiny: Target, kind: str, count: int) -> None:
@@ -309,7 +309,7 @@ def test_a_chain_holds_the_likeliest_token_of_every_place(tiny: Target, kind: st
             assert tree.tokens[row, 1:].tolist() == said.argmax(-1).tolist()
 
 
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(1)
 @BUILDER
 @pytest.mark.parametrize("count", [1, 3])
 def test_drafted_equals_matched_sampling(tiny: Target, count: int, builder: TreeBuilder) -> None:
@@ -320,6 +320,7 @@ def test_drafted_equals_matched_sampling(tiny: Target, count: int, builder: Tree
     assert [one.output for one in found] == [one.output for one in plain]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("drawn, rule", [
     (Chain(3, "sampled", 0.7), SpeculativeSampling), (Chain(3, "sampled", 0.7), Recursive),
@@ -334,6 +335,7 @@ def test_drawn_children(tiny: Target, greedy: list[list[int]], count: int, drawn
     check_said(drafter, watching.seen)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("pattern", [".d", "d..", "....ddd"])
 def test_rounds_without_a_draft(tiny: Target, greedy: list[list[int]], pattern: str, count: int) -> None:

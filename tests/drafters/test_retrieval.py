@@ -42,6 +42,7 @@ def store(shallow: Target, prompts: list[list[int]], tmp_path: Path) -> str:
     return str(tmp_path / "store")
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("builder", [Chain(4), Eagle2(4, 10, 3), DySpec(4, 10, children="deterministic")], ids=lambda b: b.name)
 @pytest.mark.parametrize("family", ["retrieval", "hybrid"])
 def test_drafted_equals_plain(shallow: Target, prompts: list[list[int]], store: str, family: str, builder: TreeBuilder) -> None:

@@ -93,7 +93,7 @@ def settled(drafter: Drafter) -> Drafter:
 # How often layers run
 
 
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("name", ["early_exit", "kangaroo"])
@@ -111,7 +111,7 @@ def test_an_exit_runs_every_node_once(
     assert calls[exit_layer:] == [[longest] + [depth + 1] * rounds] * (tiny.num_layers - exit_layer)
 
 
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("skipped", [(4,), (2, 5), (0,), (7,), (3, 4)])
@@ -239,6 +239,7 @@ class Given(Eagle2):
         return TokenTree.of(torch.cat([prefix.root[:, None], likeliest], dim=1), torch.tensor([[-1, 0, 0]]).expand(batch, -1))
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("exit_layer", [1, 4])
 @pytest.mark.parametrize("batch", [1, 3])
 @torch.no_grad()

@@ -399,6 +399,7 @@ def gradients(made: Drafter, batch: Batch, target: Target) -> list[Tensor]:
     return [losses.total.detach(), losses.hits, losses.counts, *found]
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("supervised_only", [True, False])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: "-".join(str(v).split(".")[-1] for v in family.values()))

@@ -71,6 +71,7 @@ def test_off_is_the_original_bit_by_bit_and_on_again_differs(packed: bool) -> No
     assert torch.equal(seen(adapted), on)
 
 
+@pytest.mark.sweep(1)
 @PACKED
 @pytest.mark.parametrize("alpha", [2.0, 16.0])
 def test_merged_says_what_adapted_said(packed: bool, alpha: float) -> None:

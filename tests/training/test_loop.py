@@ -48,6 +48,7 @@ class Killed(Exception):
     """Stands for a kill between two steps."""
 
 
+@pytest.mark.sweep(2, free=("step",))
 @pytest.mark.parametrize("step", [1, 4, 6, 8])
 def test_resumed_equals_uninterrupted(tiny: Target, tmp_path: Path, step: int, capsys: pytest.CaptureFixture[str]) -> None:
     """A run killed after any step and gone on with says so, ends in the same weights and metrics, and repeats no step."""
