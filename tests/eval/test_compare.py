@@ -20,7 +20,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.eval import memory
-from spectrain.eval.comparison import Scored, Way, check_same, join, ratio_interval, recommend, sampling
+from spectrain.eval.comparison import OTHERS, Scored, Way, check_same, join, ratio_interval, recommend, sampling
 from spectrain.eval.memory import HeldBytes, extra_memory, own_bytes
 from spectrain.eval.report import print_comparison
 from spectrain.models.target import Target
@@ -61,12 +61,12 @@ def comparison(folder: Path) -> dict[str, Any]:
 
 
 def test_rows_are_the_runs_own_numbers(compared: Path) -> None:
-    """Every row says what the summary of its evaluation says, of the drafter with its tree and with a chain."""
+    """Every row says what the summary of its evaluation says, of the drafter with its tree, by the clock, with copies and with a chain."""
     rows = comparison(compared)["rows"]
     assert [row["name"] for row in rows] == ["medusa1", "medusa2", "ngram"]
     for row in rows:
         summary = json.loads((compared / row["evaluation"] / "summary.json").read_text())
-        parts = [summary, *([summary["compared"]["chain"]] if row["trained"] else [])]
+        parts = [summary, *(summary["compared"][name] for name in OTHERS if row["trained"])]
         for entry, part in zip(row["systems"], parts, strict=True):
             assert entry["acceptance_length"] == part["acceptance_length"]
             assert entry["speedup"] == part["speedup"]
