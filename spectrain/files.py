@@ -5,7 +5,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import UserError
@@ -21,6 +21,7 @@ def written(place: Path, folder: bool = False, mend: str = AGAIN) -> Iterator[Pa
     Of a file every process has its own scratch. A folder is written by one process, so what a kill has left of it goes first.
     """
     scratch = place.with_name(f"{place.name}.part" if folder else f"{place.name}.{secrets.token_hex(4)}.part")
+    made = [above for above in scratch.parents if not above.exists()] if folder else []  # the innermost first
     _remove(scratch)
     try:
         with full_disk_named(place, mend):
@@ -33,6 +34,9 @@ def written(place: Path, folder: bool = False, mend: str = AGAIN) -> Iterator[Pa
             _sync(place.parent)
     finally:
         _remove(scratch)
+        for above in made:
+            with suppress(OSError):  # it holds something
+                above.rmdir()
 
 
 def write_text(place: Path, text: str, mend: str = AGAIN) -> None:

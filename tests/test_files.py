@@ -87,3 +87,16 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, number: int) -> None:
         raise PermissionError(errno.EACCES, "no")
     write_text(tmp_path / "text", "\u00e9")
     assert (tmp_path / "text").read_bytes() == b"\xc3\xa9"
+
+
+def test_folders_made_for_what_failed_are_gone(tmp_path: Path) -> None:
+    """A refused folder leaves no empty ones above it; those that were there or hold something stay."""
+    (tmp_path / "there").mkdir()
+    for place in (tmp_path / "run" / "eval" / "heldout", tmp_path / "there" / "eval" / "heldout"):
+        with pytest.raises(ValueError), written(place, folder=True):
+            raise ValueError
+    assert [path.name for path in tmp_path.rglob("*")] == ["there"]
+    with pytest.raises(ValueError), written(tmp_path / "run" / "eval" / "heldout", folder=True):
+        (tmp_path / "run" / "log.txt").touch()
+        raise ValueError
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["log.txt", "run", "there"]

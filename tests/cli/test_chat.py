@@ -314,6 +314,7 @@ def test_keys_of_a_terminal() -> None:
     words = ["chat", "drafter=ngram", "target=tiny", "chat.max_new_tokens=900"]
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which a job in the background was started without
         os.environ.update(TERM="xterm", COLUMNS="80")
         os.execv(sys.executable, [sys.executable, "-m", "spectrain", *words])
     shown = b""

@@ -61,7 +61,7 @@ def comparison(folder: Path) -> dict[str, Any]:
 
 
 def test_rows_are_the_runs_own_numbers(compared: Path) -> None:
-    """Every row says what the summary of its evaluation says, of the drafter with its tree, by the clock, with copies and with a chain."""
+    """Every row says what the summary of its evaluation says, of the drafter with each of its trees."""
     rows = comparison(compared)["rows"]
     assert [row["name"] for row in rows] == ["medusa1", "medusa2", "ngram"]
     for row in rows:
