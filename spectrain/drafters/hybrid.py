@@ -74,7 +74,7 @@ class Merged(Drafter):
         copies, self.before = self._tries(), None
         behind = sum(features.tokens.shape[1] for features, _ in context.waiting)
         soon = 2 * (context.builder.depth + 1)  # what the last round with it committed, and what this one may
-        if behind + soon <= PATIENCE and not context.builder.asks(copies):
+        if behind + soon <= PATIENCE and not context.builder.asks(context, copies):
             self.before = context.fresh, context.counts
             return Draft(continuations=copies)
         context.catch_up()

@@ -174,11 +174,11 @@ class TreeBuilder(ABC):
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         """Draft a tree below `prefix.root`, step by step."""
 
-    def asks(self, tries: list[Trie]) -> bool:
+    def asks(self, prefix: Prefix, tries: list[Trie]) -> bool:
         """Whether a drafter is to be asked where so much is known without it."""
         return True
 
-    def room(self, tries: list[Trie]) -> int:
+    def room(self, prefix: Prefix, tries: list[Trie]) -> int:
         """How many nodes of ready continuations are verified, the root included."""
         return self.budget
 
@@ -225,11 +225,11 @@ class WrappedBuilder(TreeBuilder):
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         return self.builder.expand(prefix, rollout)
 
-    def asks(self, tries: list[Trie]) -> bool:
-        return self.builder.asks(tries)
+    def asks(self, prefix: Prefix, tries: list[Trie]) -> bool:
+        return self.builder.asks(prefix, tries)
 
-    def room(self, tries: list[Trie]) -> int:
-        return self.builder.room(tries)
+    def room(self, prefix: Prefix, tries: list[Trie]) -> int:
+        return self.builder.room(prefix, tries)
 
     def prepare(self, calibration: Calibration) -> None:
         self.builder.prepare(calibration)
@@ -255,7 +255,7 @@ class RootAlone(TreeBuilder):
 def merged(prefix: Prefix, tries: list[Trie], builder: TreeBuilder) -> TokenTree:
     """Of the trie of every text what the builder has room for, by weight; padded to the longest row. Where there is nothing
     at all, the root alone."""
-    room = builder.room(tries)
+    room = builder.room(prefix, tries)
     chosen = [trie.path(builder.depth) if builder.is_chain else trie.best(builder.depth, room) for trie in tries]
     roots, width = prefix.root, max(map(len, chosen), default=1)
     if width == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
@@ -88,7 +87,7 @@ class Cast(Measured):
         self.costs = [latency.verify(k, length) / step for k in range(1, self.budget + 1)]
         return draft.best(max(2, walk_up(values, self.costs, self.size_gain)))
 
-    def room(self, tries: list[Trie]) -> int:
+    def room(self, prefix: Prefix, tries: list[Trie]) -> int:
         if not (self.costs and weigh_chances(tries)):
             return self.budget
         tokens = expected_tokens(tries, self.depth, self.budget).sum(1).mean(0).cumsum()
@@ -121,9 +120,10 @@ def expected_tokens(tries: list[Trie], depth: int, budget: int) -> np.ndarray:
 class Auto(Measured):
     """The depth and size that maximise predicted speed: expected tokens over the time to draft and verify them.
 
-    Expected tokens are the drafter's path probabilities, corrected at each depth by how often they came true. Verification
-    time is a running fit against tree size (ProPD, Zhong et al., 2024, section 4.3): the average time of each size seen,
-    weighted by exp(-staleness), fitted by b0 + b1 n. Both start from what was timed and follow what happens.
+    Expected tokens are the drafter's path probabilities, corrected at each depth by how often they came true. Times are those
+    of the calibration, which ran all sizes in turn; those of drafting follow what happens, as much faster or slower as the
+    round's own verification says that the machine is now. (Verification itself is not fitted anew: other work beside a few
+    rounds changed the slope of such a fit, and trees grew three times too large.)
 
     Where copies are known besides, a drafter is asked only if the tokens that it added in earlier rounds, beside copies that
     promised as much, would take longer to decode without it; every sixteenth time it is asked to see.
@@ -136,7 +136,7 @@ class Auto(Measured):
         self.depth, self.budget, self.top_k, self.memory = depth, budget, top_k, memory
         self._check(depth=(depth, 1), budget=(budget, 2), top_k=(top_k, 1), memory=(memory, 1))
         self.drafted = (depth - 1) * top_k
-        self.fit = RunningFit(memory)
+        self.length = 0  # of the longest text in this round
         self.step_seconds = self.start_seconds = 0.0
         self.predicted = np.ones(depth)  # running means, by depth: chance that a node there is kept, as predicted ...
         self.observed = np.ones(depth)  # ... and as it came true
@@ -150,19 +150,16 @@ class Auto(Measured):
     def prepare(self, calibration: Calibration) -> None:
         super().prepare(calibration)
         latency = self._known()
-        for size in sorted(next(iter(latency.verify_seconds.values()))):
-            if size <= self.budget:
-                self.fit.add(size, latency.verify(size))  # behind the shortest context; `observe` follows it from there
         self.start_seconds, self.step_seconds = latency.start_seconds, latency.step(self.top_k)
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        self._known()
+        self.length = prefix.longest
         draft = GrowingTree(self, prefix, rollout)
         device = prefix.root.device
         depths = torch.zeros_like(draft.tokens)
         trust = np.minimum.accumulate(np.clip(self.observed / self.predicted, 0.05, 1.5))
         correction = torch.tensor([0.0, *np.log(trust)], dtype=torch.float32, device=device)
-        verify = torch.tensor([self.fit(size) for size in range(1, self.budget + 1)], device=device)
+        verify = torch.tensor(self._verify_seconds(), dtype=torch.float32, device=device)
         depth = self.reach(rollout)
         for level in range(depth):
             scores = draft.branch(self.top_k)
@@ -185,20 +182,21 @@ class Auto(Measured):
         self.expected.scatter_add_(1, depths.gather(1, kept.indices[:, :size]), kept.values[:, :size].exp())
         return draft.best(size)
 
-    def asks(self, tries: list[Trie]) -> bool:
-        self.promised = None
+    def asks(self, prefix: Prefix, tries: list[Trie]) -> bool:
+        self.promised, self.length = None, prefix.longest
         if not weigh_chances(tries):
             return True
         size, tokens = self._fastest(expected_tokens(tries, self.depth, self.budget), self.copy_seconds)
-        self.promised, copied = tokens, self.copy_seconds + self.fit(size)
+        self.promised, copied = tokens, self.copy_seconds + self._known().verify(size, self.length)
         added = self.added[round(2 * tokens)]
         drafting = self.start_seconds - self.copy_seconds + max(0.0, added.levels - 1) * self.step_seconds
         return added.wants_trial() or (tokens + added.tokens) * copied > tokens * (copied + drafting)
 
-    def room(self, tries: list[Trie]) -> int:
+    def room(self, prefix: Prefix, tries: list[Trie]) -> int:
         """As many as pay, the draft being made: copies and what a drafter's nodes turned out to be worth are weighed alike."""
         if not weigh_chances(tries):
             return self.budget
+        self.length = prefix.longest
         chances = expected_tokens(tries, self.depth, self.budget)
         spent = self.start_seconds + (self.levels - 1) * self.step_seconds if self.levels else self.copy_seconds
         size, tokens = self._fastest(chances, spent)
@@ -210,9 +208,13 @@ class Auto(Measured):
     def _fastest(self, chances: np.ndarray, spent: float) -> tuple[int, float]:
         """The best number of nodes after so many seconds of drafting, and the tokens that it promises."""
         tokens = chances.sum(1).mean(0).cumsum()
-        verify = np.asarray([self.fit(size) for size in range(1, self.budget + 1)])
-        size = int((tokens / (spent + verify)).argmax())
+        size = int((tokens / (spent + np.asarray(self._verify_seconds()))).argmax())
         return size + 1, float(tokens[size])
+
+    def _verify_seconds(self) -> list[float]:
+        """Of every size up to the budget."""
+        latency = self._known()
+        return [latency.verify(size, self.length) for size in range(1, self.budget + 1)]
 
     def observe(self, round: Round) -> None:
         rate, levels, self.levels = 1 / self.memory, self.levels, 0
@@ -220,14 +222,15 @@ class Auto(Measured):
         if int(judged.max()) == 1:
             return  # nothing was ready to draft
         self.sizes.append(int(judged.max()))
-        self.fit.add(self.sizes[-1], round.seconds["verify"] + round.seconds["accept"])
+        slower = (round.seconds["verify"] + round.seconds["accept"]) / self._known().verify(self.sizes[-1], self.length)
+        drafting = round.seconds["draft"] / max(slower, 1e-9)
         if levels > 1:
-            step = max(0.0, (round.seconds["draft"] - self.start_seconds) / (levels - 1))
+            step = max(0.0, (drafting - self.start_seconds) / (levels - 1))
             self.step_seconds += rate * (step - self.step_seconds)
         elif levels == 0:
-            self.copy_seconds += rate * (round.seconds["draft"] - self.copy_seconds)
+            self.copy_seconds += rate * (drafting - self.copy_seconds)
         else:
-            self.start_seconds += rate * (round.seconds["draft"] - self.start_seconds)
+            self.start_seconds += rate * (drafting - self.start_seconds)
         if self.expected is None:
             return  # copies, of which nothing is known but their order
         for expected, count in zip(self.expected.tolist(), (round.counts * (judged > 1)).tolist()):
@@ -238,7 +241,7 @@ class Auto(Measured):
 
     def settings(self) -> dict[str, object]:
         middle = sorted(self.sizes)[len(self.sizes) // 2] if self.sizes else None
-        return {**super().settings(), "median_size": middle, "verify_seconds": {"base": self.fit.base, "node": self.fit.slope}}
+        return {**super().settings(), "median_size": middle}
 
 
 @dataclass
@@ -260,33 +263,3 @@ class Added:
         rate = max(rate, 1 / self.trials)
         self.tokens += rate * (tokens - self.tokens)
         self.levels += rate * (levels - self.levels)
-
-
-class RunningFit:
-    """Time against size, b0 + b1 n, from a running average at every size seen; what was not seen for long counts little."""
-
-    def __init__(self, memory: int) -> None:
-        self.memory = memory
-        self.average: dict[int, float] = {}
-        self.seen: dict[int, int] = {}
-        self.now = 0
-        self.base = self.slope = 0.0
-
-    def add(self, size: int, seconds: float) -> None:
-        self.now += 1
-        known = self.average.get(size)
-        self.average[size] = seconds if known is None else known + 0.1 * (seconds - known)
-        self.seen[size] = self.now
-        sizes = np.asarray(list(self.average), dtype=float)
-        times = np.asarray(list(self.average.values()))
-        weights = np.asarray([math.exp(-(self.now - self.seen[size]) / self.memory) for size in self.average])
-        if len(sizes) == 1:
-            self.base, self.slope = float(times[0]), 0.0
-            return
-        mean, level = np.average(sizes, weights=weights), np.average(times, weights=weights)
-        spread = (weights * (sizes - mean) ** 2).sum()
-        self.slope = float(max(0.0, (weights * (sizes - mean) * (times - level)).sum() / max(spread, 1e-12)))
-        self.base = float(level - self.slope * mean)
-
-    def __call__(self, size: int) -> float:
-        return max(self.base + self.slope * size, 1e-9)

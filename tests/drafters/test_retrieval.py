@@ -21,6 +21,7 @@ from spectrain.models.target import Target
 from spectrain.runs.drafter_files import build_drafter, save_drafter, saved_description
 from spectrain.settings.build import build
 from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
+from spectrain.trees.base import Prefix
 from spectrain.trees.trie import Trie
 from tests.decoding.rounds import Keeping
 from tests.drafters.test_contract import EAGLE3, composed
@@ -190,7 +191,7 @@ class Asking(Eagle2):
         super().__init__(4, 10, 3)
         self.pattern, self.asked = pattern, 0
 
-    def asks(self, tries: list[Trie]) -> bool:
+    def asks(self, prefix: Prefix, tries: list[Trie]) -> bool:
         self.asked += 1
         return self.pattern[(self.asked - 1) % len(self.pattern)] == "d"
 
