@@ -105,7 +105,7 @@ def walk_up(gains: list[float], costs: list[float], least: float) -> int:
 
 def weigh_chances(tries: list[Trie]) -> bool:
     """Whether it is known how likely their nodes are kept."""
-    return all(trie.weighs_chances for trie in tries)
+    return bool(tries) and all(trie.weighs_chances for trie in tries)
 
 
 def expected_tokens(tries: list[Trie], depth: int, budget: int) -> np.ndarray:
