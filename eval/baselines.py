@@ -15,7 +15,7 @@ from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.retrieval import Retrieval
 from spectrain.drafters.shared.copies import Copying
 from spectrain.errors import UserError
-from spectrain.eval.leaks import refuse_prompts
+from spectrain.eval.leaks import admit
 from spectrain.eval.metrics import Turn
 from spectrain.eval.parts import Part, Results
 from spectrain.eval.prompts import Prompt
@@ -82,14 +82,12 @@ class Baselines(Part):
         if store is None:
             return None
         try:
-            found = refuse_prompts(store, self.prompts)
+            admit(store, self.prompts, candidate.setting)
         except UserError as error:
             if self.store != OWN:
                 raise
             print(f"copies are of the text alone: {error}")
             return None
-        print(f"{found['near_duplicates']} of {len(self.prompts)} prompts are much like a question in {store.folder}")
-        candidate.setting["store"] = found
         return store
 
     def report(self, results: Results) -> dict[str, Any]:

@@ -28,6 +28,13 @@ def refuse_prompts(store: Datastore, prompts: Sequence[Prompt]) -> dict[str, Any
     return {**store.facts, "near_duplicates": near}
 
 
+def admit(store: Datastore, prompts: Sequence[Prompt], setting: dict[str, Any]) -> None:
+    """Refuse a store that holds a scored question; else say what it is, in the setting, and how much alike they are."""
+    found = refuse_prompts(store, prompts)
+    print(f"{found['near_duplicates']} of {len(prompts)} prompts are much like a question in {store.folder}")
+    setting["store"] = found
+
+
 def refuse_answers(store: Datastore, turns: Sequence[Turn], tokenizer: Any) -> None:
     """Refuse a store that holds a scored answer from its first token to its last."""
     known = set(store.answers.tolist())

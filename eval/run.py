@@ -23,7 +23,7 @@ from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import rule_drift
 from spectrain.eval.exits import judge_target
 from spectrain.eval.identity import check_identity
-from spectrain.eval.leaks import refuse_answers, refuse_prompts
+from spectrain.eval.leaks import admit, refuse_answers
 from spectrain.eval.memory import extra_memory
 from spectrain.eval.noise import Noise, judge, load_of, spread
 from spectrain.eval.online import Learn, Online
@@ -191,9 +191,7 @@ class Evaluation:
             part.check(candidate)
             part.keep(candidate)
         if (store := drafter.abilities.datastore(drafter)) is not None:
-            found = refuse_prompts(store, self.chosen)
-            print(f"{found['near_duplicates']} of {len(self.chosen)} prompts are much like a question in {store.folder}")
-            candidate.setting["store"] = found
+            admit(store, self.chosen, candidate.setting)
         drafter.to(target.device, target.dtype).eval()
         target.pack()
         tune(drafter, target, lambda: self._calibration_prompts(target), builder.depth)
