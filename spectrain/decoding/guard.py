@@ -6,14 +6,11 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
-from torch import Tensor
-
 from spectrain.drafters.base import Drafts
 from spectrain.drafters.context import Context
+from spectrain.drafters.shared.resting import Resting
 from spectrain.errors import UserError
-from spectrain.models.features import Features
 from spectrain.trees.base import Draft, Round, TreeBuilder, WrappedBuilder
-from spectrain.trees.token_tree import Accepted, TokenTree
 
 MEASURED = 2  # plain rounds before the first draft
 BETWEEN = 32  # drafted rounds between two plain ones that time a step again: a drafter that pays loses about 1 % to them
@@ -85,30 +82,18 @@ class Guard:
         return {"drafted_rounds": self.num_drafted, "plain_rounds": self.num_plain, "fallen_back": self.fallen}
 
 
-class GuardedDrafter:
-    """A drafter that is asked only while its guard says so; what rounds without it commit waits until it is asked again."""
+class GuardedDrafter(Resting):
+    """A drafter that is asked only while its guard says so."""
 
     def __init__(self, drafter: Drafts, guard: Guard) -> None:
-        self.drafter, self.guard = drafter, guard
-        self.is_asked = False
-        self.before: tuple[Features, Tensor] | None = None
+        super().__init__(drafter)
+        self.guard = guard
 
     def draft(self, context: Context) -> Draft:
-        self.is_asked = self.guard.drafts()
-        if not self.is_asked:
-            self.before = (context.fresh, context.counts)
-            return Draft()
-        context.catch_up()
-        return self.drafter.draft(context)
-
-    def verify(self, context: Context, tree: TokenTree) -> Features:
-        return self.drafter.verify(context, tree) if self.is_asked else context.verify(tree)
-
-    def commit(self, context: Context, accepted: Accepted) -> None:
-        if self.is_asked:
-            self.drafter.commit(context, accepted)
-        elif self.before is not None:
-            context.postpone(self.before)
+        if self.guard.drafts():
+            return self.ask(context)
+        self.leave_out(context)
+        return Draft()
 
 
 class GuardedBuilder(WrappedBuilder):

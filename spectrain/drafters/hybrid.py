@@ -22,6 +22,7 @@ from .abilities import DraftingCost, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
 from .context import Context
 from .shared.copies import Copying
+from .shared.resting import Resting
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -48,7 +49,7 @@ class Merged(Drafter):
     def __init__(self, inner: Drafter, copying: Copying) -> None:
         super().__init__()
         self.inner, self.copying = inner, copying
-        self.before: tuple[Features, Tensor] | None = None  # what the drafter is to read, in a round that leaves it out
+        self.resting = Resting(inner)
         self.layers = inner.layers
         self.abilities = replace(
             inner.abilities,
@@ -71,26 +72,22 @@ class Merged(Drafter):
 
     def draft(self, context: Context) -> Draft:
         self.copying.propose(context)
-        copies, self.before = self._tries(), None
+        copies = self._tries()
         behind = sum(features.tokens.shape[1] for features, _ in context.waiting)
         soon = 2 * (context.builder.depth + 1)  # what the last round with it committed, and what this one may
         if behind + soon <= PATIENCE and not context.builder.asks(context, copies):
-            self.before = context.fresh, context.counts
+            self.resting.leave_out(context)
             return Draft(continuations=copies)
-        context.catch_up()
-        draft = self.inner.draft(context)
+        draft = self.resting.ask(context)
         if draft.rollout is None:  # a round in which it cannot draft
             return replace(draft, continuations=copies)
         return replace(draft, join=self._joined)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        return self.inner.verify(context, tree) if self.before is None else context.verify(tree)
+        return self.resting.verify(context, tree)
 
     def commit(self, context: Context, accepted: Accepted) -> None:
-        if self.before is None:
-            self.inner.commit(context, accepted)
-        else:
-            context.postpone(self.before)
+        self.resting.commit(context, accepted)
 
     def _joined(self, tree: TokenTree) -> list[Trie]:
         """What is known of every text, the drafter's nodes [B, N] among it."""
