@@ -32,6 +32,11 @@ class Measured(TreeBuilder):
             raise UserError(f"tree={self.name}: nothing is timed yet; call prepare with a Calibration that has a latency")
         return self.latency
 
+    def _verify_seconds(self, length: int) -> list[float]:
+        """Of every size up to the budget, behind texts so long."""
+        latency = self._known()
+        return [latency.verify(size, length) for size in range(1, self.budget + 1)]
+
 
 class Cast(Measured):
     """CAST (Hu et al., 2025): breadth, depth and size by measured cost. u is expected tokens, c is cost in target steps.
@@ -84,7 +89,7 @@ class Cast(Measured):
                 break
             draft.extend(best.indices[:, :width])
         values = draft.scores.sort(dim=1, descending=True).values[:, : self.budget].exp().mean(0).cumsum(0).tolist()
-        self.costs = [latency.verify(k, length) / step for k in range(1, self.budget + 1)]
+        self.costs = [seconds / step for seconds in self._verify_seconds(length)]
         return draft.best(max(2, walk_up(values, self.costs, self.size_gain)))
 
     def room(self, prefix: Prefix, tries: list[Trie]) -> int:
@@ -159,7 +164,7 @@ class Auto(Measured):
         depths = torch.zeros_like(draft.tokens)
         trust = np.minimum.accumulate(np.clip(self.observed / self.predicted, 0.05, 1.5))
         correction = torch.tensor([0.0, *np.log(trust)], dtype=torch.float32, device=device)
-        verify = torch.tensor(self._verify_seconds(), dtype=torch.float32, device=device)
+        verify = torch.tensor(self._verify_seconds(self.length), dtype=torch.float32, device=device)
         depth = self.reach(rollout)
         for level in range(depth):
             scores = draft.branch(self.top_k)
@@ -208,13 +213,8 @@ class Auto(Measured):
     def _fastest(self, chances: np.ndarray, spent: float) -> tuple[int, float]:
         """The best number of nodes after so many seconds of drafting, and the tokens that it promises."""
         tokens = chances.sum(1).mean(0).cumsum()
-        size = int((tokens / (spent + np.asarray(self._verify_seconds()))).argmax())
+        size = int((tokens / (spent + np.asarray(self._verify_seconds(self.length)))).argmax())
         return size + 1, float(tokens[size])
-
-    def _verify_seconds(self) -> list[float]:
-        """Of every size up to the budget."""
-        latency = self._known()
-        return [latency.verify(size, self.length) for size in range(1, self.budget + 1)]
 
     def observe(self, round: Round) -> None:
         rate, levels, self.levels = 1 / self.memory, self.levels, 0
