@@ -139,7 +139,7 @@ class ProposedAtOnce:
     def __init__(self, drafter: Drafter, builder: TreeBuilder, backend: str) -> None:
         self.drafter, self.builder = drafter, builder
         self.propose = compiled_call(_propose, backend)
-        self.verify, self.commit = drafter.verify, drafter.commit
+        self.prefill, self.verify, self.commit = drafter.prefill, drafter.verify, drafter.commit
 
     def draft(self, context: Context) -> Draft:
         tree = self.propose(context, self.drafter, self.builder)
@@ -226,7 +226,7 @@ class Captured:
         if state.log is not None:
             state.log.slot.zero_()  # a decode that was interrupted has left it anywhere
         state.context.cache.empty()
-        read(state.context, self.rule, request)
+        read(state.context, self.plays, self.rule, request)
 
     def _take(self, request: Request) -> State:
         """The tensors of a batch of this size, and what the drafter keeps beside them."""

@@ -80,6 +80,9 @@ def run(runner: Runner, request: Request, watch: Watch = unwatched) -> list[Gene
 class NoDraft:
     """Autoregressive decoding."""
 
+    def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
+        return context.prefill(tokens, lengths)
+
     def draft(self, context: Context) -> Draft:
         return Draft()
 
@@ -179,7 +182,7 @@ def prefill(
     capacity = request.longest + request.max_new_tokens + 3 + slots_a_round(drafter, builder) + extra_slots
     cache = target.new_cache(len(request.prompts), capacity)
     context = empty_context(target, builder, cache, () if drafter is None else drafter.layers, len(request.stop_ids))
-    read(context, rule, request)
+    read(context, NoDraft() if drafter is None else drafter, rule, request)
     return context
 
 
@@ -220,14 +223,14 @@ def empty_context(target: Target, builder: TreeBuilder, cache: TreeCache, layers
     )
 
 
-def read(context: Context, rule: AcceptanceRule, request: Request) -> None:
+def read(context: Context, plays: Drafts, rule: AcceptanceRule, request: Request) -> None:
     """Run the prompts into the empty cache, with the first new token, which is chosen from their last logits, behind them."""
     device, longest = context.target.device, request.longest
     context.sequence_ids.copy_(torch.tensor(request.sequence_ids))
     context.stops.copy_(torch.tensor([*sorted(request.stop_ids), *[NEVER] * (len(context.stops) - len(request.stop_ids))]))
     padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in request.prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in request.prompts], device=device)
-    seen = context.target.prefill(padded, lengths, context.cache, context.layers)
+    seen = plays.prefill(context, padded, lengths)
     assert seen.logits is not None
     context.tokens[:, :longest] = padded
     first = rule.choose(seen.logits, context.sequence_ids, lengths[:, None])

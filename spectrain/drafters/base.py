@@ -79,7 +79,9 @@ class Losses:
 
 
 class Drafts(Protocol):
-    """What a round asks of a drafter, or of what is wrapped around one."""
+    """What a decoding asks of a drafter, or of what is wrapped around one."""
+
+    def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features: ...
 
     def draft(self, context: Context) -> Draft: ...
 
@@ -109,6 +111,10 @@ class Drafter(nn.Module, ABC):
         """Training losses of a batch, which holds the features that the stage names. Training-free families have none."""
         name = type(self).__name__.lower()
         raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
+
+    def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
+        """The target's features of the prompts [B, T], padded on the right, and its logits [B, 1, V] behind each."""
+        return context.prefill(tokens, lengths)
 
     @abstractmethod
     def draft(self, context: Context) -> Draft:

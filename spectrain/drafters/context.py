@@ -76,6 +76,10 @@ class Context:
                 return old
         return TreeCache(num_layers, batch, length, self.tokens.device, bound)
 
+    def prefill(self, tokens: Tensor, lengths: Tensor) -> Features:
+        """Run the prompts into the empty cache."""
+        return self.target.prefill(tokens, lengths, self.cache, self.layers)
+
     def verify(self, tree: TokenTree) -> Features:
         """The target's logits and features at every node, from where a partial forward left them if there was one."""
         if self.partial is not None:

@@ -84,8 +84,7 @@ class GatedLora(Drafter):
 
     Decoding verifies a tree and its masks in one forward. quadratic puts all masks behind every node, so that drafts are ready
     whatever is accepted; linear puts them behind one deepest node only, and nothing is drafted after another end. The first
-    round drafts nothing, for no masks ran before it: a forward over masks alone could bring its drafts, but would cost as much
-    as this round, which brings a token and masks as well.
+    round's masks run behind the prompts.
     """
 
     saved = SavedFiles(
@@ -254,14 +253,26 @@ class GatedLora(Drafter):
         """A draft step reads the head, and the sampler; the masks have run with the verification before."""
         return nn.ModuleList([self.head.output, *([] if self.sampler is None else [self.sampler])])
 
+    def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
+        """The masks stand right behind each prompt, in what is padding for the rest of the batch: nothing committed sees them,
+        and the cache keeps none of them."""
+        places = lengths[:, None] + torch.arange(self.num_masks, device=tokens.device)
+        padded = F.pad(tokens, (0, self.num_masks))
+        numbers = torch.full_like(padded, -1).scatter(1, places, places - lengths[:, None])
+        with self.gated(context.target, numbers):
+            seen = context.target.prefill(padded, lengths, context.cache, ("final",))
+        states = seen.at("final")
+        self.states = states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
+        self.ready_at = lengths.clone()
+        return Features(tokens, (), seen.hidden[:, : tokens.shape[1], :0], seen.logits)
+
     def draft(self, context: Context) -> Draft:
         """Draft from the masks behind the last accepted node, where there were any; then put masks behind the new nodes."""
-        if context.cache.bound is not None:
-            return self._draft_captured(context)
-        ready = torch.zeros_like(context.root, dtype=torch.bool)
-        if context.round and self.ready_at is not None and len(self.ready_at) == len(ready):
-            ready = self.ready_at == context.cache.lengths
-        if self.states is None or not ready.any():
+        assert self.states is not None and self.ready_at is not None
+        if context.cache.bound is not None and self.strategy == "quadratic":
+            return Draft(_Masks(self, self.states, context.root), complete=self._with_masks)  # every row is ready
+        ready = self.ready_at == context.cache.lengths
+        if not ready.any():
             children = context.builder.children
             q = None if children == "deterministic" else context.fresh.hidden.new_zeros(len(ready), 1, self.head.vocab_size)
             return Draft(complete=lambda root: self._with_masks(replace(root, children=children, q=q)))
@@ -269,21 +280,6 @@ class GatedLora(Drafter):
         def complete(tree: TokenTree) -> TokenTree:
             first = torch.arange(tree.tokens.shape[1], device=ready.device) == 0
             return self._with_masks(tree.select(tree.valid & (ready[:, None] | first)))
-
-        return Draft(_Masks(self, self.states, context.root), complete=complete)
-
-    def _draft_captured(self, context: Context) -> Draft:
-        """The same without a host-device synchronisation: with masks behind every node every row is ready, but in the first
-        round none is, whose tree has the same size and nothing valid but its root."""
-        if not context.round:
-            self.states = context.fresh.hidden.new_zeros(len(context.root), self.num_masks, self.masks.shape[1])
-        assert self.states is not None
-        is_first = not context.round
-
-        def complete(tree: TokenTree) -> TokenTree:
-            if is_first:
-                tree = replace(tree, valid=tree.valid & (torch.arange(tree.tokens.shape[1], device=tree.tokens.device) == 0))
-            return self._with_masks(tree)
 
         return Draft(_Masks(self, self.states, context.root), complete=complete)
 

@@ -70,6 +70,9 @@ class Merged(Drafter):
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         self.inner.prepare(target, token_counts)
 
+    def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
+        return self.inner.prefill(context, tokens, lengths)
+
     def draft(self, context: Context) -> Draft:
         self.copying.propose(context)
         copies = self._tries()
