@@ -598,7 +598,7 @@ def check_masks(drafter: GatedLora, witness: Witness) -> None:
 
 
 def check_ready(drafter: GatedLora, witness: Witness) -> set[tuple[bool, bool]]:
-    """Drafts are ready at first and after every round or, linear, exactly after those whose last kept node is the one with masks.
+    """Drafts are ready at first and after every round or, linear, exactly after those whose last kept node has the masks.
 
     Gives what occurred: (drafts were ready, in the round before as well).
     """
