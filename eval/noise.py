@@ -27,7 +27,7 @@ class Noise:
 
     spread: float  # of the autoregressive steps' mean time from turn to turn, in logarithms: 0.1 is about 10 %
     load: float | None  # processes that wanted to run in the last minute, over the machine's cores; None on an accelerator
-    repeats: int = 1  # how often every pair was decoded; from 2 on the speedup is made of the median pairs
+    repeats: int = 1  # how often every pair was decoded; from 2 on the speedup is made of pairs decoded round by round in turn
 
     @property
     def reasons(self) -> list[str]:

@@ -79,7 +79,7 @@ def noise_of(summary: dict[str, Any]) -> Iterator[str]:
     entries = [summary, *summary["compared"].values()]
     repeats = summary.get("noise", {}).get("repeats", 1)
     if repeats > 1:
-        yield f"times were unsteady: every pair of runs was decoded {repeats} times, and the one with the median ratio counts"
+        yield "times were unsteady: every pair of runs was decoded again, round by round in turn, and that counts"
     doubtful = [entry for entry in entries if not entry["speedup"].get("quotable", True)]
     for reason in dict.fromkeys(entry["speedup"]["reason"] for entry in doubtful):
         named = [entry["label"] for entry in doubtful if entry["speedup"]["reason"] == reason]

@@ -74,7 +74,7 @@ class Evaluation:
     )
     engine: Choice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
     guard: bool = False  # decode autoregressively while drafting does not pay
-    repeats: int = 3  # where times are unsteady, or a speedup cannot be, pairs are decoded so often and the medians count
+    repeats: int = 2  # times that pairs are decoded where times are unsteady: after the first, round by round in turn
     online: bool = False  # the drafter goes on learning from what the target corrects, beside a copy that does not
     online_lr: float = 1e-4
     online_every: int = 8

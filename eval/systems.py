@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from spectrain.decoding.acceptance import AcceptanceRule
-from spectrain.decoding.generation import Generation, Watch, unwatched
+from spectrain.decoding.generation import Generation, Watch, in_turn, unwatched
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.pruning import Pruning
 from spectrain.decoding.session import Choice, Session
@@ -39,6 +39,16 @@ class Decoder:
         session = self.session(system)
         session.warm_up(prompts, limit, sequence_ids)
         return session.decode(prompts, limit, sequence_ids, watch=watch)
+
+    def in_turn(
+        self, system: System, prompts: list[list[int]], limit: int, sequence_ids: list[int]
+    ) -> tuple[list[Generation], list[Generation]]:
+        """Decode autoregressively and with a system, round by round in turn."""
+        sessions = self.session(None), self.session(system)
+        for session in sessions:
+            session.warm_up(prompts, limit, sequence_ids)
+        plain, drafted = in_turn([session.steps(prompts, limit, sequence_ids) for session in sessions])
+        return plain, drafted
 
     def session(self, system: System | None) -> Session:
         """How a system is decoded."""

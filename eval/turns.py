@@ -108,21 +108,25 @@ class Interleaving:
         return runs
 
     def repeat(self, times: int) -> None:
-        """Where the times of the first run cannot be relied on, decode all of it again, and take of every pair of an
-        autoregressive and a drafted run the one whose ratio is the median; not where that would take minutes."""
+        """Where the times of the first run cannot be relied on, decode every autoregressive and drafted run again as a pair,
+        round by round in turn, until there are so many of it, the first included, which then counts no more; of several the one
+        whose ratio is the median counts. Not where that would take minutes."""
         names = [system.name for system in self.systems]
         if times < 2 or not is_unsteady([self.turns[name] for name in names]):
             return
-        if (more := (times - 1) * self.seconds) > PATIENCE:
-            self.console.print(f"times are unsteady; to decode everything {times} times would take {span(more)} more: not done")
+        more = (times - 1) * self.seconds * 2 * len(names) / (1 + len(names))  # each with an autoregressive run of its own
+        if more > PATIENCE:
+            self.console.print(f"times are unsteady; to decode every pair again would take {span(more)} more: not done")
             return
-        self.console.print(f"times are unsteady: everything is decoded {times} times, which takes {span(more)} more")
-        found = {name: [self.turns[name]] for name in names}
-        for again in range(1, times):
+        self.console.print(f"times are unsteady: every pair is decoded again, round by round, which takes {span(more)} more")
+        found: dict[str, list[list[Turn]]] = {name: [] for name in names}
+        for _ in range(1, times):
             turns: dict[str, list[Turn]] = {name: [] for name in names}
-            for number, batch in enumerate(self.batches):
-                for name, some in paired(batch, self._decode(batch, number + again)).items():
-                    turns[name] += some
+            for batch in self.batches:
+                tokens, keys = [one.tokens for one in batch], [one.sequence_id for one in batch]
+                for system in self.systems:
+                    plain, drafted = self.decoder.in_turn(system, tokens, self.max_new_tokens, keys)
+                    turns[system.name] += paired(batch, {AUTOREGRESSIVE: plain, system.name: drafted})[system.name]
             for name in names:
                 found[name].append(turns[name])
         self.turns |= {name: median_pairs(all_turns) for name, all_turns in found.items()}

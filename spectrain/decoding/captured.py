@@ -28,8 +28,8 @@ from spectrain.trees.base import Draft, RootAlone, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
 
 from .acceptance import AcceptanceRule
-from .generation import PARTS, Generation, Line, Watch, unwatched
-from .loop import NoDraft, Outcome, Request, asked, check_room, empty_context, play, read, run, slots_a_round
+from .generation import PARTS, Generation, Line, Steps, Watch, unwatched, watched
+from .loop import NoDraft, Outcome, Request, asked, check_room, empty_context, play, read, slots_a_round, steps
 
 WARM_UP = 2  # rounds of the final shapes before a capture, in which kernels are loaded
 KEPT = 4  # sizes of batches whose caches and graphs are kept
@@ -139,7 +139,7 @@ class ProposedAtOnce:
     def __init__(self, drafter: Drafter, builder: TreeBuilder, backend: str) -> None:
         self.drafter, self.builder = drafter, builder
         self.propose = compiled_call(_propose, backend)
-        self.prefill, self.verify, self.commit = drafter.prefill, drafter.verify, drafter.commit
+        self.verify, self.commit = drafter.verify, drafter.commit
 
     def draft(self, context: Context) -> Draft:
         tree = self.propose(context, self.drafter, self.builder)
@@ -196,16 +196,15 @@ class Captured:
         watch: Watch = unwatched,
     ) -> list[Generation]:
         """Continue every prompt, as `loop.decode` does; `watch` sees what each look of the host brought."""
-        return self.run(asked(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos), watch)
+        return watched(self.steps(asked(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)), watch)
 
-    @torch.inference_mode()
-    def run(self, request: Request, watch: Watch = unwatched) -> list[Generation]:
-        """Continue what is asked for."""
+    def steps(self, request: Request) -> Steps:
+        """Continue what is asked for; it pauses after the prompts and after every look."""
         device = self.target.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # where events and graphs are made
             self._take(request)  # what is refused changes nothing
             try:
-                return run(self, request, watch)
+                yield from steps(self, request)
             finally:
                 self.state.carried = {name: getattr(self.drafter, name) for name in self._carried}
 
@@ -226,7 +225,7 @@ class Captured:
         if state.log is not None:
             state.log.slot.zero_()  # a decode that was interrupted has left it anywhere
         state.context.cache.empty()
-        read(state.context, self.plays, self.rule, request)
+        read(state.context, self.drafter, self.rule, request)
 
     def _take(self, request: Request) -> State:
         """The tensors of a batch of this size, and what the drafter keeps beside them."""

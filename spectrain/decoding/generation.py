@@ -1,8 +1,8 @@
 """What decoding gives, prompt by prompt, and how long its parts took."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -83,6 +83,31 @@ def unwatched(generations: list[Generation]) -> None:
     """Nobody watches."""
 
 
+Steps = Generator[list[Generation], None, None]
+"""A decoding that pauses after prefill and after every look of the host, with the generations as they stand; they are whole,
+and timed, when it is over."""
+
+
+def watched(steps: Steps, watch: Watch) -> list[Generation]:
+    """Go through a decoding to its end."""
+    generations: list[Generation] = []
+    with closing(steps):  # at once where the watcher raises
+        for generations in steps:
+            watch(generations)
+    return generations
+
+
+def in_turn(decodings: Sequence[Steps]) -> list[list[Generation]]:
+    """Decode side by side: whatever has emitted least goes on, so that what slows the machine for a while slows all of them."""
+    found = [next(one) for one in decodings]
+    left = set(range(len(found)))
+    while left:
+        least = min(left, key=lambda index: sum(len(one.output) for one in found[index]))
+        if next(decodings[least], None) is None:
+            left.remove(least)
+    return found
+
+
 class Clock:
     """Wall time of a round by part; on a GPU each part ends with a synchronisation."""
 
@@ -107,10 +132,9 @@ class Clock:
         return seconds
 
 
-def timed(generations: list[Generation], prefilled: float) -> list[Generation]:
-    """The generations of a batch, with the seconds that it took as a whole."""
+def timed(generations: list[Generation], prefilled: float) -> None:
+    """Note the seconds that a batch took as a whole."""
     longest = max((generation.times for generation in generations), key=len)
     total = {part: sum(times[part] for times in longest) for part in PARTS}
     for generation in generations:
         generation.seconds = {"prefill": prefilled, **total}
-    return generations

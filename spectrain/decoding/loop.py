@@ -25,7 +25,7 @@ from spectrain.trees.base import Draft, RootAlone, Round, TreeBuilder
 from spectrain.trees.token_tree import Accepted, TokenTree
 
 from .acceptance import AcceptanceRule
-from .generation import PARTS, Clock, Generation, Line, Watch, timed, unwatched
+from .generation import PARTS, Clock, Generation, Line, Steps, Watch, timed, unwatched, watched
 
 NEVER = -1  # what no token equals
 
@@ -56,16 +56,21 @@ def play(context: Context, drafter: Drafts, builder: TreeBuilder, rule: Acceptan
     yield Outcome(tree, seen.logits, emitted, counts)
 
 
-@torch.inference_mode()
 def run(runner: Runner, request: Request, watch: Watch = unwatched) -> list[Generation]:
-    """Continue every prompt, round after round, until all are done."""
+    """Continue every prompt until all are done."""
+    return watched(steps(runner, request), watch)
+
+
+@torch.inference_mode()
+def steps(runner: Runner, request: Request) -> Steps:
+    """Continue every prompt, round after round; it pauses after the prompts and after every look of the host."""
     stop_ids, limit = request.stop_ids, request.max_new_tokens
     generations = [Generation(prompt, batch=len(request.prompts)) for prompt in request.prompts]
     began = time.perf_counter()
     for generation, token in zip(generations, runner.begin(request)):
         generation.emit([token], stop_ids, limit)
     prefilled = time.perf_counter() - began
-    watch(generations)
+    yield generations
     while not all(generation.done for generation in generations):
         left = max(limit - len(one.output) for one in generations if not one.done)
         for lines, seconds in runner.rounds(left):
@@ -73,15 +78,12 @@ def run(runner: Runner, request: Request, watch: Watch = unwatched) -> list[Gene
                 if not generation.done:
                     generation.note(line, seconds)
                     generation.emit(line.tokens, stop_ids, limit)
-        watch(generations)
-    return timed(generations, prefilled)
+        yield generations
+    timed(generations, prefilled)
 
 
 class NoDraft:
     """Autoregressive decoding."""
-
-    def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
-        return context.prefill(tokens, lengths)
 
     def draft(self, context: Context) -> Draft:
         return Draft()
@@ -182,7 +184,7 @@ def prefill(
     capacity = request.longest + request.max_new_tokens + 3 + slots_a_round(drafter, builder) + extra_slots
     cache = target.new_cache(len(request.prompts), capacity)
     context = empty_context(target, builder, cache, () if drafter is None else drafter.layers, len(request.stop_ids))
-    read(context, NoDraft() if drafter is None else drafter, rule, request)
+    read(context, drafter, rule, request)
     return context
 
 
@@ -223,14 +225,14 @@ def empty_context(target: Target, builder: TreeBuilder, cache: TreeCache, layers
     )
 
 
-def read(context: Context, plays: Drafts, rule: AcceptanceRule, request: Request) -> None:
+def read(context: Context, drafter: Drafter | None, rule: AcceptanceRule, request: Request) -> None:
     """Run the prompts into the empty cache, with the first new token, which is chosen from their last logits, behind them."""
     device, longest = context.target.device, request.longest
     context.sequence_ids.copy_(torch.tensor(request.sequence_ids))
     context.stops.copy_(torch.tensor([*sorted(request.stop_ids), *[NEVER] * (len(context.stops) - len(request.stop_ids))]))
     padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in request.prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in request.prompts], device=device)
-    seen = plays.prefill(context, padded, lengths)
+    seen = context.prefill(padded, lengths) if drafter is None else drafter.prefill(context, padded, lengths)
     assert seen.logits is not None
     context.tokens[:, :longest] = padded
     first = rule.choose(seen.logits, context.sequence_ids, lengths[:, None])

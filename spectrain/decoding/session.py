@@ -16,9 +16,9 @@ from spectrain.trees.base import RootAlone, TreeBuilder
 from .acceptance import AcceptanceRule, Greedy
 from .calibration import calibrate, settle
 from .captured import Captured, why_not
-from .generation import Generation, Watch, unwatched
+from .generation import Generation, Steps, Watch, unwatched, watched
 from .guard import Guard, GuardedBuilder, GuardedDrafter
-from .loop import Eager, asked, decode, run
+from .loop import Eager, asked, decode, steps
 from .pruning import PrunedDrafter, Pruning
 
 Choice = Literal["auto", "captured", "eager"]
@@ -69,10 +69,20 @@ class Session:
         watch: Watch = unwatched,
     ) -> list[Generation]:
         """Continue every prompt; `sequence_ids` key each text's random draws."""
+        return watched(self.steps(prompts, max_new_tokens, sequence_ids, ignore_eos), watch)
+
+    def steps(
+        self,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        sequence_ids: list[int] | None = None,
+        ignore_eos: bool = False,
+    ) -> Steps:
+        """The same, pausing after the prompts and after every look of the host."""
         request = asked(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)
         if self.why_eager is not None:
-            return run(self._eager(max_new_tokens), request, watch)
-        return self._captured.run(request, watch)
+            return steps(self._eager(max_new_tokens), request)
+        return self._captured.steps(request)
 
     def warm_up(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None = None) -> None:
         """Compile and capture what such a batch runs, where that is to come, so that decoding it can be timed."""

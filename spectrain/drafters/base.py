@@ -79,9 +79,7 @@ class Losses:
 
 
 class Drafts(Protocol):
-    """What a decoding asks of a drafter, or of what is wrapped around one."""
-
-    def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features: ...
+    """What a round asks of a drafter, or of what is wrapped around one."""
 
     def draft(self, context: Context) -> Draft: ...
 

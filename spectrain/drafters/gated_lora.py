@@ -254,8 +254,7 @@ class GatedLora(Drafter):
         return nn.ModuleList([self.head.output, *([] if self.sampler is None else [self.sampler])])
 
     def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
-        """The masks stand right behind each prompt, in what is padding for the rest of the batch: nothing committed sees them,
-        and the cache keeps none of them."""
+        """The first round's masks stand right behind each prompt: nothing committed sees them, and the cache keeps none."""
         places = lengths[:, None] + torch.arange(self.num_masks, device=tokens.device)
         padded = F.pad(tokens, (0, self.num_masks))
         numbers = torch.full_like(padded, -1).scatter(1, places, places - lengths[:, None])

@@ -5,13 +5,20 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.decoding.generation import PARTS, Generation
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.generation import PARTS, Generation, Steps, in_turn
+from spectrain.decoding.session import Choice
+from spectrain.drafters.causal import Causal
 from spectrain.eval.metrics import Turn, speedup
 from spectrain.eval.noise import Noise, is_possible, is_unsteady, judge, load_of, median_pairs, most_possible, spread
 from spectrain.eval.report import noise_of, speed_text
+from spectrain.eval.systems import Decoder, System
 from spectrain.eval.turns import Interleaving
+from spectrain.models.target import Target
+from spectrain.trees import Chain
 
 QUIET = Noise(0.02, 0.5)
+LIMIT = 20
 
 
 def generation(rounds: list[int], seconds: float) -> Generation:
@@ -87,7 +94,7 @@ def test_median_pairs_stay_pairs() -> None:
 
 
 class Scripted:
-    """Stands for a decoder whose autoregressive steps are slowed now and then, as by another process."""
+    """Stands for a decoder whose autoregressive runs are slowed now and then, as by another process; in turn, both are."""
 
     def __init__(self, slow: set[int]) -> None:
         self.slow, self.calls = slow, 0
@@ -97,6 +104,11 @@ class Scripted:
         if system is None:
             return [generation([1] * 6, 6.0 * (4.0 if self.calls in self.slow else 1.0))]
         return [generation([2, 2, 2], 5.0)]
+
+    def in_turn(self, system: Any, prompts: Any, limit: int, sequence_ids: Any) -> tuple[list[Generation], list[Generation]]:
+        self.calls += 1
+        slower = 1.1 if self.calls in self.slow else 1.0
+        return [generation([1] * 6, 6.0 * slower)], [generation([2, 2, 2], 5.0 * slower)]
 
 
 def interleaved(decoder: Scripted, count: int) -> Interleaving:
@@ -112,18 +124,89 @@ def interleaved(decoder: Scripted, count: int) -> Interleaving:
     return decoding
 
 
-def test_unsteady_times_are_measured_again() -> None:
-    """Where two of eight baselines were slowed, every pair is decoded three times and the medians are free of it; steady times
-    are measured once, and so are few turns and what must not be repeated."""
-    decoding = interleaved(Scripted({3, 5}), 8)
+@pytest.mark.parametrize("times", [2, 4])
+def test_unsteady_times_are_measured_again(times: int) -> None:
+    """Where two of eight baselines were slowed, every pair is decoded again in turn, and that is free of it; steady times are
+    measured once, and so are few turns and what must not be repeated."""
+    decoding = interleaved(Scripted({3, 5, 10, 12}), 8)
     assert speedup(decoding.turns["drafter"]) == pytest.approx(1.2 * 14 / 8)
     assert is_unsteady([decoding.turns["drafter"]])
     decoding.repeat(1)
     assert decoding.repeats == 1
-    decoding.repeat(3)
-    assert decoding.repeats == 3 and speedup(decoding.turns["drafter"]) == pytest.approx(1.2)
-    assert len(decoding.turns["drafter"]) == 8 and spread(decoding.turns["drafter"]) == pytest.approx(0)
+    decoding.repeat(times)
+    assert decoding.repeats == times and speedup(decoding.turns["drafter"]) == pytest.approx(1.2)
+    assert len(decoding.turns["drafter"]) == 8 and spread(decoding.turns["drafter"]) < 0.05
     steady, few = interleaved(Scripted(set()), 8), interleaved(Scripted({1}), 4)
     for one in (steady, few):
-        one.repeat(3)
+        one.repeat(times)
         assert one.repeats == 1
+
+
+def rounds_of(one: Generation) -> tuple[list[int], list[int], list[int]]:
+    return one.output, one.accepted, one.depths
+
+
+@pytest.mark.parametrize("engine", ["eager", "captured"])
+def test_pairs_in_turn_are_the_runs_alone(shallow: Target, engine: Choice) -> None:
+    """Round by round in turn, an autoregressive run and a drafted one give the tokens and rounds that they give alone."""
+    drafter = Causal(shallow, num_layers=2).eval()
+    system = System("drafter", "", drafter, Chain(3), Greedy())
+    prompts, keys = [[5, 6, 7], [9, 8, 7, 6, 5]], [0, 1]
+    decoder = Decoder(shallow, Greedy(), engine)
+    alone = [decoder(one, prompts, LIMIT, keys) for one in (None, system)]
+    together = decoder.in_turn(system, prompts, LIMIT, keys)
+    for run, other in zip(alone, together):
+        assert [rounds_of(one) for one in run] == [rounds_of(one) for one in other]
+        assert all(len(one.times) == len(one.accepted) and one.seconds["verify"] > 0 for one in other)
+
+
+def test_what_has_emitted_least_goes_on() -> None:
+    """Two decodings in turn, of one token a round and of up to three: their lengths never differ by more than a round gives."""
+    lengths = []
+
+    def decoding(rounds: list[int]) -> Steps:
+        one = Generation([1])
+        mine = [one]
+        lengths.append(mine)
+        yield mine
+        for tokens in rounds:
+            one.output += [0] * tokens
+            assert abs(len(lengths[0][0].output) - len(lengths[-1][0].output)) <= 3
+            yield mine
+
+    found = in_turn([decoding([1] * 9), decoding([3, 2, 3, 1])])
+    assert [len(run[0].output) for run in found] == [9, 9]
+
+
+class Spell:
+    """A machine whose time passes four times as slowly from one tick to another, a slow spell."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.ticks, self.first, self.last = 0, first, last
+
+    def round(self, seconds: float) -> float:
+        self.ticks += 1
+        return seconds * (4.0 if self.first <= self.ticks < self.last else 1.0)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_a_slow_spell_slows_both(first: int) -> None:
+    """40 rounds of a second beside 20 of 1.5 that give twice as much, a speedup of 1.33: run one after the other, a slow spell
+    of 20 rounds makes 0.33 to 3.3 of it; in turn, it stays within a tenth."""
+
+    def decoding(machine: Spell, tokens: int, seconds: float) -> Steps:
+        one = Generation([1])
+        yield [one]
+        for _ in range(40 // tokens):
+            one.output += [0] * tokens
+            one.times.append({"verify": machine.round(seconds)})
+            yield [one]
+
+    machine = Spell(first, first + 20)
+    plain, drafted = in_turn([decoding(machine, 1, 1.0), decoding(machine, 2, 1.5)])
+    ratio = plain[0].finish_seconds / drafted[0].finish_seconds
+    assert ratio == pytest.approx(40 / 30, rel=0.1)
+    machine = Spell(first, first + 20)
+    (plain,), (drafted,) = in_turn([decoding(machine, 1, 1.0)]), in_turn([decoding(machine, 2, 1.5)])
+    alone = plain[0].finish_seconds / drafted[0].finish_seconds
+    assert abs(alone - 40 / 30) > abs(ratio - 40 / 30)

@@ -27,9 +27,6 @@ class Resting:
     def is_asked(self) -> bool:
         return self.before is None
 
-    def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
-        return self.drafter.prefill(context, tokens, lengths)
-
     def ask(self, context: Context) -> Draft:
         """Its draft, after it has read what was committed without it."""
         self.before = None
