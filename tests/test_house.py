@@ -36,7 +36,7 @@ PLAIN = {"abilities", "base", "context", "__init__"}  # modules in drafters/ tha
 ONE_PROGRAM = {"kernels/linear_divergence.py:_row_kl_kernel", "kernels/tree_attention.py:_split_kernel"}
 """Triton kernels of more than 60 lines: one program for the device is one function here."""
 IMPOSED = {
-    "models/attention.py:_attention",  # transformers calls it, by these names
+    "models/attention.py:layer_attention",  # transformers calls it, by these names
     "models/compiled_layers.py:_attend_behind",  # an operation that torch traces takes no objects
 }
 CONFIGURED = {

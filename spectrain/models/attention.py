@@ -82,7 +82,7 @@ def trees_alone(mask: Tensor | tuple[Tensor, ...], positions: Tensor, lengths: t
     return [Visibility(place.new_zeros(1), 0, tree, place, place) for tree, place in zip(mask, places)]
 
 
-def _attention(  # transformers calls it, by these names
+def layer_attention(  # transformers calls it, by these names
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -127,5 +127,5 @@ def _attention(  # transformers calls it, by these names
     return output.transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register(ATTENTION, _attention)
+AttentionInterface.register(ATTENTION, layer_attention)
 AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)

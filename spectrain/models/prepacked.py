@@ -21,6 +21,8 @@ from spectrain.kernels.onednn import product
 
 from .replaced_forward import set_forward
 
+SMALL = 1 << 18  # weights: with so few, and FEW rows, the default BLAS is done before oneDNN has begun (Xeon: 8 us against 25)
+FEW = 64
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -52,11 +54,11 @@ class PackedWeights:
     """The weights of some linears below each other, reordered for one product.
 
     The copy is made at the first use and again whenever a weight was written to or replaced, so training a target and then
-    decoding with it is safe.
+    decoding with it is safe. `rounded`, large float32 weights are copied as bfloat16 where the processor multiplies that.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self.linears = linears
+    def __init__(self, linears: Sequence[nn.Linear], rounded: bool = False) -> None:
+        self.linears, self.rounded = linears, rounded
         self.copied: list[tuple[weakref.ref[Tensor], int]] = []  # the weights that were copied, and their versions
         self.packed: Tensor | None = None
 
@@ -68,18 +70,30 @@ class PackedWeights:
         )
         if self.packed is None or not known:
             whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(whole)
+            if not self._is_small(whole):
+                whole = whole.bfloat16() if self.rounded and whole.dtype == torch.float32 and has_bfloat16() else whole
+                whole = torch.ops.mkldnn._reorder_linear_weight(whole)
+            self.packed = whole
             self.copied = [(weakref.ref(weight), weight._version) for weight in weights]
         biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
         bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
-        return product(input, self.packed, bias)
+        if self._is_small(self.packed) and input.numel() <= FEW * input.shape[-1]:
+            return F.linear(input, self.packed, bias)
+        if self.packed.dtype == input.dtype:
+            return product(input, self.packed, bias)
+        output = product(input.to(self.packed.dtype), self.packed).to(input.dtype)
+        return output if bias is None else output + bias
+
+    @staticmethod
+    def _is_small(weight: Tensor) -> bool:
+        return weight.dtype == torch.float32 and weight.numel() <= SMALL
 
 
 class SharedInput:
     """Linears that read the same input: whichever is called first computes the outputs of all."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self.weights = PackedWeights(linears)
+    def __init__(self, linears: Sequence[nn.Linear], rounded: bool = False) -> None:
+        self.weights = PackedWeights(linears, rounded)
         self.sizes = [linear.out_features for linear in linears]
         self.input: weakref.ref[Tensor] | None = None
         self.outputs: dict[nn.Linear, Tensor] = {}  # those that were not asked for yet
@@ -95,13 +109,13 @@ class SharedInput:
 class PackedLinear:
     """The forward of one `nn.Linear`: on a reordered copy of its weight, or differentiable where a gradient is wanted."""
 
-    def __init__(self, linear: nn.Linear, shared: SharedInput | None = None) -> None:
+    def __init__(self, linear: nn.Linear, shared: SharedInput | None = None, rounded: bool = False) -> None:
         self.linear, self.shared = linear, shared
-        self.weights = PackedWeights([linear])
+        self.weights = PackedWeights([linear], rounded)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PackedLinear":
         """That of a copied linear packs its own weight."""
-        return PackedLinear(copy.deepcopy(self.linear, memo))
+        return PackedLinear(copy.deepcopy(self.linear, memo), rounded=self.weights.rounded)
 
     def __call__(self, input: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
@@ -131,30 +145,37 @@ def packable() -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.bfloat16) if torch.ops.mkldnn._is_mkldnn_bf16_supported() else (torch.float32,)
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Give every `nn.Linear` in `module` the packed forward; does nothing off the CPU or where oneDNN is missing.
+@cache
+def has_bfloat16() -> bool:
+    """Whether the processor itself multiplies bfloat16, which takes half the time of float32 or less."""
+    return torch.bfloat16 in packable() and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+
+
+def pack_linears(module: nn.Module, rounded: bool = False) -> None:
+    """Give every `nn.Linear` in `module` the packed forward; does nothing off the CPU or where oneDNN is missing. What only
+    drafts may have large weights `rounded` to bfloat16, where that is faster. What is packed already stays as it is.
 
     Packing anew tells of a write through `.data`, which leaves a weight's version as it was.
     """
     if not packable():
         return
-    together = {linear: shared for parent in module.modules() for shared in siblings_of(parent)
+    together = {linear: shared for parent in module.modules() for shared in siblings_of(parent, rounded)
                 for linear in shared.weights.linears}  # fmt: skip
     for child in module.modules():
         if is_packed(child):
             child.forward.forget()  # type: ignore[attr-defined]
         elif type(child) is nn.Linear and child.weight.device.type == "cpu":
-            set_forward(child, PackedLinear(child, together.get(child)))
+            set_forward(child, PackedLinear(child, together.get(child), rounded))
 
 
-def siblings_of(parent: nn.Module) -> list[SharedInput]:
+def siblings_of(parent: nn.Module, rounded: bool = False) -> list[SharedInput]:
     """The linears of an attention or feed-forward block that read the same input."""
     found = []
     for names in SIBLINGS:
         linears = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]
         alike = len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1
         if len(linears) == len(names) and alike:
-            found.append(SharedInput(linears))
+            found.append(SharedInput(linears, rounded))
     return found
 
 

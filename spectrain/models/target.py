@@ -28,6 +28,7 @@ from .features import Features, Layer, document_positions
 from .forward_plan import TEXT, ForwardPlan, LayerSpan, Part, Sublayer
 from .head import Head
 from .kv_cache import TreeCache
+from .lean_layers import lean_layers
 from .prepacked import pack_linears
 from .replaced_forward import Forward, adding_nothing, checkpointed, for_kept, passing_on, replaced
 from .sharding import Sharding
@@ -141,6 +142,8 @@ class Target(nn.Module):
         with ExitStack() as stack, torch.set_grad_enabled(plan.grad):
             captured = stack.enter_context(self._captured(plan.layers))
             stack.enter_context(self._fed(plan.span))
+            if not plan.grad and self.device.type == "cpu" and not self._returns_tuple:
+                stack.enter_context(replaced(lean_layers(self.layers)))
             stack.enter_context(replaced(self._passed_by(plan, working)))
             if plan.recompute and plan.grad and plan.cache is None:
                 layers = [self.layers[index] for index in working]

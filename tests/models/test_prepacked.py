@@ -8,10 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
+from spectrain.decoding.session import ready
+from spectrain.drafters.causal import Causal
 from spectrain.models import prepacked
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
-from spectrain.models.prepacked import is_packed, pack_linears, unpack_linears
+from spectrain.models.prepacked import has_bfloat16, is_packed, pack_linears, unpack_linears
+from spectrain.models.target import Target
+from spectrain.trees import Chain
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch is built without oneDNN")
 
@@ -197,6 +203,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("bias", [False, True])
 def test_siblings_are_one_product(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three linears, one product; after a weight or the input was written to, what plain ones give; a copy packs its own."""
+    monkeypatch.setattr(prepacked, "SMALL", 0)
     block = Block(bias)
     input, expected = torch.randn(2, 3, 16), []
     with torch.no_grad():
@@ -226,3 +233,36 @@ def test_bfloat16_is_packed_where_the_processor_multiplies_it() -> None:
         found = linear(input)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), plain(linear, input).double(), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.skipif(not has_bfloat16(), reason="this processor does not multiply bfloat16")
+def test_large_weights_of_a_drafter_are_rounded() -> None:
+    """Within bfloat16's rounding, bias included; small ones, gradients and what was packed before are exact."""
+    large, small = nn.Linear(600, 500), nn.Linear(20, 30)
+    for linear, tolerance in ((large, 2e-2), (small, 1e-6)):
+        input = torch.randn(3, linear.in_features)
+        expected = F.linear(input, linear.weight, linear.bias).detach()
+        pack_linears(linear, rounded=True)
+        with torch.no_grad():
+            torch.testing.assert_close(linear(input), expected, rtol=tolerance, atol=tolerance)
+            assert torch.equal(linear(input), expected) is (linear is small)
+        torch.testing.assert_close(linear(input), expected, rtol=1e-5, atol=1e-5)  # learns, in float32
+    exact = packed(nn.Linear(600, 500))
+    pack_linears(exact, rounded=True)
+    with torch.no_grad():
+        input = torch.randn(3, 600)
+        torch.testing.assert_close(exact(input), F.linear(input, exact.weight, exact.bias), rtol=1e-5, atol=1e-5)
+
+
+def test_a_target_is_never_rounded(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that decodes is, where the processor multiplies bfloat16; the target's answer is its own, bit by bit."""
+    monkeypatch.setattr(prepacked, "SMALL", 0)
+    prompt = [[5, 6, 7, 8]]
+    target = copy.deepcopy(shallow)
+    target.pack()
+    plain = decode(target, prompt, Greedy(), 24, ignore_eos=True)
+    drafter = ready(Causal(target, num_layers=2), target)
+    found = decode(target, prompt, Greedy(), 24, drafter, Chain(3), ignore_eos=True)
+    assert found[0].output == plain[0].output and max(found[0].accepted) > 1
+    forwards = lambda module: [vars(one)["forward"] for one in module.modules() if isinstance(one, nn.Linear)]  # noqa: E731
+    assert not any(one.weights.rounded for one in forwards(target)) and all(one.weights.rounded for one in forwards(drafter))
