@@ -134,7 +134,7 @@ def check(drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule) -> None:
 def ready(drafter: Drafter, target: Target) -> Drafter:
     """The drafter as it decodes: on the target's device, in its dtype, on the faster linears."""
     drafter = drafter.to(target.device, target.dtype).eval()
-    pack_linears(drafter)
+    pack_linears(drafter, rounded=True)  # its drafts are checked by the target, whatever they are
     return drafter
 
 

@@ -166,11 +166,10 @@ class GatedLora(Drafter):
     # The gate
 
     @contextmanager
-    def gated(self, target: Target, numbers: Tensor, last: int | None = None) -> Iterator[None]:
-        """Run the target with mask vectors and LoRA where `numbers` [B, N] names a mask; elsewhere nothing is added. The masks
-        may be said to be the `last` places of every row, and nothing is asked."""
-        places = torch.arange(numbers.numel(), device=numbers.device)
-        rows = places[(numbers >= 0).flatten()] if last is None else places.view_as(numbers)[:, -last:].flatten()
+    def gated(self, target: Target, numbers: Tensor, rows: Tensor | None = None) -> Iterator[None]:
+        """Run the target with mask vectors and LoRA where `numbers` [B, N] names a mask; elsewhere nothing is added. Where the
+        masks' places among all B N tokens are said, nothing is asked."""
+        rows = (numbers >= 0).flatten().nonzero()[:, 0] if rows is None else rows
 
         def added(name: str, factors: nn.Module) -> Any:
             scale = self.alpha / self.rank
@@ -258,7 +257,8 @@ class GatedLora(Drafter):
         places = lengths[:, None] + torch.arange(self.num_masks, device=tokens.device)
         padded = F.pad(tokens, (0, self.num_masks))
         numbers = torch.full_like(padded, -1).scatter(1, places, places - lengths[:, None])
-        with self.gated(context.target, numbers):
+        rows = places + torch.arange(len(places), device=tokens.device)[:, None] * padded.shape[1]
+        with self.gated(context.target, numbers, rows.flatten()):
             seen = context.target.prefill(padded, lengths, context.cache, ("final",))
         states = seen.at("final")
         self.states = states.gather(1, places[..., None].expand(-1, -1, states.shape[-1]))
@@ -314,7 +314,8 @@ class GatedLora(Drafter):
         assert self.numbers is not None and self.hosts is not None
         positions = context.cache.lengths[:, None] + tree.depths
         num_masks = self.hosts.shape[1] * self.num_masks
-        with self.gated(context.target, self.numbers, num_masks):
+        places = torch.arange(tree.tokens.numel(), device=tree.tokens.device).view_as(tree.tokens)
+        with self.gated(context.target, self.numbers, places[:, -num_masks:].flatten()):
             seen = context.target.run(
                 tree.tokens, ForwardPlan(layers=("final",), positions=positions, mask=tree.ancestors, cache=context.cache)
             )
