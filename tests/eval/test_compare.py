@@ -19,7 +19,6 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval import memory
 from spectrain.eval.comparison import OTHERS, Scored, Way, check_same, join, ratio_interval, recommend, sampling
 from spectrain.eval.memory import HeldBytes, extra_memory, own_bytes
 from spectrain.eval.report import print_comparison
@@ -37,7 +36,6 @@ def command(*words: str) -> tuple[int, str]:
     """The status of `spectrain compare WORDS`, and what it says on stderr."""
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as told:
         patch.setattr(sys, "argv", ["spectrain", "compare", *words])
-        patch.setattr(memory, "TOKENS", 8)
         try:
             cli.main()
         except SystemExit as stopped:
