@@ -232,7 +232,8 @@ def read(context: Context, drafter: Drafter | None, rule: AcceptanceRule, reques
     context.stops.copy_(torch.tensor([*sorted(request.stop_ids), *[NEVER] * (len(context.stops) - len(request.stop_ids))]))
     padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in request.prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in request.prompts], device=device)
-    seen = context.prefill(padded, lengths) if drafter is None else drafter.prefill(context, padded, lengths)
+    prefill = None if drafter is None else drafter.abilities.prefill
+    seen = context.prefill(padded, lengths) if prefill is None else prefill(drafter, context, padded, lengths)
     assert seen.logits is not None
     context.tokens[:, :longest] = padded
     first = rule.choose(seen.logits, context.sequence_ids, lengths[:, None])

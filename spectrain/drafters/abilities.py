@@ -7,12 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from spectrain.data.datastore import Datastore
+from spectrain.models.features import Features
 from spectrain.models.lora import TargetTraining
 from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
+
+from .context import Context
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Abilities:
     adapts_layers: bool = False  # it changes what single layers of the target compute, so no compilation serves them all
     copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and nothing is drawn
     undrawn: bool = False  # its trees hold copies, which no q was asked for: what weighs p against q is refused
+    prefill: Callable[[Any, Context, Tensor, Tensor], Features] | None = None  # (drafter, context, prompts [B, T], their
+    # lengths): it runs them itself, with something of its own behind them, and gives what `Context.prefill` does
     datastore: Callable[[Any], Datastore | None] = lambda drafter: None  # texts that it copies from, which hold nothing scored
 
 

@@ -110,10 +110,6 @@ class Drafter(nn.Module, ABC):
         name = type(self).__name__.lower()
         raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
 
-    def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
-        """The target's features of the prompts [B, T], padded on the right, and its logits [B, 1, V] behind each."""
-        return context.prefill(tokens, lengths)
-
     @abstractmethod
     def draft(self, context: Context) -> Draft:
         """How to draft from `context.root` on, or what may follow it. Caches are renewed where `context.round` is 0."""

@@ -77,7 +77,7 @@ class Context:
         return TreeCache(num_layers, batch, length, self.tokens.device, bound)
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> Features:
-        """Run the prompts into the empty cache."""
+        """Run the prompts [B, T], padded on the right, into the empty cache; logits [B, 1, V] follow each."""
         return self.target.prefill(tokens, lengths, self.cache, self.layers)
 
     def verify(self, tree: TokenTree) -> Features:

@@ -122,7 +122,7 @@ class GatedLora(Drafter):
         self.divergence, self.consistency, self.mask_ratio, self.seed = loss, consistency, mask_ratio, seed
         # Masks behind every node are ready whatever is accepted; behind one node, the host must know whether they are.
         capture = Capture(carried=("states", "ready_at")) if strategy == "quadratic" else None
-        self.abilities = Abilities(capture=capture, adapts_layers=rank > 0)
+        self.abilities = Abilities(capture=capture, adapts_layers=rank > 0, prefill=GatedLora.prefill)
         self.head, self.path = target.head, target.path
         inside = {id(module) for module in target.layers.modules() if isinstance(module, nn.Linear)}
         linears: dict[str, Any] = {name: m for name, m in target.model.named_modules() if rank and id(m) in inside}

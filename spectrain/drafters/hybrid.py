@@ -57,6 +57,7 @@ class Merged(Drafter):
             exits=None,
             tuning=None,
             undrawn=True,
+            prefill=inner.abilities.prefill and Merged.prefill,
             datastore=lambda drafter: drafter.copying.store,
         )
 
@@ -71,7 +72,8 @@ class Merged(Drafter):
         self.inner.prepare(target, token_counts)
 
     def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
-        return self.inner.prefill(context, tokens, lengths)
+        assert self.inner.abilities.prefill is not None
+        return self.inner.abilities.prefill(self.inner, context, tokens, lengths)
 
     def draft(self, context: Context) -> Draft:
         self.copying.propose(context)
