@@ -23,10 +23,12 @@ from spectrain.eval.systems import System, describe
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
+from spectrain.runs.shipped import shipped, shipped_for
 from spectrain.trees import Auto, Chain, Eagle2
 
 TRAINING_FREE: dict[str, type[Drafter]] = {"ngram": Ngram, "lookahead": Lookahead, "retrieval": Retrieval}
-OURS = ("auto", "copies", "chain", "untrained", *TRAINING_FREE)
+OURS = ("auto", "copies", "chain", "shipped", "untrained", *TRAINING_FREE)
+BESIDE = ("copies", "retrieval", "chain", "shipped", "untrained", "ngram")  # unless something else is asked for
 COPYING = {"copies", "retrieval"}  # those that may copy from a store
 OWN = "own"  # the store of what a run was trained on
 TRANSFORMERS = ("generate", "prompt_lookup", "assistant", "early_exit")
@@ -62,6 +64,10 @@ class Baselines(Part):
             found.append(System("copies", "the same, with copies", Merged(drafter, Copying(store)), tree, plain))
         if "chain" in self.names and not builder.is_chain and drafts:
             found.append(System("chain", "the same, chain", drafter, chain, rule))
+        name = shipped_for(target) if "shipped" in self.names and candidate.untrained is not None else None
+        if name is not None:
+            theirs = shipped(name, target).to(target.device, target.dtype).eval()
+            found.append(System("shipped", name, theirs, copy.deepcopy(builder), rule))
         if "untrained" in self.names and candidate.untrained is not None:
             fresh = candidate.untrained().to(target.device, target.dtype).eval()
             found.append(System("untrained", "untrained", fresh, copy.deepcopy(builder), rule))

@@ -18,7 +18,7 @@ from spectrain.decoding.guard import Guard
 from spectrain.decoding.pruning import fit_early_heads
 from spectrain.decoding.session import Choice, check, ready, tune
 from spectrain.errors import UserError
-from spectrain.eval.baselines import COPYING, OURS, OWN, TRANSFORMERS, Baselines
+from spectrain.eval.baselines import BESIDE, COPYING, OURS, OWN, TRANSFORMERS, Baselines
 from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import rule_drift
 from spectrain.eval.exits import judge_target
@@ -50,7 +50,7 @@ from spectrain.runs.candidate import Candidate
 from spectrain.settings.values import FolderName, Number
 from spectrain.trees.measurements import Calibration, RuleForecast
 
-ALIKE = ("untrained", "static_drafter", "copies", "retrieval")  # systems whose trees are prepared as the drafter's own are
+ALIKE = ("shipped", "untrained", "static_drafter", "copies", "retrieval")  # whose trees are prepared as the drafter's own
 
 
 @dataclass
@@ -63,8 +63,7 @@ class Evaluation:
     limit: int | None = None
     max_new_tokens: int = 128
     batch_size: int = 1
-    baselines: tuple[str, ...] = ("copies", "retrieval", "chain", "untrained", "ngram")  # of OURS, in this engine, and
-    # TRANSFORMERS, in its own
+    baselines: tuple[str, ...] = BESIDE  # of OURS, in this engine, and TRANSFORMERS, in its own
     store: str | None = OWN  # what copies and retrieval copy from besides the text: the answers of a run's own training data,
     # a folder that spectrain data index wrote, or nothing
     check: bool = True  # compare every output with its reference

@@ -26,7 +26,7 @@ from spectrain.models.target import Target
 from spectrain.runs import train as training
 from spectrain.runs.candidate import Candidate
 from spectrain.runs.defaults import complete
-from spectrain.runs.drafter_files import load_drafter, save_drafter
+from spectrain.runs.drafter_files import drafter_directory, load_drafter, save_drafter
 from spectrain.runs.folder import recipe_name, trained_target
 from spectrain.settings.build import build, register_resolvers
 from spectrain.settings.check import check_config
@@ -83,9 +83,10 @@ class PretrainedDrafter:
     @classmethod
     def from_pretrained(cls, name: str | Path, target: Target, **settings: Any) -> PretrainedDrafter:
         """The drafter of a run folder, a drafter directory, an export, another project's checkpoint, or of such a repository
-        on the hub. Settings change its tree or rule, as in tree="chain" and **{"tree.depth": 4}."""
+        on the hub, or the one of this name that comes with the package. Settings change its tree or rule, as in tree="chain"
+        and **{"tree.depth": 4}."""
         place = Path(name).expanduser()
-        if not place.exists():
+        if not place.exists() and drafter_directory(place) is None:
             place = Path(snapshot_download(str(name)))
         with composing():
             asked, _ = composed("eval", {"run": place, "target": "hf", "target.model": target.path, **settings})

