@@ -6,6 +6,7 @@ Processes are real ones, started by torchrun, with gloo between them.
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -192,8 +193,9 @@ def test_a_run_goes_on_with_another_number_of_processes(trained: Jobs) -> None:
 def test_a_dead_process_is_named(trained: Jobs) -> None:
     """Where one process is killed the others say which, instead of what its silence did to them, and the run stops."""
     assert len(losses(trained.folder / "eagle3-dead")) < 25
-    for words in ("rank 1 (", "died in step 3", "trainer.resume=auto"):
-        assert words in trained.said
+    found = re.search(r"rank 1 \([^\n]*\) died in step (\d+)[^\n]*trainer.resume=auto", trained.said)
+    assert found is not None, trained.said[-4000:]
+    assert found[1] in ("2", "3")  # killed behind step 2, whose last message may be lost with it
 
 
 def test_a_slow_process_is_named(trained: Jobs) -> None:
