@@ -66,11 +66,9 @@ class Baselines(Part):
             found.append(System("chain", "the same, chain", drafter, chain, rule))
         name = shipped_for(target) if "shipped" in self.names and candidate.untrained is not None else None
         if name is not None:
-            theirs = shipped(name, target).to(target.device, target.dtype).eval()
-            found.append(System("shipped", name, theirs, copy.deepcopy(builder), rule))
+            found.append(System("shipped", name, shipped(name, target), copy.deepcopy(builder), rule))
         if "untrained" in self.names and candidate.untrained is not None:
-            fresh = candidate.untrained().to(target.device, target.dtype).eval()
-            found.append(System("untrained", "untrained", fresh, copy.deepcopy(builder), rule))
+            found.append(System("untrained", "untrained", candidate.untrained(), copy.deepcopy(builder), rule))
         if "retrieval" in others:
             alone = Retrieval(target, None if store is None else str(store.folder))
             found.append(System("retrieval", "copies alone", alone, copy.deepcopy(tree), plain))

@@ -108,9 +108,8 @@ class Interleaving:
         return runs
 
     def repeat(self, times: int) -> None:
-        """Where the times of the first run cannot be relied on, decode every autoregressive and drafted run again as a pair,
-        round by round in turn, until there are so many of it, the first included, which then counts no more; of several the one
-        whose ratio is the median counts. Not where that would take minutes."""
+        """Where the times of the first run cannot be relied on, decode every autoregressive and drafted pair again, `times` - 1
+        times, round by round in turn; of these the one whose ratio is the median counts. Not where it would take minutes."""
         names = [system.name for system in self.systems]
         if times < 2 or not is_unsteady([self.turns[name] for name in names]):
             return

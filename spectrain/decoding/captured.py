@@ -213,7 +213,7 @@ class Captured:
         state = self.states.get(self._size(prompts, max_new_tokens))
         return self.target.device.type != "cuda" or (state is not None and bool(state.graphs))
 
-    # What `loop.run` asks of a runner
+    # What `loop.steps` asks of a runner
 
     def begin(self, request: Request) -> list[int]:
         self.start(request)

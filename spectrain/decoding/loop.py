@@ -25,7 +25,7 @@ from spectrain.trees.base import Draft, RootAlone, Round, TreeBuilder
 from spectrain.trees.token_tree import Accepted, TokenTree
 
 from .acceptance import AcceptanceRule
-from .generation import PARTS, Clock, Generation, Line, Steps, Watch, timed, unwatched, watched
+from .generation import PARTS, Clock, Generation, Line, Steps, timed, unwatched, watched
 
 NEVER = -1  # what no token equals
 
@@ -54,11 +54,6 @@ def play(context: Context, drafter: Drafts, builder: TreeBuilder, rule: Acceptan
     emitted, counts = context.commit(tree, seen, accepted)
     drafter.commit(context, accepted)
     yield Outcome(tree, seen.logits, emitted, counts)
-
-
-def run(runner: Runner, request: Request, watch: Watch = unwatched) -> list[Generation]:
-    """Continue every prompt until all are done."""
-    return watched(steps(runner, request), watch)
 
 
 @torch.inference_mode()
@@ -161,7 +156,8 @@ def decode(
     ignore_eos: bool = False,
 ) -> list[Generation]:
     """Continue every prompt; without a drafter, autoregressively. `sequence_ids` key each text's random draws."""
-    return run(Eager(target, rule, drafter, builder), asked(target, prompts, max_new_tokens, sequence_ids, ignore_eos))
+    request = asked(target, prompts, max_new_tokens, sequence_ids, ignore_eos)
+    return watched(steps(Eager(target, rule, drafter, builder), request), unwatched)
 
 
 def asked(
