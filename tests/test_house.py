@@ -41,6 +41,7 @@ IMPOSED = {
 }
 CONFIGURED = {
     "data/stream.py:Stream",
+    "drafters/dflash.py:DFlash",
     "drafters/early_exit.py:EarlyExit",
     "drafters/gated_lora.py:GatedLora",
     "drafters/medusa.py:Medusa",

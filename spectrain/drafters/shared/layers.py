@@ -82,6 +82,34 @@ class Attention(nn.Module):
         return self.output(cache.attend(layer, q, k, v, cache.sees(visible), self.head_dim**-0.5))
 
 
+class NormedAttention(Attention):
+    """Qwen3's: queries and keys are normed head by head before positions are rotated in. It may read keys and values of a
+    context that has no queries."""
+
+    def __init__(self, config: LlamaConfig, in_width: int) -> None:
+        super().__init__(config, in_width)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        k, v = self.keys_values(x, rope)
+        return rotated(q, rope).to(v.dtype), k, v
+
+    def keys_values(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, K, T, D] of a context [B, T, W]."""
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return rotated(k, rope).to(v.dtype), v
+
+
+def rotated(x: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """[B, H, T, D] with positions rotated in."""
+    cos, sin = (part[:, None] for part in rope)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
 class Mlp(nn.Module):
     """Llama's gated feed-forward block."""
 

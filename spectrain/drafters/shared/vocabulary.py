@@ -7,7 +7,7 @@ for token t + 1 is the target's own; at step k (from 0) it predicts token t + 2 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -100,14 +100,20 @@ class Supervision:
     drafts are judged by Draft-OPD's split loss.
     """
 
-    def __init__(self, drafter: VocabularyDrafter, batch: Batch, final: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        drafter: VocabularyDrafter,
+        batch: Batch,
+        final: Tensor | None = None,
+        labels: Literal["data", "target"] = "data",  # of a cross-entropy: the data's tokens, or the target's likeliest
+    ) -> None:
         self.drafter, self.positions = drafter, batch.positions
         predicts = batch.predicts & (batch.positions > 0)  # the earliest prediction is made at index 0, for token 2
         self.row_of = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
         self.row_of[predicts] = torch.arange(int(predicts.sum()), device=batch.tokens.device)
         self.distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
         self.target_log_probs: TargetLogProbs | None = None
-        if drafter.divergence == "cross_entropy" and self.distance is None:
+        if drafter.divergence == "cross_entropy" and labels == "data" and self.distance is None:
             self.best = batch.tokens.roll(-1, dims=1)[predicts]
         else:
             if final is None:
@@ -143,9 +149,14 @@ class Supervision:
 
         Row r is judged by answers[r], which ascend: draft steps that share answers are best judged together.
         """
+        return self.judge_by(Projection(lm_head.weight, lm_head.bias), hidden, answers, row_weight)
+
+    def judge_by(
+        self, head: Projection, hidden: Tensor, answers: Tensor, row_weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The same under any output layer over the draft vocabulary."""
         weight = self.inside[answers] if row_weight is None else self.inside[answers] * row_weight
         distance = None if self.distance is None else self.distance[answers]
         theirs = None if self.target_log_probs is None else self.target_log_probs.at(answers)
-        head = Projection(lm_head.weight, lm_head.bias)
         judged = head_loss(self.drafter.divergence, hidden, head, self.slots[answers], theirs, distance, row_weight=weight)
         return judged.loss, self.drafter.draft_ids[judged.best] == self.best[answers]

@@ -1,0 +1,118 @@
+"""DFlash (arXiv 2602.06036): a block of masks behind the newest token, said in one pass by layers that read the target.
+
+Shapes: B batch, K drafts of a block, W width, V draft vocabulary, R judged drafts, A anchors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch
+from spectrain.settings.values import Count, NotNegative, Seed, Share, Steps, VocabularySize
+from spectrain.trees.base import DepthRollout, Rollout
+
+from .base import Losses
+from .shared.block_drafter import BlockDrafter, BlockSettings, Judging
+from .shared.losses import Loss
+from .shared.vocabulary import Supervision
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+
+class DFlash(BlockDrafter):
+    """Qwen3 layers over blocks, with the target's fused features injected as keys and values into each.
+
+    Slot s, from 1, drafts the token at its own place; with `sample_from_anchor` slot s, from 0, drafts the one after it, as
+    DeepSpec trains and no engine serves as DFlash. Draft d, from 0, weighs exp(-d / decay), or by D-PACE (arXiv 2605.18810)
+    as much as the drafts before it are likely to be kept: with s_k = (1 - alpha) q_k + alpha of the right token's chance q_k
+    and P_k = s_1 .. s_k, w_k = sum_{j >= k} P_j, held constant.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        block_size: Steps = 16,
+        num_layers: Count = 5,
+        layers: list[int] | None = None,
+        vocab_size: VocabularySize | None = None,  # None: the target's whole vocabulary
+        loss: Loss = "cross_entropy",
+        labels: Literal["data", "target"] = "data",  # of a cross-entropy: the data's tokens, or the target's likeliest
+        slot_weights: Literal["decay", "dpace"] = "decay",
+        decay: NotNegative = 7.0,  # in slots; 0 weighs all alike
+        dpace_alpha: Share = 0.5,
+        num_anchors: Count = 512,  # of a document
+        sample_from_anchor: bool = False,
+        causal: bool = False,  # inside the block
+        window: Count | None = None,  # how many positions back a slot sees; None: all
+        mask_token_id: int | None = None,  # None: one that no text of the target holds
+        own_embedding: bool = False,  # trained, the mask's row with it; otherwise the target's, frozen
+        architecture: dict[str, Any] | None = None,  # of its layers, where they differ from the target's
+        start: Literal["target", "random"] = "target",
+        seed: Seed = 0,
+    ) -> None:
+        super().__init__(
+            target,
+            BlockSettings(
+                block_size, num_layers, layers, vocab_size, sample_from_anchor, causal, window, num_anchors, mask_token_id,
+                own_embedding, architecture, start, seed,
+            ),
+        )  # fmt: skip
+        if slot_weights == "dpace" and loss != "cross_entropy":
+            raise UserError("drafter.slot_weights=dpace: it weighs a cross-entropy; use drafter.loss=cross_entropy")
+        self.divergence, self.labels, self.slot_weights = loss, labels, slot_weights
+        self.decay, self.dpace_alpha = decay, dpace_alpha
+
+    # Training
+
+    def supervision(self, batch: Batch) -> Supervision:
+        return Supervision(self, batch, labels=self.labels)
+
+    def judge(self, asked: Judging) -> Losses:
+        weights = self._dpace(asked) if self.slot_weights == "dpace" else self._decaying(asked)
+        row_weight = asked.normalised(weights)
+        loss, right = asked.supervision.judge_by(self.projection, asked.hidden, asked.answers, row_weight)
+        return asked.losses({self.divergence: loss}, right)
+
+    def _decaying(self, asked: Judging) -> Tensor:
+        """[A, K] exp(-d / decay)."""
+        depths = torch.arange(self.num_drafts, device=asked.judged.device)
+        weights = torch.exp(-depths / self.decay) if self.decay else torch.ones_like(depths, dtype=torch.float32)
+        return weights.expand(asked.judged.shape)
+
+    @torch.no_grad()
+    def _dpace(self, asked: Judging) -> Tensor:
+        """[A, K] the weights of D-PACE."""
+        right = asked.supervision.slots[asked.answers]
+        rows = [
+            self.projection.logits(hidden).log_softmax(-1).gather(-1, slot[:, None])[:, 0].exp()
+            for hidden, slot in zip(asked.hidden.split(CHUNK), right.split(CHUNK))
+        ]
+        chances = torch.ones(asked.judged.shape, device=right.device)
+        chances[asked.judged] = torch.cat(rows)[asked.order.argsort()] if rows else chances[asked.judged]
+        kept = torch.where(asked.judged, (1 - self.dpace_alpha) * chances + self.dpace_alpha, 1.0).cumprod(1)
+        return kept.flip(1).cumsum(1).flip(1)
+
+    # Decoding
+
+    def rollout(self, root: Tensor, states: Tensor) -> Rollout:
+        return _Slots(self, root, states)
+
+
+CHUNK = 2048  # rows whose logits exist at one time
+
+
+class _Slots(DepthRollout):
+    """One round: what a slot says does not depend on the path, so a tree's paths are products of marginals."""
+
+    def __init__(self, drafter: DFlash, root: Tensor, states: Tensor) -> None:
+        super().__init__(root, states.shape[1])
+        self.draft_ids = drafter.draft_ids
+        self.log_q = drafter.log_q(drafter.product(states))  # [B, K, V]
+
+    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        return self.log_q.gather(1, depth[..., None].expand(-1, -1, self.log_q.shape[-1]))

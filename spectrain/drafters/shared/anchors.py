@@ -1,0 +1,183 @@
+"""Blocks of draft slots behind anchors, all of a batch in one forward.
+
+Shapes: N tokens of a batch, its rows one after another (B T of them), A anchors, S slots of a block, K drafts of it, H query
+heads, G key-value heads, D head size.
+
+An anchor is a token that the target has chosen and not yet run. Slot s of its block stands s positions further on, the anchor
+itself in slot 0. A slot sees what comes before the anchor in its document, never the anchor as context, and its own block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from spectrain.features.batch import Batch
+from spectrain.kernels.dispatch import wanted
+from spectrain.randomness import ANCHORS, sequence_generator
+
+ROWS = 256  # slots whose mask exists at one time
+PADDED = 64  # on a GPU the anchors are padded to a multiple of it, so that attention is compiled for few sizes
+
+
+@dataclass(frozen=True)
+class Anchors:
+    """Where blocks begin. Documents come in their order, and a document's anchors ascend."""
+
+    places: Tensor  # [A] of the anchor among the N tokens
+    positions: Tensor  # [A] of the anchor in its document
+    sizes: tuple[tuple[int, int], ...]  # of every document: anchors, and tokens that carry loss
+
+    @property
+    def starts(self) -> Tensor:
+        """[A] the place of the first token of each anchor's document."""
+        return self.places - self.positions
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The document [A] of each anchor, and how many tokens of every document carry loss."""
+        counts = torch.tensor([count for count, _ in self.sizes], device=self.places.device)
+        document = torch.arange(len(self.sizes), device=self.places.device).repeat_interleave(counts)
+        return document, torch.tensor([tokens for _, tokens in self.sizes], device=self.places.device)
+
+
+def sample_anchors(batch: Batch, count: int, seed: int, step: int) -> Anchors:
+    """Of every document up to `count` anchors, drawn without replacement among the tokens whose next one carries loss.
+
+    A document's own tokens key the draw, so it is the same whatever the document is batched with.
+    """
+    places, positions, sizes, start = [], [], [], 0
+    for tokens, mask in batch.sequences():
+        possible = mask[2:].nonzero()[:, 0] + 1  # the first token has no features before it
+        source = sequence_generator(ANCHORS, seed, tokens, step)
+        chosen = possible[torch.randperm(len(possible), generator=source)[:count]].sort().values
+        places.append(start + chosen)
+        positions.append(chosen)
+        sizes.append((len(chosen), int(mask[1:].sum())))
+        start += len(tokens)
+    device = batch.tokens.device
+    return Anchors(torch.cat(places).to(device), torch.cat(positions).to(device), tuple(sizes))
+
+
+def sees_context(places: Tensor, anchor: Tensor, start: Tensor, slot: Tensor, window: int | None) -> Tensor:
+    """Whether a slot sees the token at `places`: before the anchor, in its document, and with a window among the last so many
+    positions up to the slot's own, as every engine counts them."""
+    seen = (places >= start) & (places < anchor)
+    return seen if window is None else seen & (places > anchor + slot - window)
+
+
+def sees_block(other: Tensor, slot: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Whether a slot sees another one of its block: all of them, or those up to itself."""
+    seen = (other <= slot) if causal else torch.ones_like(other == slot)
+    return seen if window is None else seen & (other > slot - window)
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: tuple[Tensor, Tensor],
+    anchors: Anchors,
+    causal: bool = False,
+    window: int | None = None,
+) -> Tensor:
+    """[A, H, S, D] of slots q [A, H, S, D] that see their context, keys and values [1, G, N, D], and their block's k and v
+    [A, G, S, D].
+
+    On a GPU by FlexAttention, which builds no mask. Elsewhere some anchors at a time, of one document, and only over what
+    stands before the last of them; a chunk's mask and scores are made again for the backward pass, so that no more than one
+    is ever held.
+    """
+    if q.device.type == "cuda" and wanted(q.device):
+        return _flex(q, k, v, context, anchors, causal, window)
+    found = []
+    for chunk, tokens in _chunks(anchors, q.shape[2]):
+        parts = q[chunk], k[chunk], v[chunk], context[0][:, :, tokens], context[1][:, :, tokens]
+        rest = anchors.places[chunk] - tokens.start, causal, window
+        if torch.is_grad_enabled():
+            found.append(checkpoint(_attend_chunk, *parts, *rest, use_reentrant=False))
+        else:
+            found.append(_attend_chunk(*parts, *rest))
+    return torch.cat(found) if found else torch.zeros_like(q)
+
+
+def _chunks(anchors: Anchors, slots: int) -> Iterator[tuple[slice, slice]]:
+    """Anchors of one document, few enough for a mask, with the tokens that they may see."""
+    size, first = max(1, ROWS // slots), 0
+    places, starts = anchors.places.tolist(), anchors.starts.tolist()
+    for count, _ in anchors.sizes:
+        for begin in range(first, first + count, size):
+            end = min(begin + size, first + count)
+            yield slice(begin, end), slice(starts[begin], places[end - 1])
+        first += count
+
+
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, anchor: Tensor, causal: bool, window: int | None
+) -> Tensor:
+    """[a, H, S, D] of a few anchors at the tokens `anchor` [a] of the context [1, G, n, D]."""
+    count, _, slots, _ = q.shape
+    slot = torch.arange(slots, device=q.device)
+    places = torch.arange(context_k.shape[2], device=q.device)
+    before = sees_context(places, anchor[:, None, None], torch.zeros_like(anchor)[:, None, None], slot[:, None], window)
+    inside = sees_block(slot, slot[:, None], causal, window)
+    own = torch.eye(count, dtype=torch.bool, device=q.device)[:, None, :, None] & inside[None, :, None]
+    mask = torch.cat([before.expand(count, slots, -1), own.flatten(2)], dim=-1).flatten(0, 1)
+    keys, values = (
+        torch.cat([far, near.transpose(0, 1).flatten(1, 2)[None]], dim=2) for far, near in ((context_k, k), (context_v, v))
+    )
+    attended = F.scaled_dot_product_attention(
+        q.transpose(0, 1).flatten(1, 2)[None], keys, values, attn_mask=mask, enable_gqa=True
+    )
+    return attended[0].unflatten(1, (count, slots)).transpose(0, 1)
+
+
+def flex_mask(anchors: Anchors, slots: int, num_tokens: int, causal: bool, window: int | None) -> Any:
+    """The same mask as FlexAttention asks for it: (batch, head, query, key) -> bool, queries and blocks' keys A S long."""
+    places, starts = anchors.places, anchors.starts
+
+    def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        block, slot = query // slots, query % slots
+        other, own = (key - num_tokens) % slots, (key - num_tokens) // slots
+        before = (key < num_tokens) & sees_context(key, places[block], starts[block], slot, window)
+        return before | ((key >= num_tokens) & (own == block) & sees_block(other, slot, causal, window))
+
+    return sees
+
+
+def _flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: tuple[Tensor, Tensor],
+    anchors: Anchors,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """FlexAttention, compiled; blocks that pad the number of anchors see themselves and nothing else."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    count, _, slots, _ = q.shape
+    missing = -count % PADDED
+    filled = Anchors(F.pad(anchors.places, (0, missing)), F.pad(anchors.positions, (0, missing)), anchors.sizes)
+    q, k, v = (F.pad(part, (0, 0, 0, 0, 0, 0, 0, missing)).transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
+    num_tokens = context[0].shape[2]
+    keys, values = (torch.cat([far, near], dim=2) for far, near in zip(context, (k, v)))
+    mask = flex_mask(filled, slots, num_tokens, causal, window)
+    blocks = create_block_mask(mask, None, None, q.shape[2], keys.shape[2], q.device, _compile=True)
+    attended = _compiled_flex()(q, keys, values, block_mask=blocks, enable_gqa=True)
+    return attended[0].unflatten(1, (-1, slots)).transpose(0, 1)[:count]
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)

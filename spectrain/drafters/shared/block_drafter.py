@@ -1,0 +1,342 @@
+"""What block drafters share: layers that read the target's features as a context, and say a whole block in one pass.
+
+Shapes: B batch, P fresh positions, N tokens, A anchors, S slots of a block, K drafts of it, W width, V draft vocabulary,
+R judged drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch
+from spectrain.kernels.linear_divergence import Projection
+from spectrain.models.features import Features, Layer
+from spectrain.models.kv_cache import TreeCache
+from spectrain.trees.base import Draft, Rollout
+
+from ..abilities import Capture, DraftingCost, OnPolicy, SavedFiles
+from ..base import Losses, Stage, TrainingState
+from ..context import Context
+from .anchors import Anchors, block_attention, sample_anchors
+from .layers import Mlp, NormedAttention, llama_config, norm_scale, rotary
+from .vocabulary import Supervision, VocabularyDrafter
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+LAYER = (
+    "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters",
+    "max_position_embeddings",
+)  # fmt: skip
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Rope = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """What every block drafter is asked for; DFlash says what each means."""
+
+    block_size: int
+    num_layers: int
+    layers: list[int] | None
+    vocab_size: int | None
+    sample_from_anchor: bool
+    causal: bool
+    window: int | None
+    num_anchors: int
+    mask_token_id: int | None
+    own_embedding: bool
+    architecture: dict[str, Any] | None
+    start: str
+    seed: int
+
+
+class BlockLayer(nn.Module):
+    """Qwen3's decoder layer, whose attention reads a context beside the block; the context itself is not normed here."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = NormedAttention(config, config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = Mlp(config)
+
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """Block states [A, S, W]; `attend` takes the block's queries, keys and values to what attention gives."""
+        x = x + self.self_attn.output(attend(*self.self_attn.project(self.input_layernorm(x), rope)))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class BlockDrafter(VocabularyDrafter):
+    """Layers over blocks of mask tokens, with the target's fused features as further keys and values in every layer.
+
+    The embedding and the output layer are the target's, frozen; `vocab_size` keeps only so many rows of the latter, those
+    that the assistant uses most.
+    """
+
+    saved = SavedFiles(
+        shape=("vocab_size", "layers", "num_layers", "architecture", "sample_from_anchor", "mask_token_id"),
+        settings=lambda drafter: {"mask_token_id": drafter.mask_token_id},
+    )
+    abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)), on_policy=OnPolicy())
+    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
+    layer_class: type[BlockLayer] = BlockLayer
+
+    def __init__(self, target: Target, said: BlockSettings) -> None:
+        super().__init__()
+        least = 1 if said.sample_from_anchor else 2
+        if said.block_size < least:
+            raise UserError(f"drafter.block_size={said.block_size}: use {least} or more, for slot 0 is the anchor's own")
+        for key in said.architecture or {}:
+            if key not in LAYER:
+                raise UserError(f"drafter.architecture.{key}: there is no such key; valid are {', '.join(LAYER)}")
+        rows, mask = target.head.vocab_size, said.mask_token_id
+        if mask is not None and not 0 <= mask < rows:
+            raise UserError(f"drafter.mask_token_id={mask}: use an id below {rows}")
+        config = llama_config(target, said.architecture)
+        layers = said.layers
+        chosen = default_layers(target.num_layers, said.num_layers) if layers is None else sorted(set(layers))
+        if not chosen:
+            raise UserError("drafter.layers=[]: name at least one layer, or leave it out")
+        target.check_layers(chosen)
+        self.fused: tuple[Layer, ...] = tuple(chosen)
+        self.layers = (*self.fused, "final")
+        self.block_size, self.sample_from_anchor = said.block_size, said.sample_from_anchor
+        self.causal, self.window, self.num_anchors = said.causal, said.window, said.num_anchors
+        self.start, self.seed = said.start, said.seed
+        self.mask_token_id = unheard_token(target.tokenizer, rows) if mask is None else mask
+        self.head, width = target.head, target.width
+        self.embed_tokens = nn.Embedding(rows, width) if said.own_embedding else None
+        self.fc = nn.Linear(len(chosen) * width, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.blocks = nn.ModuleList(self.layer_class(config) for _ in range(said.num_layers))
+        self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        size = rows if said.vocab_size is None else min(said.vocab_size, rows)
+        self.lm_head: nn.Linear | None = None
+        if size < rows:
+            bias = target.head.output.bias is not None
+            self.lm_head = nn.Linear(width, size, bias=bias).requires_grad_(False)
+        self.add_vocabulary(size, rows)
+        self.rotary = rotary(config)
+        self.cache: TreeCache | None = None
+
+    @property
+    def first(self) -> int:
+        """The first slot that drafts: slot s says what follows the token of slot s - first."""
+        return 0 if self.sample_from_anchor else 1
+
+    @property
+    def _layers(self) -> list[BlockLayer]:
+        return list(self.blocks)  # type: ignore[arg-type]
+
+    @property
+    def num_drafts(self) -> int:
+        return self.block_size - self.first
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Choose the draft vocabulary and, unless `start` is random, start with the last fused layer passed on as it is and
+        the target's own final norm; the layers start at random: copies of the target's last ones learnt no faster."""
+        if token_counts[self.mask_token_id]:
+            raise UserError(
+                f"drafter.mask_token_id={self.mask_token_id}: the data holds this token; name one that no text holds"
+            )
+        ids = self.choose_vocabulary(token_counts)
+        with torch.no_grad():
+            if self.lm_head is not None:
+                for mine, theirs in zip(self.lm_head.parameters(), self.head.output.parameters()):
+                    mine.copy_(theirs[ids])
+            if self.embed_tokens is not None:
+                every = torch.arange(self.head.vocab_size, device=target.device)
+                self.embed_tokens.weight.copy_(self.head.embed(every))
+            if self.start == "target":
+                self.fc.weight.zero_()
+                self.fc.weight[:, -target.width :].fill_diagonal_(1.0)
+                scale = norm_scale(target)
+                if scale is not None:
+                    self.norm.weight.copy_(scale)
+
+    # Training
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [Stage.whole(self, self.layers, final_reach=0)]
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        """A block behind every sampled anchor, all at once. Draft d of the anchor at p is judged by what the target says at
+        p + d, as far as the tokens before it carry loss without a gap."""
+        assert batch.features is not None
+        anchors = sample_anchors(batch, self.num_anchors, self.seed, state.step)
+        hidden = self._trained_states(batch, anchors, state)[:, self.first :]
+        supervision = self.supervision(batch)
+        rows = supervision.row_of.flatten()
+        depths = torch.arange(self.num_drafts, device=rows.device)
+        places = anchors.places[:, None] + depths
+        answers = torch.where(places < len(rows), rows[places.clamp(max=len(rows) - 1)], -1)
+        judged = (answers >= 0).long().cumprod(1).bool()
+        return self.judge(Judging(self, supervision, batch, anchors, hidden, answers, judged, depths.expand_as(answers)))
+
+    def supervision(self, batch: Batch) -> Supervision:
+        return Supervision(self, batch)
+
+    def judge(self, asked: Judging) -> Losses:
+        raise NotImplementedError
+
+    def _trained_states(self, batch: Batch, anchors: Anchors, state: TrainingState) -> Tensor:
+        """[A, S, W] the normed states of every block."""
+        assert batch.features is not None
+        places = batch.positions.expand_as(batch.tokens).reshape(1, -1)
+        context = self.context(batch.features).flatten(0, 1)[None]
+        context_rope = self.rotary(context, places)
+        x = self.embedded(batch.tokens.flatten()[anchors.places])
+        rope = self.rotary(x, anchors.positions[:, None] + torch.arange(self.block_size, device=x.device))
+        for layer in self.blocks:
+            x = state.checkpointed(self._trained_layer, layer, x, rope, context, context_rope, anchors)
+        return self.norm(x)
+
+    def _trained_layer(
+        self, layer: BlockLayer, x: Tensor, rope: Rope, context: Tensor, context_rope: Rope, anchors: Anchors
+    ) -> Tensor:
+        held = layer.self_attn.keys_values(context, context_rope)
+        return layer(x, rope, lambda q, k, v: block_attention(q, k, v, held, anchors, self.causal, self.window))
+
+    def context(self, features: Features) -> Tensor:
+        """[.., W] what every layer reads of the target: the fused layers through fc, normed."""
+        return self.hidden_norm(self.fc(features.fused(self.fused).to(self.fc.weight.dtype)))
+
+    def embedded(self, roots: Tensor) -> Tensor:
+        """[A] anchors' tokens -> [A, S, W] their blocks: the token, then masks."""
+        tokens = torch.cat([roots[:, None], roots.new_full((len(roots), self.block_size - 1), self.mask_token_id)], dim=1)
+        if self.embed_tokens is not None:
+            return self.embed_tokens(tokens).to(self.fc.weight.dtype)
+        with torch.no_grad():
+            return self.head.embed(tokens).to(self.fc.weight.dtype)
+
+    @property
+    def projection(self) -> Projection:
+        """The output layer over the draft vocabulary, with the target's scale."""
+        whole = self.head.projection
+        return whole if self.lm_head is None else replace(whole, weight=self.lm_head.weight, bias=self.lm_head.bias)
+
+    # Decoding
+
+    def draft(self, context: Context) -> Draft:
+        """Read the features of what was just accepted, then run the block of the root once."""
+        if context.round == 0 or self.cache is None:
+            self.cache = context.new_cache(self.cache, len(self.blocks), 1 + self.block_size)
+        self._read(context.fresh, context.counts)
+        return Draft(self.rollout(context.root, self._decoded_states(context.root)[:, self.first :]))
+
+    def rollout(self, root: Tensor, states: Tensor) -> Rollout:
+        """How to draft below the roots [B] from the states [B, K, W] of the drafting slots."""
+        raise NotImplementedError
+
+    def _read(self, fresh: Features, counts: Tensor) -> None:
+        """Append the context [B, P] to the keys and values of every layer."""
+        assert self.cache is not None
+        context = self.context(fresh)
+        rope = self.rotary(context, self.cache.slots(context.shape[1]))
+        for number, layer in enumerate(self._layers):
+            self.cache.append(number, *layer.self_attn.keys_values(context, rope))
+        self.cache.advance(context.shape[1])
+        self.cache.commit(None, counts)
+
+    def _decoded_states(self, roots: Tensor) -> Tensor:
+        """[B, S, W] the normed states of the block behind each root; the cache is left as it was."""
+        cache, slots = self.cache, self.block_size
+        assert cache is not None
+        x, positions = self.embedded(roots), cache.slots(slots)
+        visible = torch.ones(slots, slots, dtype=torch.bool, device=x.device)
+        visible = (visible.tril() if self.causal else visible).expand(len(roots), -1, -1)
+        rope, seen = self.rotary(x, positions), cache.sees(visible, positions, positions)
+
+        def attention(number: int, layer: BlockLayer) -> Attend:
+            scale = layer.self_attn.head_dim**-0.5
+            return lambda q, k, v: cache.attend(number, q, k, v, seen, scale, self.window)
+
+        for number, layer in enumerate(self._layers):
+            x = layer(x, rope, attention(number, layer))
+        cache.advance(slots)
+        cache.forget()
+        return self.norm(x)
+
+    def product(self, states: Tensor) -> Tensor:
+        """[.., W] -> [.., V] in float32, before the target's scale and cap."""
+        lm_head = self.head.output if self.lm_head is None else self.lm_head
+        return lm_head(states.to(lm_head.weight.dtype)).float()
+
+    def log_q(self, product: Tensor) -> Tensor:
+        """Products [.., V] -> log q [.., V], with the target's scale and cap."""
+        logits = product * self.head.scale
+        if self.head.softcap is not None:
+            logits = torch.tanh(logits / self.head.softcap) * self.head.softcap
+        return logits.log_softmax(-1)
+
+
+class Judging:
+    """The drafts of a batch that are judged, flat and ordered by what answers them; what a block drafter's loss reads."""
+
+    def __init__(
+        self,
+        drafter: BlockDrafter,
+        supervision: Supervision,
+        batch: Batch,
+        anchors: Anchors,
+        hidden: Tensor,
+        answers: Tensor,
+        judged: Tensor,
+        depths: Tensor,
+    ) -> None:
+        self.drafter, self.supervision, self.anchors, self.judged = drafter, supervision, anchors, judged
+        self.answers, self.order = answers[judged].sort(stable=True)  # [R]
+        self.hidden, self.depths = self.of(hidden), self.of(depths)
+        tokens = batch.tokens.flatten()
+        places = anchors.places[:, None] + depths
+        self.before = self.of(tokens[places.clamp(max=len(tokens) - 1)])  # [R] the token that each draft follows
+
+    def of(self, slots: Tensor) -> Tensor:
+        """What slots have [A, K, ..], of the judged ones, in order [R, ..]."""
+        return slots[self.judged][self.order]
+
+    def normalised(self, weights: Tensor) -> Tensor:
+        """[R] weights [A, K] of drafts, so scaled that a document's come to as many terms as it has tokens that carry loss."""
+        document, tokens = self.anchors.weights
+        totals = torch.zeros(len(tokens), device=weights.device).index_add(0, document, (weights * self.judged).sum(1))
+        return self.of(weights * (tokens / totals.clamp(min=1e-9))[document][:, None])
+
+    def losses(self, terms: dict[str, Tensor], right: Tensor) -> Losses:
+        """With the first choices that were right [R] counted by depth."""
+        hits = torch.zeros(self.drafter.num_drafts, device=right.device).index_add(0, self.depths, right.float())
+        counts = torch.zeros_like(hits).index_add(0, self.depths, torch.ones_like(right, dtype=hits.dtype))
+        return Losses(terms, hits, counts)
+
+
+def default_layers(num_layers: int, count: int) -> list[int]:
+    """The streams that DFlash fuses where nothing is said: after the middle layer, or after `count` layers from the second to
+    the third from the end (arXiv 2602.06036)."""
+    if count == 1:
+        return [num_layers // 2 + 1]
+    after = (round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
+    return sorted({min(max(layer, 0), num_layers - 1) + 1 for layer in after})
+
+
+def unheard_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
+    """A row of the embedding that no text holds: the tokenizer's mask token, a row beyond its tokens, or the last special one
+    that neither ends a text nor stands in the chat template."""
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    if len(tokenizer) < vocab_size:
+        return len(tokenizer)
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    ends = {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    special = [id for id, token in tokenizer.added_tokens_decoder.items() if token.special]
+    fitting = [id for id in special if id not in ends and str(tokenizer.added_tokens_decoder[id]) not in template]
+    if not fitting:
+        raise UserError("drafter.mask_token_id: the target has no token that texts never hold; name the id of the rarest one")
+    return int(max(fitting))

@@ -1,0 +1,447 @@
+"""DFlash: what a block is taught is what it says when decoding, and that is what the formulas of the paper say."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState
+from spectrain.drafters.dflash import DFlash
+from spectrain.drafters.shared.anchors import Anchors, block_attention, flex_mask, sample_anchors
+from spectrain.drafters.shared.block_drafter import default_layers, unheard_token
+from spectrain.drafters.shared.layers import rotated
+from spectrain.errors import UserError
+from spectrain.features.base import BatchRequest
+from spectrain.features.batch import Batch
+from spectrain.features.live import Live
+from spectrain.models.target import Target
+from spectrain.trees import Chain, DySpec, Eagle2, Static, TreeBuilder
+from spectrain.trees.base import Draft, Prefix
+from spectrain.trees.token_tree import TokenTree
+from tests.decoding.rounds import Keeping
+
+SLOTS, LIMIT = 5, 16
+SOURCE = torch.Generator().manual_seed(10)
+PROMPTS = [torch.randint(3, 2000, (length,), generator=SOURCE).tolist() for length in (7, 2, 11)]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shifted": {"sample_from_anchor": True},
+    "causal": {"causal": True},
+    "window": {"window": 4},
+    "cropped": {"vocab_size": 512},
+    "own embedding": {"own_embedding": True},
+}
+VARIANT = pytest.mark.parametrize("variant", list(VARIANTS))
+
+
+def make(target: Target, **options: Any) -> DFlash:
+    """Two layers with random weights, large enough that attention matters."""
+    torch.manual_seed(7)
+    drafter = DFlash(target, **{"block_size": SLOTS, "num_layers": 2, "num_anchors": 6, "loss": "forward_kl", **options})
+    counts = torch.arange(target.head.vocab_size, 0, -1)
+    counts[drafter.mask_token_id] = 0
+    drafter.prepare(target, counts)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.requires_grad and parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    return drafter.eval()
+
+
+def dataset(count: int = 4) -> Dataset:
+    """Sequences of unequal length, with assistant tokens in two spans."""
+    torch.manual_seed(5)
+    rows = torch.randint(3, 2000, (count, 26)).tolist()
+    masks = [[i in (4, 5, 6) or i >= 11 for i in range(26 - 3 * n)] for n in range(count)]
+    return Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], count, 0, 0)
+
+
+def batch_of(target: Target, drafter: DFlash, rows: list[int], packed: bool = False) -> Batch:
+    return Live().batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
+
+
+@torch.no_grad()
+def block_of(drafter: DFlash, target: Target, text: list[int]) -> Tensor:
+    """[K, V] log q of the drafts behind a text whose last token is not run: every score written out, one slot at a time."""
+    features = target.features(torch.tensor([text[:-1]]), drafter.layers)
+    context = drafter.hidden_norm(drafter.fc(features.fused(drafter.fused)))[0]
+    anchor, slots = len(text) - 1, drafter.block_size
+    embed = drafter.head.embedding if drafter.embed_tokens is None else drafter.embed_tokens
+    x = embed(torch.tensor([text[-1], *[drafter.mask_token_id] * (slots - 1)]))
+    for layer in drafter.blocks:
+        attn, normed = layer.self_attn, layer.input_layernorm(x)
+        heads = {name: getattr(attn, f"{name}_proj") for name in "qkv"}
+        q = attn.q_norm(heads["q"](normed).unflatten(-1, (-1, attn.head_dim)))  # [S, H, D]
+        keys = attn.k_norm(heads["k"](torch.cat([context, normed])).unflatten(-1, (-1, attn.head_dim)))
+        values = heads["v"](torch.cat([context, normed])).unflatten(-1, (-1, attn.head_dim))
+        cos, sin = drafter.rotary(x, torch.arange(anchor + slots)[None])
+        keys = rotated(keys.transpose(0, 1)[None], (cos, sin))[0].transpose(0, 1)
+        q = rotated(q.transpose(0, 1)[None], (cos[:, anchor:], sin[:, anchor:]))[0].transpose(0, 1)
+        group, out = q.shape[1] // keys.shape[1], torch.zeros_like(q)
+        for s in range(slots):
+            seen = [
+                place
+                for place in range(anchor + slots)
+                if (drafter.window is None or place > anchor + s - drafter.window)
+                and (place < anchor or not drafter.causal or place - anchor <= s)
+            ]
+            for head in range(q.shape[1]):
+                scores = keys[seen, head // group] @ q[s, head] / math.sqrt(attn.head_dim)
+                out[s, head] = scores.softmax(0) @ values[seen, head // group]
+        x = x + attn.o_proj(out.flatten(1))
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    logits = drafter.head.logits(drafter.norm(x)[drafter.first :])
+    return logits[:, drafter.draft_ids].log_softmax(-1)
+
+
+# Training
+
+
+@VARIANT
+def test_what_is_trained_is_what_decoding_says(tiny: Target, variant: str) -> None:
+    """The states of every block of a batch are those behind the same text, alone."""
+    drafter = make(tiny, **VARIANTS[variant])
+    batch = batch_of(tiny, drafter, [0, 1, 2])
+    anchors = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0)
+    states = drafter._trained_states(batch, anchors, TrainingState())[:, drafter.first :]
+    said = drafter.log_q(drafter.product(states))
+    rows = (anchors.places // batch.tokens.shape[1]).tolist()
+    for row, position, found in list(zip(rows, anchors.positions.tolist(), said))[::3]:
+        text = batch.tokens[row, : position + 1].tolist()
+        torch.testing.assert_close(found, block_of(drafter, tiny, text), rtol=1e-4, atol=1e-4)
+
+
+def test_loss_is_the_weighted_divergence_of_every_judged_draft(tiny: Target) -> None:
+    """By the definition: draft d behind the anchor at p against the target at p + d, weighted exp(-d / decay), while every
+    token up to the judged one carries loss; a document counts as many terms as it has such tokens."""
+    drafter = make(tiny, decay=3.0)
+    batch = batch_of(tiny, drafter, [0, 1])
+    losses = drafter.loss(batch, tiny, TrainingState())
+    anchors = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0)
+    logits = tiny.head.logits(tiny.features(batch.tokens, ("final",)).at("final")).log_softmax(-1)
+    total, length = 0.0, batch.tokens.shape[1]
+    hits = [0] * drafter.num_drafts
+    for row in range(2):
+        weighed, weights = 0.0, 0.0
+        for place, position in zip(anchors.places.tolist(), anchors.positions.tolist()):
+            if place // length != row:
+                continue
+            said = block_of(drafter, tiny, batch.tokens[row, : position + 1].tolist())
+            for d in range(drafter.num_drafts):
+                if position + d + 1 >= length or not batch.loss_mask[row, position + d + 1]:
+                    break
+                log_p = logits[row, position + d]
+                weights += math.exp(-d / 3.0)
+                weighed += math.exp(-d / 3.0) * float((log_p.exp() * (log_p - said[d])).sum())
+                hits[d] += int(log_p.argmax() == said[d].argmax())
+        total += weighed / weights * int(batch.loss_mask[row, 1:].sum())
+    assert float(losses.total.detach()) == pytest.approx(total, rel=1e-4)
+    assert losses.hits.tolist() == hits
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"loss": "cross_entropy", "slot_weights": "dpace"}, {"loss": "cross_entropy", "labels": "target"},
+    {"loss": "lk_hybrid"}, {"loss": "total_variation", "vocab_size": 512},
+    {"loss": "jensen_shannon", "window": 5, "causal": True},
+], ids=["kl", "dpace", "hard", "lk", "tv", "jsd"])  # fmt: skip
+def test_packed_equals_padded(tiny: Target, options: dict[str, Any]) -> None:
+    """Loss, hits and gradients of packed documents are those of padded ones, and of one after another."""
+    drafter = make(tiny, **options)
+    found = []
+    for batches in ([batch_of(tiny, drafter, [0, 1, 2])], [batch_of(tiny, drafter, [0, 1, 2], packed=True)],
+                    [batch_of(tiny, drafter, [row]) for row in range(3)]):  # fmt: skip
+        drafter.zero_grad()
+        losses = [drafter.loss(batch, tiny, TrainingState()) for batch in batches]
+        torch.stack([one.total for one in losses]).sum().backward()
+        grads = [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
+        found.append((sum(one.total.detach() for one in losses), sum(one.hits for one in losses), grads))
+    for total, hits, grads in found[1:]:
+        torch.testing.assert_close(total, found[0][0], rtol=1e-4, atol=1e-4)
+        assert torch.equal(hits, found[0][1])
+        for mine, theirs in zip(grads, found[0][2], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_checkpointed_equals_kept(tiny: Target) -> None:
+    """Gradient checkpointing changes no gradient."""
+    drafter, found = make(tiny), []
+    for recompute in (False, True):
+        drafter.zero_grad()
+        drafter.loss(batch_of(tiny, drafter, [0, 1]), tiny, TrainingState(recompute=recompute)).total.backward()
+        found.append([p.grad.clone() for p in drafter.parameters() if p.grad is not None])
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*found, strict=True))
+
+
+def test_dpace_weights_are_the_formulas(tiny: Target) -> None:
+    """w_k = sum over j >= k of s_1 .. s_j, with s = (1 - alpha) q + alpha where judged and 1 elsewhere (2605.18810)."""
+    drafter = make(tiny, loss="cross_entropy", slot_weights="dpace", dpace_alpha=0.3)
+    kept: dict[str, Any] = {}
+    judge = drafter.judge
+    drafter.judge = lambda asked: judge(kept.setdefault("asked", asked))  # type: ignore[method-assign]
+    batch = batch_of(tiny, drafter, [0, 2])
+    drafter.loss(batch, tiny, TrainingState())
+    asked = kept["asked"]
+    weights = drafter._dpace(asked)
+    length = batch.tokens.shape[1]
+    for block, (place, position) in enumerate(zip(asked.anchors.places.tolist(), asked.anchors.positions.tolist())):
+        row = place // length
+        said = block_of(drafter, tiny, batch.tokens[row, : position + 1].tolist())
+        s = [
+            0.7 * math.exp(said[d, batch.tokens[row, position + d + 1]]) + 0.3 if asked.judged[block, d] else 1.0
+            for d in range(drafter.num_drafts)
+        ]
+        products = [math.prod(s[: k + 1]) for k in range(len(s))]
+        expected = [sum(products[k:]) for k in range(len(s))]
+        assert weights[block].tolist() == pytest.approx(expected, rel=1e-4)
+
+
+def test_one_slot_equals_a_plain_head(tiny: Target) -> None:
+    """A block of one drafting slot is a next-token head: its loss over every place is that of one attention over the text in
+    which each token sees the context before it and itself."""
+    drafter = make(tiny, block_size=1, sample_from_anchor=True, num_anchors=1000, num_layers=1, decay=0.0)
+    batch = batch_of(tiny, drafter, [0])
+    losses = drafter.loss(batch, tiny, TrainingState())
+    layer, features = drafter.blocks[0], batch.features
+    assert features is not None
+    context, x = drafter.context(features), drafter.head.embed(batch.tokens)
+    rope = drafter.rotary(x, batch.positions)
+    q, k, v = layer.self_attn.project(layer.input_layernorm(x), rope)
+    far, values = layer.self_attn.keys_values(context, rope)
+    length = batch.tokens.shape[1]
+    mask = torch.cat([torch.ones(length, length).tril(-1), torch.eye(length)], dim=1).bool()
+    attended = F.scaled_dot_product_attention(
+        q, torch.cat([far, k], 2), torch.cat([values, v], 2), attn_mask=mask, enable_gqa=True
+    )
+    x = x + layer.self_attn.output(attended)
+    x = x + layer.mlp(layer.post_attention_layernorm(x))
+    said = drafter.head.logits(drafter.norm(x)).log_softmax(-1)[0]
+    log_p = drafter.head.logits(features.at("final")).log_softmax(-1)[0]
+    predicts = batch.predicts[0] & (torch.arange(length) > 0)
+    expected = F.kl_div(said[predicts], log_p[predicts], reduction="sum", log_target=True)
+    torch.testing.assert_close(losses.total, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_causal_blocks_equal_their_unrolled_selves(tiny: Target) -> None:
+    """With causal blocks and an anchor at every place, slots say what shorter blocks say: no slot reads a later one."""
+    drafter = make(tiny, causal=True, num_anchors=1000)
+    batch = batch_of(tiny, drafter, [0, 1])
+    anchors = sample_anchors(batch, 1000, 0, 0)
+    whole = drafter._trained_states(batch, anchors, TrainingState())
+    for slots in range(2, SLOTS):
+        drafter.block_size = slots
+        states = drafter._trained_states(batch, anchors, TrainingState())
+        torch.testing.assert_close(states, whole[:, :slots], rtol=1e-4, atol=1e-5)
+
+
+# Attention
+
+
+def toy(documents: list[tuple[int, list[int]]], slots: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values of the blocks of anchors, given for documents of so many tokens, and of their context."""
+    total, count = sum(length for length, _ in documents), sum(len(found) for _, found in documents)
+    torch.manual_seed(3)
+    parts = [torch.randn(count, heads, slots, 8, requires_grad=True) for heads in (4, 2, 2)]
+    return *parts, *(torch.randn(1, 2, total, 8, requires_grad=True) for _ in range(2))
+
+
+DOCUMENTS = [(9, [1, 4, 8]), (3, []), (40, list(range(1, 40)))]
+
+
+@pytest.mark.parametrize("causal, window", [(False, None), (True, None), (False, 3), (True, 6)])
+def test_chunks_equal_the_dense_mask(causal: bool, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention by chunks is attention under the whole mask, values and gradients, as FlexAttention is told it, too."""
+    slots, starts = 3, [0, 9, 12]
+    monkeypatch.setattr("spectrain.drafters.shared.anchors.ROWS", 12)
+    q, k, v, far_k, far_v = toy(DOCUMENTS, slots)
+    positions = torch.tensor([place for _, found in DOCUMENTS for place in found])
+    places = torch.tensor([start + place for start, (_, found) in zip(starts, DOCUMENTS) for place in found])
+    anchors = Anchors(places, positions, tuple((len(found), 1) for _, found in DOCUMENTS))
+    attended = block_attention(q, k, v, (far_k, far_v), anchors, causal, window)
+    length, count = far_k.shape[2], len(places)
+    mask = torch.zeros(count * slots, length + count * slots, dtype=torch.bool)
+    for a, (place, position) in enumerate(zip(places.tolist(), positions.tolist())):
+        for s in range(slots):
+            for token in range(place - position, place):
+                mask[a * slots + s, token] = window is None or token > place + s - window
+            for other in range(slots):
+                seen = (not causal or other <= s) and (window is None or other > s - window)
+                mask[a * slots + s, length + a * slots + other] = seen
+    queries, keys, values = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
+    dense = F.scaled_dot_product_attention(
+        queries, torch.cat([far_k, keys], 2), torch.cat([far_v, values], 2), attn_mask=mask, enable_gqa=True
+    )
+    expected = dense[0].unflatten(1, (count, slots)).transpose(0, 1)
+    torch.testing.assert_close(attended, expected)
+    grads = [torch.autograd.grad(out.square().sum(), (q, k, v, far_k, far_v)) for out in (attended, expected)]
+    for mine, theirs in zip(*grads):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    told = flex_mask(anchors, slots, length, causal, window)
+    query, key = torch.arange(count * slots)[:, None], torch.arange(length + count * slots)
+    zero = torch.zeros((), dtype=torch.int64)
+    assert torch.equal(told(zero, zero, query.expand(-1, len(key)), key.expand(len(query), -1)), mask)
+
+
+def test_no_mask_is_larger_than_a_chunk(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of anchors, attention is asked for ROWS slots at once at most."""
+    seen: list[tuple[int, ...]] = []
+    attend = F.scaled_dot_product_attention
+
+    def watching(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **more: Any) -> Tensor:
+        seen.append(() if attn_mask is None else tuple(attn_mask.shape))
+        return attend(q, k, v, attn_mask=attn_mask, **more)
+
+    drafter = make(tiny, num_anchors=1000)
+    batch = batch_of(tiny, drafter, [0, 1, 2, 3])
+    monkeypatch.setattr("spectrain.drafters.shared.anchors.ROWS", 20)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watching)
+    drafter.loss(batch, tiny, TrainingState()).total.backward()
+    masks = [shape for shape in seen if shape]
+    assert masks and all(rows <= 20 and keys <= 26 + 20 for rows, keys in masks)
+
+
+# Anchors
+
+
+def test_anchors_are_the_documents_own(tiny: Target) -> None:
+    """They precede a token that carries loss, ascend, are as many as asked for, and change with the step, not the batch."""
+    drafter = make(tiny)
+    one, packed = (batch_of(tiny, drafter, [0, 1, 2], packed=packed) for packed in (False, True))
+    first, second = (sample_anchors(batch, 4, 0, 3).positions.tolist() for batch in (one, packed))
+    assert first == second != sample_anchors(one, 4, 0, 4).positions.tolist()
+    for row in range(3):
+        mine = first[4 * row : 4 * row + 4]
+        assert mine == sorted(set(mine)) and all(place >= 1 and one.loss_mask[row, place + 1] for place in mine)
+    few = sample_anchors(batch_of(tiny, drafter, [0]), 1000, 0, 0)
+    assert few.positions.tolist() == [3, 4, 5, *range(10, 25)]
+
+
+def test_a_batch_without_anchors_costs_nothing(tiny: Target) -> None:
+    drafter = make(tiny)
+    tokens = torch.randint(3, 2000, (2, 9))
+    batch = Batch(tokens, torch.zeros_like(tokens, dtype=torch.bool))
+    batch = replace(batch, features=tiny.features(tokens, drafter.layers))
+    losses = drafter.loss(batch, tiny, TrainingState())
+    losses.total.backward()
+    assert float(losses.total.detach()) == 0 and not losses.counts.any()
+
+
+# Decoding
+
+
+class Watching(Keeping):
+    """A builder that keeps the texts and trees of every round."""
+
+    def __init__(self, builder: TreeBuilder) -> None:
+        super().__init__(builder)
+        self.rounds: list[tuple[list[list[int]], TokenTree]] = []
+
+    def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
+        texts = [row[: length + 1] for row, length in zip(prefix.tokens.tolist(), prefix.lengths.tolist())]
+        tree = super().grow(prefix, draft)
+        self.rounds.append((texts, tree))
+        return tree
+
+
+@VARIANT
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("count", [1, 3])
+def test_drafts_are_the_block_of_the_text_alone(tiny: Target, variant: str, count: int) -> None:
+    """In every round, of every row, a chain's drafts are the likeliest tokens that the block says; and the output is greedy."""
+    drafter = make(tiny, **VARIANTS[variant])
+    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:count]]
+    watching = Watching(Chain(9))
+    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
+    assert [one.output for one in found] == plain and len(watching.rounds) > 3
+    for texts, tree in watching.rounds[::4]:
+        assert tree.tokens.shape[1] == drafter.num_drafts + 1
+        for row, text in enumerate(texts):
+            best = drafter.draft_ids[block_of(drafter, tiny, text).argmax(-1)]
+            assert tree.tokens[row, 1:].tolist() == best.tolist()
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("builder", [
+    Eagle2(4, 9, 3), DySpec(4, 7, children="deterministic"), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 1]]),
+], ids=["eagle2", "dyspec", "static"])  # fmt: skip
+@pytest.mark.parametrize("variant", ["plain", "shifted", "cropped"])
+def test_trees_are_products_of_marginals(tiny: Target, variant: str, builder: TreeBuilder) -> None:
+    """A node's score is the sum of what the slots say of the tokens on its path, and the output is greedy."""
+    drafter = make(tiny, **VARIANTS[variant])
+    plain = decode(tiny, PROMPTS[:1], Greedy(), LIMIT, ignore_eos=True)[0].output
+    watching = Watching(builder)
+    assert decode(tiny, PROMPTS[:1], Greedy(), LIMIT, drafter, watching, ignore_eos=True)[0].output == plain
+    slot_of = {int(token): number for number, token in enumerate(drafter.draft_ids)}
+    for texts, tree in watching.rounds[::5]:
+        said, scores = block_of(drafter, tiny, texts[0]), {0: 0.0}
+        assert tree.scores is not None
+        for node in range(1, tree.tokens.shape[1]):
+            parent, depth = int(tree.parents[0, node]), int(tree.depths[0, node])
+            scores[node] = scores[parent] + float(said[depth - 1, slot_of[int(tree.tokens[0, node])]])
+            assert float(tree.scores[0, node]) == pytest.approx(scores[node], abs=1e-3)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("builder, rule", [
+    (Chain(3), Match(temperature=0.3, top_k=50, seed=5)), (Eagle2(3, 8, 3), Match(temperature=0.3, top_k=50, seed=5)),
+], ids=["chain", "tree"])  # fmt: skip
+def test_drafted_equals_matched_sampling(tiny: Target, builder: TreeBuilder, rule: Match) -> None:
+    """With the same seed, drafted sampling draws the tokens of autoregressive sampling."""
+    plain = decode(tiny, PROMPTS, rule, LIMIT, ignore_eos=True)
+    found = decode(tiny, PROMPTS, rule, LIMIT, make(tiny), builder, ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in plain]
+
+
+@pytest.mark.parametrize("builder, rule", [
+    (Chain(3, "sampled", 0.7), SpeculativeSampling),
+    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
+], ids=["chain", "tree"])  # fmt: skip
+def test_drawn_children(tiny: Target, builder: TreeBuilder, rule: Any) -> None:
+    """Rules that weigh p against q: where p allows one token only, the output is greedy."""
+    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
+    found = decode(tiny, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, make(tiny), builder, ignore_eos=True)
+    assert [one.output for one in found] == plain
+
+
+# Settings
+
+
+@pytest.mark.parametrize("count, chosen", [(1, [18 + 1]), (5, [2, 10, 18, 26, 34])])
+def test_fused_layers_are_those_of_the_paper(count: int, chosen: list[int]) -> None:
+    """Qwen3-8B has 36 layers, and the streams after layers 1, 9, 17, 25 and 33 enter 2, 10, 18, 26 and 34."""
+    assert default_layers(36, count) == chosen
+
+
+def test_mask_token_is_one_that_no_text_holds(tiny: Target) -> None:
+    assert unheard_token(tiny.tokenizer, tiny.head.vocab_size) == tiny.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert unheard_token(tiny.tokenizer, tiny.head.vocab_size + 64) == len(tiny.tokenizer)
+    drafter = make(tiny, mask_token_id=77)
+    with pytest.raises(UserError, match="mask_token_id=77: the data holds this token"):
+        drafter.prepare(tiny, torch.ones(tiny.head.vocab_size))
+
+
+@pytest.mark.parametrize("options, said", [
+    ({"block_size": 1}, "block_size=1: use 2 or more"),
+    ({"layers": []}, "layers="),
+    ({"architecture": {"depth": 3}}, "architecture.depth"),
+    ({"mask_token_id": 1 << 20}, "mask_token_id="),
+    ({"slot_weights": "dpace"}, "slot_weights=dpace"),
+])  # fmt: skip
+def test_bad_settings_are_refused(tiny: Target, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        make(tiny, **options)
+
+
+def test_linears_have_no_bias_and_heads_their_norms(tiny: Target) -> None:
+    """The tensors are those that engines look for, under their names."""
+    drafter = make(tiny)
+    assert not any(isinstance(module, nn.Linear) and module.bias is not None for module in drafter.modules())
+    names = {name.split(".", 2)[-1] for name in drafter.state_dict() if name.startswith("blocks.0.")}
+    assert {"self_attn.q_norm.weight", "self_attn.k_norm.weight"} <= names
