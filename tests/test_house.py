@@ -42,6 +42,8 @@ IMPOSED = {
 CONFIGURED = {
     "data/stream.py:Stream",
     "drafters/dflash.py:DFlash",
+    "drafters/dflash2.py:DFlash2",
+    "drafters/dspark.py:DSpark",
     "drafters/early_exit.py:EarlyExit",
     "drafters/gated_lora.py:GatedLora",
     "drafters/medusa.py:Medusa",

@@ -73,16 +73,10 @@ class DFlash(BlockDrafter):
         return Supervision(self, batch, labels=self.labels)
 
     def judge(self, asked: Judging) -> Losses:
-        weights = self._dpace(asked) if self.slot_weights == "dpace" else self._decaying(asked)
-        row_weight = asked.normalised(weights)
-        loss, right = asked.supervision.judge_by(self.projection, asked.hidden, asked.answers, row_weight)
-        return asked.losses({self.divergence: loss}, right)
-
-    def _decaying(self, asked: Judging) -> Tensor:
-        """[A, K] exp(-d / decay)."""
-        depths = torch.arange(self.num_drafts, device=asked.judged.device)
-        weights = torch.exp(-depths / self.decay) if self.decay else torch.ones_like(depths, dtype=torch.float32)
-        return weights.expand(asked.judged.shape)
+        dpace = self.slot_weights == "dpace"
+        row_weight = asked.normalised(self._dpace(asked)) if dpace else asked.decaying(self.decay)
+        judged = asked.supervision.judge_by(self.projection, asked.hidden, asked.answers, row_weight)
+        return asked.losses({self.divergence: judged.loss}, judged.best)
 
     @torch.no_grad()
     def _dpace(self, asked: Judging) -> Tensor:

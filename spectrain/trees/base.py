@@ -61,6 +61,7 @@ class Rollout(ABC):
 
     draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
     depth_limit: int | None = None  # how deep the drafter can draft, such as its number of heads; None for any depth
+    closed: Tensor | None = None  # [B, F] of the nodes given last, those below which it advises to draft nothing
 
     @abstractmethod
     def start(self) -> Tensor:
@@ -309,6 +310,8 @@ class GrowingTree:
         scores = self.scores.gather(1, self.frontier)[..., None] + log_q
         if allowed is not None:
             scores = scores.masked_fill(~allowed[..., :width], NEVER)
+        if self.rollout.closed is not None:
+            scores = scores.masked_fill(self.rollout.closed[..., None], NEVER)
         self.levels, self.widest = self.levels + 1, max(self.widest, width)
         self.newest = self.tokens.shape[1]
         self.tokens = torch.cat([self.tokens, self.rollout.to_target(ids.flatten(1))], dim=1)

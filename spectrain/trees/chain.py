@@ -53,7 +53,9 @@ class Chain(TreeBuilder):
             likeliest = (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1)
             going = going & ((likeliest if self.stop_on == "token" else confidence * likeliest) >= self.stop)
             confidence = confidence * likeliest
-            if self.stop and not going.any():
+            if rollout.closed is not None:
+                going = going & ~rollout.closed[:, 0]
+            if (self.stop or rollout.closed is not None) and not going.any():
                 break
             draft.branch(1, going[:, None, None] if self.stop else None)
             if level + 1 < depth:

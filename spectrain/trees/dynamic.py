@@ -117,10 +117,10 @@ class DySpec(TreeBuilder):
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         rows = [
-            _Row(self, token, generator(DRAFT, self.seed, key, position))
-            for token, key, position in zip(
+            _Row(self, number, token, generator(DRAFT, self.seed, key, position))
+            for number, (token, key, position) in enumerate(zip(
                 prefix.root.tolist(), prefix.sequence_ids.tolist(), prefix.lengths.tolist()
-            )
+            ))
         ]  # fmt: skip
         device = prefix.root.device
         num_fed = 0
@@ -130,6 +130,8 @@ class DySpec(TreeBuilder):
             for row, nodes, q in zip(rows, asked, drawable(log_q, self.temperature)):
                 for place, node in enumerate(nodes):
                     row.fed[node], row.q[node] = num_fed + place, q[place]
+                if rollout.closed is not None:
+                    row.closed |= {node for place, node in enumerate(nodes) if rollout.closed[row.number, place]}
                 row.fill(rollout)
             num_fed += log_q.shape[1]
             asked = [row.unknown() for row in rows]
@@ -162,19 +164,22 @@ class DySpec(TreeBuilder):
 class _Row:
     """One row's tree while DySpec fills it."""
 
-    def __init__(self, builder: DySpec, root: int, source: torch.Generator) -> None:
-        self.builder, self.source = builder, source
+    def __init__(self, builder: DySpec, number: int, root: int, source: torch.Generator) -> None:
+        self.builder, self.number, self.source = builder, number, source
         self.tokens, self.parents, self.depths = [root], [-1], [0]
         self.values = [1.0]  # the chance that a node is reached
         self.fed: dict[int, int] = {}  # node -> its order in the rollout
         self.q: dict[int, Tensor] = {}  # what each node's children are drawn from, where the drafter has run it
         self.left: dict[int, Tensor] = {}  # the same, without the children it has
+        self.closed: set[int] = set()  # nodes below which nothing is drafted
         self.places = [(-1.0, 0)]  # minus the value of an open place, and the node above it
 
     def fill(self, rollout: Rollout) -> None:
         """Fill open places from the best down, until one lies below a node that has not run."""
         while self._open() and self.places[0][1] in self.q:
             value, parent = heapq.heappop(self.places)
+            if parent in self.closed:
+                continue
             left = self.left.get(parent, self.q[parent])
             scores = left.log()
             if self.builder.children != "deterministic":

@@ -9,15 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.data.chat import Example
-from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.dflash import DFlash
 from spectrain.drafters.shared.anchors import Anchors, block_attention, flex_mask, sample_anchors
 from spectrain.drafters.shared.block_drafter import default_layers, unheard_token
-from spectrain.drafters.shared.layers import rotated
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
@@ -27,6 +24,8 @@ from spectrain.trees import Chain, DySpec, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping
+
+from .blocks import dataset, states_behind
 
 SLOTS, LIMIT = 5, 16
 SOURCE = torch.Generator().manual_seed(10)
@@ -56,50 +55,13 @@ def make(target: Target, **options: Any) -> DFlash:
     return drafter.eval()
 
 
-def dataset(count: int = 4) -> Dataset:
-    """Sequences of unequal length, with assistant tokens in two spans."""
-    torch.manual_seed(5)
-    rows = torch.randint(3, 2000, (count, 26)).tolist()
-    masks = [[i in (4, 5, 6) or i >= 11 for i in range(26 - 3 * n)] for n in range(count)]
-    return Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], count, 0, 0)
-
-
 def batch_of(target: Target, drafter: DFlash, rows: list[int], packed: bool = False) -> Batch:
     return Live().batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
 
 
-@torch.no_grad()
 def block_of(drafter: DFlash, target: Target, text: list[int]) -> Tensor:
-    """[K, V] log q of the drafts behind a text whose last token is not run: every score written out, one slot at a time."""
-    features = target.features(torch.tensor([text[:-1]]), drafter.layers)
-    context = drafter.hidden_norm(drafter.fc(features.fused(drafter.fused)))[0]
-    anchor, slots = len(text) - 1, drafter.block_size
-    embed = drafter.head.embedding if drafter.embed_tokens is None else drafter.embed_tokens
-    x = embed(torch.tensor([text[-1], *[drafter.mask_token_id] * (slots - 1)]))
-    for layer in drafter.blocks:
-        attn, normed = layer.self_attn, layer.input_layernorm(x)
-        heads = {name: getattr(attn, f"{name}_proj") for name in "qkv"}
-        q = attn.q_norm(heads["q"](normed).unflatten(-1, (-1, attn.head_dim)))  # [S, H, D]
-        keys = attn.k_norm(heads["k"](torch.cat([context, normed])).unflatten(-1, (-1, attn.head_dim)))
-        values = heads["v"](torch.cat([context, normed])).unflatten(-1, (-1, attn.head_dim))
-        cos, sin = drafter.rotary(x, torch.arange(anchor + slots)[None])
-        keys = rotated(keys.transpose(0, 1)[None], (cos, sin))[0].transpose(0, 1)
-        q = rotated(q.transpose(0, 1)[None], (cos[:, anchor:], sin[:, anchor:]))[0].transpose(0, 1)
-        group, out = q.shape[1] // keys.shape[1], torch.zeros_like(q)
-        for s in range(slots):
-            seen = [
-                place
-                for place in range(anchor + slots)
-                if (drafter.window is None or place > anchor + s - drafter.window)
-                and (place < anchor or not drafter.causal or place - anchor <= s)
-            ]
-            for head in range(q.shape[1]):
-                scores = keys[seen, head // group] @ q[s, head] / math.sqrt(attn.head_dim)
-                out[s, head] = scores.softmax(0) @ values[seen, head // group]
-        x = x + attn.o_proj(out.flatten(1))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-    logits = drafter.head.logits(drafter.norm(x)[drafter.first :])
-    return logits[:, drafter.draft_ids].log_softmax(-1)
+    """[K, V] log q of the drafts behind a text whose last token is not run."""
+    return drafter.head.logits(states_behind(drafter, target, text))[:, drafter.draft_ids].log_softmax(-1)
 
 
 # Training

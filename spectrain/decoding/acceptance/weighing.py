@@ -29,13 +29,13 @@ class Recursive(Walking):
     def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Accepted:
         """What `judge` decides one by one, of all sequences at once, with the same random numbers."""
         if tree.tokens.shape[1] == 1:  # nothing to weigh
-            q, without_replacement = logits.new_ones(len(sequence_ids), 1, 1), False
+            q, ids, without_replacement = logits.new_ones(len(sequence_ids), 1, 1), None, False
         else:
             self.check(tree.children, not self.chains_only or tree.is_chain)
             assert tree.q is not None, "a tree with drawn children says what they were drawn from"
-            q, without_replacement = tree.q, tree.children == "without_replacement"
+            q, ids, without_replacement = tree.q, tree.draft_ids, tree.children == "without_replacement"
         draws = self.draws(ACCEPT, sequence_ids, positions)
-        return Accepted(*tree_recursive(nodes_of(tree), logits, q, tree.draft_ids, without_replacement, draws))
+        return Accepted(*tree_recursive(nodes_of(tree), logits, q, ids, without_replacement, draws))
 
     def judge(self, tree: VerifiedTree, dice: Dice) -> tuple[list[int], int]:
         path = [0]

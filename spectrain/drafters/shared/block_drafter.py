@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -87,9 +88,8 @@ class BlockDrafter(VocabularyDrafter):
     )
     abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)), on_policy=OnPolicy())
     cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
-    layer_class: type[BlockLayer] = BlockLayer
 
-    def __init__(self, target: Target, said: BlockSettings) -> None:
+    def __init__(self, target: Target, said: BlockSettings, layer: Callable[[Any], BlockLayer] = BlockLayer) -> None:
         super().__init__()
         least = 1 if said.sample_from_anchor else 2
         if said.block_size < least:
@@ -116,7 +116,7 @@ class BlockDrafter(VocabularyDrafter):
         self.embed_tokens = nn.Embedding(rows, width) if said.own_embedding else None
         self.fc = nn.Linear(len(chosen) * width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
-        self.blocks = nn.ModuleList(self.layer_class(config) for _ in range(said.num_layers))
+        self.blocks = nn.ModuleList(layer(config) for _ in range(said.num_layers))
         self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
         size = rows if said.vocab_size is None else min(said.vocab_size, rows)
         self.lm_head: nn.Linear | None = None
@@ -271,12 +271,14 @@ class BlockDrafter(VocabularyDrafter):
         lm_head = self.head.output if self.lm_head is None else self.lm_head
         return lm_head(states.to(lm_head.weight.dtype)).float()
 
-    def log_q(self, product: Tensor) -> Tensor:
-        """Products [.., V] -> log q [.., V], with the target's scale and cap."""
+    def logits(self, product: Tensor) -> Tensor:
+        """Products [.., V] with the target's scale and cap."""
         logits = product * self.head.scale
-        if self.head.softcap is not None:
-            logits = torch.tanh(logits / self.head.softcap) * self.head.softcap
-        return logits.log_softmax(-1)
+        return logits if self.head.softcap is None else torch.tanh(logits / self.head.softcap) * self.head.softcap
+
+    def log_q(self, product: Tensor) -> Tensor:
+        """Products [.., V] -> log q [.., V]."""
+        return self.logits(product).log_softmax(-1)
 
 
 class Judging:
@@ -295,10 +297,11 @@ class Judging:
     ) -> None:
         self.drafter, self.supervision, self.anchors, self.judged = drafter, supervision, anchors, judged
         self.answers, self.order = answers[judged].sort(stable=True)  # [R]
-        self.hidden, self.depths = self.of(hidden), self.of(depths)
-        tokens = batch.tokens.flatten()
+        self.states = hidden  # [A, K, W]
+        tokens = F.pad(batch.tokens.flatten(), (0, self.drafter.num_drafts))
         places = anchors.places[:, None] + depths
-        self.before = self.of(tokens[places.clamp(max=len(tokens) - 1)])  # [R] the token that each draft follows
+        self.previous, self.tokens = tokens[places], tokens[places + 1]  # [A, K] the data's before each draft, and in its place
+        self.hidden, self.depths = self.of(hidden), self.of(depths)  # [R, W], [R]
 
     def of(self, slots: Tensor) -> Tensor:
         """What slots have [A, K, ..], of the judged ones, in order [R, ..]."""
@@ -310,8 +313,15 @@ class Judging:
         totals = torch.zeros(len(tokens), device=weights.device).index_add(0, document, (weights * self.judged).sum(1))
         return self.of(weights * (tokens / totals.clamp(min=1e-9))[document][:, None])
 
-    def losses(self, terms: dict[str, Tensor], right: Tensor) -> Losses:
-        """With the first choices that were right [R] counted by depth."""
+    def decaying(self, decay: float) -> Tensor:
+        """[R] what each draft counts: exp(-d / decay), normalised; all alike where there is no decay."""
+        depths = torch.arange(self.drafter.num_drafts, device=self.judged.device)
+        weights = torch.exp(-depths / decay) if decay else torch.ones_like(depths, dtype=torch.float32)
+        return self.normalised(weights.expand(self.judged.shape))
+
+    def losses(self, terms: dict[str, Tensor], best: Tensor) -> Losses:
+        """With the first choices [R], draft ids, that are the target's likeliest counted by depth."""
+        right = self.drafter.draft_ids[best] == self.supervision.best[self.answers]
         hits = torch.zeros(self.drafter.num_drafts, device=right.device).index_add(0, self.depths, right.float())
         counts = torch.zeros_like(hits).index_add(0, self.depths, torch.ones_like(right, dtype=hits.dtype))
         return Losses(terms, hits, counts)

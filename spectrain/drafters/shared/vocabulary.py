@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.kernels.linear_divergence import Projection, target_over
+from spectrain.kernels.linear_divergence import Judged, Projection, target_over
 
 from ..abilities import Abilities, DraftingCost, OnPolicy
 from ..base import Drafter
@@ -149,14 +149,12 @@ class Supervision:
 
         Row r is judged by answers[r], which ascend: draft steps that share answers are best judged together.
         """
-        return self.judge_by(Projection(lm_head.weight, lm_head.bias), hidden, answers, row_weight)
+        judged = self.judge_by(Projection(lm_head.weight, lm_head.bias), hidden, answers, row_weight)
+        return judged.loss, self.drafter.draft_ids[judged.best] == self.best[answers]
 
-    def judge_by(
-        self, head: Projection, hidden: Tensor, answers: Tensor, row_weight: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
+    def judge_by(self, head: Projection, hidden: Tensor, answers: Tensor, row_weight: Tensor | None = None) -> Judged:
         """The same under any output layer over the draft vocabulary."""
         weight = self.inside[answers] if row_weight is None else self.inside[answers] * row_weight
         distance = None if self.distance is None else self.distance[answers]
         theirs = None if self.target_log_probs is None else self.target_log_probs.at(answers)
-        judged = head_loss(self.drafter.divergence, hidden, head, self.slots[answers], theirs, distance, row_weight=weight)
-        return judged.loss, self.drafter.draft_ids[judged.best] == self.best[answers]
+        return head_loss(self.drafter.divergence, hidden, head, self.slots[answers], theirs, distance, row_weight=weight)

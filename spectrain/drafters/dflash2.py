@@ -1,0 +1,210 @@
+"""DFlash2 (z-lab, 2026): DFlash with convolutions inside the block, and candidates chosen by the token before them.
+
+Shapes: A anchors, S slots, K drafts of a block, W width, G groups of channels, C candidates, V draft vocabulary, R judged
+drafts, F frontier nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch
+from spectrain.settings.values import Count, NotNegative, Seed, Steps, VocabularySize
+from spectrain.trees.base import DepthRollout, Rollout
+
+from .base import Losses
+from .shared.block_drafter import Attend, BlockDrafter, BlockLayer, BlockSettings, Judging, Rope
+from .shared.losses import Loss
+from .shared.vocabulary import Supervision
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+CHUNK = 2048  # rows whose candidates are scored at one time
+IMPOSSIBLE = -1e4  # log of the chance of what is no candidate: finite, so that 0 times it is 0
+
+
+class BlockConvolution(nn.Module):
+    """Two grouped, dynamic, causal convolutions inside a block, around a sublayer: y_t = sum_tap (base[tap] + delta_t[tap]) *
+    x_{t - tap}, where delta is read from the sublayer's normed input, one number for each group of channels."""
+
+    def __init__(self, width: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.taps, self.group = taps, group
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * width // group, bias=False)
+        with torch.no_grad():  # the identity
+            self.base_kernel[:, 0] = 1.0
+            self.kernel_projection.weight.zero_()
+
+    def deltas(self, normed: Tensor) -> Tensor:
+        """[A, S, W] -> [A, S, 2, taps, G], for the sublayer's input and for its output."""
+        return self.kernel_projection(normed).unflatten(-1, (2, self.taps, -1))
+
+    def convolve(self, x: Tensor, delta: Tensor, side: int) -> Tensor:
+        """[A, S, W], of the input (side 0) or the output (1)."""
+        kernels = self.base_kernel[side] + delta[:, :, side].repeat_interleave(self.group, dim=-1)  # [A, S, taps, W]
+        shifted = [x, *(F.pad(x, (0, 0, tap, 0))[:, : x.shape[1]] for tap in range(1, self.taps))]
+        return (torch.stack(shifted, dim=2) * kernels).sum(2)
+
+
+class ConvolvedLayer(BlockLayer):
+    """A block layer with convolutions around its attention and its feed-forward part."""
+
+    def __init__(self, config: Any, taps: int, group: int) -> None:
+        super().__init__(config)
+        self.attention_conv = BlockConvolution(config.hidden_size, taps, group)
+        self.mlp_conv = BlockConvolution(config.hidden_size, taps, group)
+
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        normed, around = self.input_layernorm(x), self.attention_conv
+        delta = around.deltas(normed)
+        projected = self.self_attn.project(around.convolve(normed, delta, 0), rope)
+        x = x + around.convolve(self.self_attn.output(attend(*projected)), delta, 1)
+        normed, around = self.post_attention_layernorm(x), self.mlp_conv
+        delta = around.deltas(normed)
+        return x + around.convolve(self.mlp(around.convolve(normed, delta, 0)), delta, 1)
+
+
+class CandidateSelector(nn.Module):
+    """What the token before it adds to a candidate: sum_r pred[before, r] (W h)_r succ[candidate, r]."""
+
+    def __init__(self, vocab_size: int, width: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.randn(vocab_size, rank) * 0.02)
+        self.successor_codebook = nn.Parameter(torch.randn(vocab_size, rank) * 0.02)
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+        nn.init.normal_(self.hidden_projection.weight, std=0.02)
+
+    def forward(self, hidden: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
+        """[.., C] from states [.., W], the tokens before [..] and candidates [.., C], all in target ids."""
+        asked = F.embedding(before, self.predecessor_codebook) * self.hidden_projection(hidden)
+        return (F.embedding(candidates, self.successor_codebook) @ asked[..., None])[..., 0]
+
+
+class DFlash2(BlockDrafter):
+    """Of every slot's `selector_top_k` likeliest tokens, the one is taken that goes best with the token before it.
+
+    The loss is DFlash's and, weighted by `selector_weight`, the cross-entropy of the target's likeliest token among the
+    slot's candidates, of which it takes the last place where it is none of them. What is no candidate is never drafted.
+    """
+
+    saved = replace(
+        BlockDrafter.saved,
+        shape=(*BlockDrafter.saved.shape, "conv_kernel_size", "conv_group_size", "selector_rank"),
+    )
+
+    def __init__(
+        self,
+        target: Target,
+        block_size: Steps = 16,
+        num_layers: Count = 5,
+        layers: list[int] | None = None,
+        vocab_size: VocabularySize | None = None,  # None: the target's whole vocabulary, as engines ask for
+        conv_kernel_size: Count = 2,
+        conv_group_size: Count = 16,
+        selector_rank: Count = 256,
+        selector_top_k: Count = 16,
+        selector_weight: NotNegative = 1.0,
+        loss: Loss = "forward_kl",
+        decay: NotNegative = 7.0,  # in slots; 0 weighs all alike
+        num_anchors: Count = 512,  # of a document
+        sample_from_anchor: bool = False,
+        causal: bool = False,  # inside the block
+        window: Count | None = None,  # how many positions back a slot sees; None: all
+        mask_token_id: int | None = None,  # None: one that no text of the target holds
+        own_embedding: bool = False,  # trained, the mask's row with it; otherwise the target's, frozen
+        architecture: dict[str, Any] | None = None,  # of its layers, where they differ from the target's
+        start: Literal["target", "random"] = "target",
+        seed: Seed = 0,
+    ) -> None:
+        if target.width % conv_group_size:
+            raise UserError(f"drafter.conv_group_size={conv_group_size}: use a divisor of the target's width, {target.width}")
+
+        super().__init__(
+            target,
+            BlockSettings(
+                block_size, num_layers, layers, vocab_size, sample_from_anchor, causal, window, num_anchors, mask_token_id,
+                own_embedding, architecture, start, seed,
+            ),
+            partial(ConvolvedLayer, taps=conv_kernel_size, group=conv_group_size),
+        )  # fmt: skip
+        self.divergence, self.decay, self.selector_weight = loss, decay, selector_weight
+        self.selector_top_k = min(selector_top_k, len(self.d2t))
+        self.candidate_selector = CandidateSelector(target.head.vocab_size, target.width, selector_rank)
+
+    # Training
+
+    def supervision(self, batch: Batch) -> Supervision:
+        return Supervision(self, batch, labels="target")
+
+    def judge(self, asked: Judging) -> Losses:
+        weights, supervision = asked.decaying(self.decay), asked.supervision
+        judged = supervision.judge_by(self.projection, asked.hidden, asked.answers, weights)
+        before, labels = asked.of(asked.previous), supervision.slots[asked.answers]
+        weights = weights * self.t2d[supervision.best[asked.answers]]
+        terms, right = [], []
+        for rows in range(0, len(labels), CHUNK):
+            part = (tensor[rows : rows + CHUNK] for tensor in (asked.hidden, before, labels, weights))
+            loss, chosen = checkpoint(self._choose, *part, use_reentrant=False)
+            terms.append(loss)
+            right.append(chosen)
+        selected = torch.stack(terms).sum() if terms else judged.loss.new_zeros(())
+        best = torch.cat(right) if right else judged.best
+        return asked.losses({self.divergence: judged.loss, "selector": self.selector_weight * selected}, best)
+
+    def _choose(self, hidden: Tensor, before: Tensor, labels: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """The selector's loss over rows [r], and the candidates that it takes, draft ids [r]."""
+        with torch.no_grad():
+            candidates = self.product(hidden).topk(self.selector_top_k, dim=-1).indices
+        scores = self._scores(hidden, before, candidates)
+        chosen = candidates.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]
+        missing = (candidates != labels[:, None]).all(-1)
+        taught = torch.cat([candidates[:, :-1], torch.where(missing, labels, candidates[:, -1])[:, None]], dim=-1)
+        place = (taught == labels[:, None]).long().argmax(-1)
+        loss = F.cross_entropy(self._scores(hidden, before, taught), place, reduction="none")
+        return (loss * weights).sum(), chosen
+
+    def _scores(self, hidden: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
+        """[r, C] of candidates in draft ids: the target's output layer, and what the selector adds."""
+        head = self.projection
+        rows = F.embedding(candidates, head.weight)
+        products = (rows @ hidden.to(rows.dtype)[..., None])[..., 0].float()
+        if head.bias is not None:
+            products = products + head.bias[candidates]
+        return self.logits(products) + self.candidate_selector(hidden, before, self.draft_ids[candidates])
+
+    # Decoding
+
+    def rollout(self, root: Tensor, states: Tensor) -> Rollout:
+        return _Selected(self, root, states)
+
+
+class _Selected(DepthRollout):
+    """One round: a node's candidates are its slot's, weighed by its own token."""
+
+    def __init__(self, drafter: DFlash2, root: Tensor, states: Tensor) -> None:
+        super().__init__(root, states.shape[1])
+        self.drafter, self.states = drafter, states  # [B, K, W]
+        self.ids = self.draft_ids = drafter.draft_ids
+        logits = drafter.logits(drafter.product(states))  # [B, K, V]
+        self.vocab_size = logits.shape[-1]
+        self.unary, self.candidates = logits.topk(drafter.selector_top_k, dim=-1)  # [B, K, C]
+
+    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        def at(slots: Tensor) -> Tensor:
+            return slots.gather(1, depth[..., None].expand(-1, -1, slots.shape[-1]))
+
+        candidates = at(self.candidates)
+        added = self.drafter.candidate_selector(at(self.states), tokens, self.ids[candidates])
+        log_q = (at(self.unary) + added.float()).log_softmax(-1)
+        every = log_q.new_full((*tokens.shape, self.vocab_size), IMPOSSIBLE)
+        return every.scatter(-1, candidates, log_q)

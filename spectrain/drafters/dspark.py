@@ -1,0 +1,205 @@
+"""DSpark (arXiv 2607.05147): DFlash's block, with a Markov head between neighbouring slots and a head that knows when to stop.
+
+Shapes: B batch, A anchors, K drafts of a block, F frontier nodes, W width, M rank of the Markov head, V draft vocabulary,
+R judged drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.features.batch import Batch
+from spectrain.kernels.linear_divergence import linear_divergence
+from spectrain.settings.values import Count, NotNegative, Seed, Share, Steps, VocabularySize
+from spectrain.trees.base import DepthRollout, Rollout
+
+from .base import Losses
+from .shared.block_drafter import BlockDrafter, BlockSettings, Judging
+from .shared.losses import acceptance_rate
+from .shared.vocabulary import Supervision
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+Kind = Literal["vanilla", "gated", "rnn"]
+
+
+class MarkovHead(nn.Module):
+    """What the token before a draft adds to its logits, W2 m, of low rank. m [M] is W1's row of that token (vanilla), the same
+    behind a gate that sees the slot's state (gated), or the output of a cell that goes along the block (rnn)."""
+
+    def __init__(self, kind: Kind, vocab_size: int, draft_vocab_size: int, rank: int, width: int) -> None:
+        super().__init__()
+        self.kind, self.rank = kind, rank
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        nn.init.normal_(self.markov_w1.weight, std=0.01)
+        self.markov_w2 = nn.Linear(rank, draft_vocab_size, bias=False)
+        self.gate_proj = nn.Linear(width + rank, rank) if kind == "gated" else None
+        self.joint_proj = nn.Linear(2 * rank + width, 3 * rank) if kind == "rnn" else None
+
+    def forward(self, hidden: Tensor, embedded: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        """m and the next state [.., M] from a slot's state [.., W], W1's row of the token before and the last state."""
+        if self.gate_proj is not None:
+            return torch.sigmoid(self.gate_proj(torch.cat([hidden, embedded], dim=-1))) * embedded, state
+        if self.joint_proj is not None:
+            joint = self.joint_proj(torch.cat([state, embedded, hidden], dim=-1))
+            gate, candidate, output = joint.chunk(3, dim=-1)
+            gate = torch.sigmoid(gate)
+            return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(candidate)
+        return embedded, state
+
+    def along(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """m of whole blocks [A, K, M], whose tokens are known."""
+        state, found = torch.zeros_like(embedded[:, 0]), []
+        for slot, before in zip(hidden.unbind(1), embedded.unbind(1)):
+            read, state = self(slot, before, state)
+            found.append(read)
+        return torch.stack(found, dim=1)
+
+
+class ConfidenceHead(nn.Module):
+    """The logit of how often a draft is kept, from its slot's state and the token before it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x)[..., 0]
+
+
+class DSpark(BlockDrafter):
+    """DFlash's layers over a shifted block: slot s, from 0, drafts the token after its own place.
+
+    The loss of a draft is ce CE(data) + 2 tv TV(p, q), weighted exp(-d / decay), and where there is a confidence head the
+    cross-entropy of what it says with the chance sum_v min(p, q) that the draft is kept. A draft whose confidence lies below
+    `confidence_threshold` is cut, with all behind it.
+    """
+
+    saved = replace(BlockDrafter.saved, shape=(*BlockDrafter.saved.shape, "markov_head", "rank", "confidence"))
+
+    def __init__(
+        self,
+        target: Target,
+        block_size: Steps = 7,
+        num_layers: Count = 5,
+        layers: list[int] | None = None,
+        vocab_size: VocabularySize | None = None,  # None: the target's whole vocabulary
+        markov_head: Kind = "vanilla",
+        rank: Count = 256,
+        confidence: bool = True,
+        confidence_threshold: Share = 0.0,
+        ce: NotNegative = 0.1,
+        tv: NotNegative = 0.9,
+        decay: NotNegative = 4.0,  # in slots; 0 weighs all alike
+        num_anchors: Count = 512,  # of a document
+        sample_from_anchor: bool = True,
+        causal: bool = False,  # inside the block
+        window: Count | None = None,  # how many positions back a slot sees; None: all
+        mask_token_id: int | None = None,  # None: one that no text of the target holds
+        own_embedding: bool = False,  # trained, the mask's row with it; otherwise the target's, frozen
+        architecture: dict[str, Any] | None = None,  # of its layers, where they differ from the target's
+        start: Literal["target", "random"] = "target",
+        seed: Seed = 0,
+    ) -> None:
+        super().__init__(
+            target,
+            BlockSettings(
+                block_size, num_layers, layers, vocab_size, sample_from_anchor, causal, window, num_anchors, mask_token_id,
+                own_embedding, architecture, start, seed,
+            ),
+        )  # fmt: skip
+        self.divergence = "total_variation"  # the target keeps its own mass: what cannot be drafted is rejected
+        self.ce, self.tv, self.decay, self.confidence_threshold = ce, tv, decay, confidence_threshold
+        self.markov = MarkovHead(markov_head, target.head.vocab_size, len(self.d2t), rank, target.width)
+        self.confidence_head = ConfidenceHead(target.width + rank) if confidence else None
+        if self.cuts:
+            self.abilities = replace(self.abilities, capture=None)  # where it stops, the host decides
+
+    @property
+    def cuts(self) -> bool:
+        return self.confidence_head is not None and self.confidence_threshold > 0
+
+    # Training
+
+    def supervision(self, batch: Batch) -> Supervision:
+        return Supervision(self, batch, labels="target")
+
+    def judge(self, asked: Judging) -> Losses:
+        """All terms in one pass through the output layer, to which [h ; m] and [W ; W2] make the Markov head belong."""
+        embedded = self.markov.markov_w1(asked.previous)
+        read = asked.of(self.markov.along(asked.states, embedded))
+        head = self.projection
+        both = replace(head, weight=torch.cat([head.weight, self.markov.markov_w2.weight], dim=1))
+        tokens = asked.of(asked.tokens)
+        slots = torch.searchsorted(self.draft_ids, tokens).clamp(max=len(self.draft_ids) - 1)
+        compound = _Compound(self.ce, self.tv)
+        theirs, weights = asked.supervision.target_log_probs, asked.decaying(self.decay)
+        assert theirs is not None
+        judged = linear_divergence(
+            torch.cat([asked.hidden, read], dim=-1),
+            both,
+            theirs.at(asked.answers),
+            compound,
+            weights,
+            (slots, self.t2d[tokens]),
+        )
+        terms = {"ce_tv": judged.loss}
+        if self.confidence_head is not None:
+            said = self.confidence_head(torch.cat([asked.hidden, asked.of(embedded)], dim=-1))
+            kept = torch.cat(compound.kept) if compound.kept else said.detach()
+            terms["confidence"] = F.binary_cross_entropy_with_logits(said, kept.to(said.dtype), weights, reduction="sum")
+        return asked.losses(terms, judged.best)
+
+    # Decoding
+
+    def rollout(self, root: Tensor, states: Tensor) -> Rollout:
+        return _Markov(self, root, states)
+
+
+class _Compound:
+    """ce CE + 2 tv TV of chunks of rows; remembers how often each row's draft would be kept, in their order."""
+
+    def __init__(self, ce: float, tv: float) -> None:
+        self.ce, self.tv = ce, tv
+        self.kept: list[Tensor] = []
+
+    def __call__(self, log_p: Tensor, log_q: Tensor, slots: Tensor, inside: Tensor) -> Tensor:
+        rate = acceptance_rate(log_p, log_q)
+        self.kept.append(rate.detach())
+        token = -log_q.gather(-1, slots[:, None])[:, 0]
+        return self.ce * token * inside + 2 * self.tv * (1 - rate)
+
+
+class _Markov(DepthRollout):
+    """One round: a node's logits are its slot's and what its own token adds; along an rnn, what the path adds."""
+
+    def __init__(self, drafter: DSpark, root: Tensor, states: Tensor) -> None:
+        super().__init__(root, states.shape[1])
+        self.drafter, self.states, self.products = drafter, states, drafter.product(states)  # [B, K, W], [B, K, V]
+        self.draft_ids = drafter.draft_ids
+        self.carried = states.new_zeros(len(root), 1, drafter.markov.rank)  # [B, nodes given so far, M] into each
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        above = self.carried.gather(1, parents[..., None].expand(-1, -1, self.carried.shape[-1]))
+        self.carried = torch.cat([self.carried, above], dim=1)
+        return super().extend(tokens, parents)
+
+    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        drafter, count = self.drafter, tokens.shape[1]
+
+        def at(slots: Tensor) -> Tensor:
+            return slots.gather(1, depth[..., None].expand(-1, -1, slots.shape[-1]))
+
+        hidden, embedded = at(self.states), drafter.markov.markov_w1(tokens)
+        read, state = drafter.markov(hidden, embedded, self.carried[:, -count:])
+        self.carried = torch.cat([self.carried[:, :-count], state], dim=1)
+        if drafter.cuts and drafter.confidence_head is not None:
+            said = drafter.confidence_head(torch.cat([hidden, embedded], dim=-1))
+            self.closed = said.sigmoid() < drafter.confidence_threshold
+        return drafter.log_q(at(self.products) + drafter.markov.markov_w2(read).float())

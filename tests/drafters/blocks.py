@@ -1,0 +1,81 @@
+"""What block drafters are held against: their block behind a text, every score written out, one slot at a time.
+
+Shapes: S slots, K drafts, W width.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.drafters.shared.block_drafter import BlockDrafter
+from spectrain.drafters.shared.layers import rotated
+from spectrain.models.target import Target
+
+
+def dataset(count: int = 4) -> Dataset:
+    """Sequences of unequal length, with assistant tokens in two spans."""
+    torch.manual_seed(5)
+    rows = torch.randint(3, 2000, (count, 26)).tolist()
+    masks = [[i in (4, 5, 6) or i >= 11 for i in range(26 - 3 * n)] for n in range(count)]
+    return Dataset([Example(row[: len(mask)], mask) for row, mask in zip(rows, masks)], count, 0, 0)
+
+
+def attended(drafter: BlockDrafter, layer: Any, context: Tensor, normed: Tensor, anchor: int) -> Tensor:
+    """[S, W] what attention gives the slots of a block behind the context of the tokens before the anchor."""
+    attn, slots = layer.self_attn, len(normed)
+    q = attn.q_norm(attn.q_proj(normed).unflatten(-1, (-1, attn.head_dim)))  # [S, H, D]
+    keys = attn.k_norm(attn.k_proj(torch.cat([context, normed])).unflatten(-1, (-1, attn.head_dim)))
+    values = attn.v_proj(torch.cat([context, normed])).unflatten(-1, (-1, attn.head_dim))
+    cos, sin = drafter.rotary(normed, torch.arange(anchor + slots)[None])
+    keys = rotated(keys.transpose(0, 1)[None], (cos, sin))[0].transpose(0, 1)
+    q = rotated(q.transpose(0, 1)[None], (cos[:, anchor:], sin[:, anchor:]))[0].transpose(0, 1)
+    group, out = q.shape[1] // keys.shape[1], torch.zeros_like(q)
+    for s in range(slots):
+        seen = [
+            place
+            for place in range(anchor + slots)
+            if (drafter.window is None or place > anchor + s - drafter.window)
+            and (place < anchor or not drafter.causal or place - anchor <= s)
+        ]
+        for head in range(q.shape[1]):
+            scores = keys[seen, head // group] @ q[s, head] / math.sqrt(attn.head_dim)
+            out[s, head] = scores.softmax(0) @ values[seen, head // group]
+    found: Tensor = attn.o_proj(out.flatten(1))
+    return found
+
+
+@torch.no_grad()
+def states_behind(drafter: BlockDrafter, target: Target, text: list[int]) -> Tensor:
+    """[K, W] the normed states of the drafting slots behind a text whose last token is not run."""
+    features = target.features(torch.tensor([text[:-1]]), drafter.layers)
+    context = drafter.hidden_norm(drafter.fc(features.fused(drafter.fused)))[0]
+    embed = drafter.head.embedding if drafter.embed_tokens is None else drafter.embed_tokens
+    x: Tensor = embed(torch.tensor([text[-1], *[drafter.mask_token_id] * (drafter.block_size - 1)]))
+    for layer in drafter.blocks:
+        for norm, conv, part in (
+            (layer.input_layernorm, "attention_conv", lambda y: attended(drafter, layer, context, y, len(text) - 1)),  # noqa: B023
+            (layer.post_attention_layernorm, "mlp_conv", layer.mlp),
+        ):
+            normed, around = norm(x), getattr(layer, conv, None)  # type: ignore[operator]
+            if around is None:
+                x = x + part(normed)  # type: ignore[operator]
+            else:
+                x = x + convolved(around, part(convolved(around, normed, normed, 0)), normed, 1)  # type: ignore[operator]
+    found: Tensor = drafter.norm(x)[drafter.first :]
+    return found
+
+
+def convolved(around: Any, x: Tensor, normed: Tensor, side: int) -> Tensor:
+    """[S, W] y_t = sum over taps of (base + delta_t) x_{t - tap}, one channel at a time."""
+    slots, width = x.shape
+    deltas = around.kernel_projection(normed).view(slots, 2, around.taps, width // around.group)
+    out = torch.zeros_like(x)
+    for t in range(slots):
+        for tap in range(min(around.taps, t + 1)):
+            kernel = around.base_kernel[side, tap] + deltas[t, side, tap].repeat_interleave(around.group)
+            out[t] += kernel * x[t - tap]
+    return out

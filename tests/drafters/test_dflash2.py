@@ -1,0 +1,165 @@
+"""DFlash2: convolutions that start as nothing, candidates, and the loss that teaches which of them to take."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.decoding.acceptance import Greedy, Recursive, SpeculativeSampling
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState
+from spectrain.drafters.dflash import DFlash
+from spectrain.drafters.dflash2 import DFlash2
+from spectrain.drafters.shared.anchors import sample_anchors
+from spectrain.errors import UserError
+from spectrain.features.base import BatchRequest
+from spectrain.features.batch import Batch
+from spectrain.features.live import Live
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
+
+from .blocks import dataset, states_behind
+from .test_dflash import LIMIT, PROMPTS, Watching
+
+CANDIDATES = 5
+
+
+def make(target: Target, **options: Any) -> DFlash2:
+    torch.manual_seed(7)
+    sizes = {"block_size": 4, "num_layers": 1, "num_anchors": 5, "selector_rank": 8, "selector_top_k": CANDIDATES}
+    drafter = DFlash2(target, **{**sizes, **options})
+    counts = torch.arange(target.head.vocab_size, 0, -1)
+    counts[drafter.mask_token_id] = 0
+    drafter.prepare(target, counts)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if parameter.requires_grad and parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) / (1 if "codebook" in name else parameter.shape[-1] ** 0.5))
+    return drafter.eval()
+
+
+def batch_of(target: Target, drafter: DFlash2, rows: list[int], packed: bool = False) -> Batch:
+    return Live().batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
+
+
+@torch.no_grad()
+def scores_of(drafter: DFlash2, hidden: Tensor, before: int, candidates: list[int]) -> Tensor:
+    """[C] of candidates in target ids: their logits, and what the selector adds by the formula."""
+    selector = drafter.candidate_selector
+    projected = selector.hidden_projection(hidden)
+    found = []
+    for token in candidates:
+        pair = selector.predecessor_codebook[before] * projected * selector.successor_codebook[token]
+        found.append(float(drafter.head.logits(hidden)[token]) + float(pair.sum()))
+    return torch.tensor(found)
+
+
+@torch.no_grad()
+def candidates_of(drafter: DFlash2, hidden: Tensor) -> list[int]:
+    logits = drafter.head.logits(hidden)[drafter.draft_ids]
+    found: list[int] = drafter.draft_ids[logits.topk(CANDIDATES).indices].tolist()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"vocab_size": 512, "conv_kernel_size": 3}, {"sample_from_anchor": True}],
+                         ids=["whole", "cropped", "shifted"])  # fmt: skip
+def test_loss_is_the_formula(tiny: Target, options: dict[str, Any]) -> None:
+    """The divergence of the slots, and the cross-entropy of the target's likeliest token among the candidates."""
+    drafter = make(tiny, decay=3.0, selector_weight=0.5, **options)
+    batch = batch_of(tiny, drafter, [0, 1])
+    losses = drafter.loss(batch, tiny, TrainingState())
+    anchors, length = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0), batch.tokens.shape[1]
+    every = tiny.head.logits(tiny.features(batch.tokens, ("final",)).at("final"))
+    totals = {"forward_kl": 0.0, "selector": 0.0}
+    for row in range(2):
+        terms, weights = {"forward_kl": 0.0, "selector": 0.0}, 0.0
+        for place, position in zip(anchors.places.tolist(), anchors.positions.tolist()):
+            if place // length != row:
+                continue
+            text = batch.tokens[row].tolist()
+            states = states_behind(drafter, tiny, text[: position + 1])
+            for d in range(drafter.num_drafts):
+                if position + d + 1 >= length or not batch.loss_mask[row, position + d + 1]:
+                    break
+                weight, logits = math.exp(-d / 3.0), every[row, position + d]
+                weights += weight
+                best = int(logits.argmax())
+                if not drafter.t2d[best]:
+                    continue
+                log_p = logits[drafter.draft_ids].log_softmax(-1)
+                log_q = drafter.head.logits(states[d])[drafter.draft_ids].log_softmax(-1)
+                terms["forward_kl"] += weight * float((log_p.exp() * (log_p - log_q)).sum())
+                candidates = candidates_of(drafter, states[d])
+                if best not in candidates:
+                    candidates[-1] = best
+                said = scores_of(drafter, states[d], text[position + d], candidates).log_softmax(0)
+                terms["selector"] -= 0.5 * weight * float(said[candidates.index(best)])
+        for name, term in terms.items():
+            totals[name] += term / weights * int(batch.loss_mask[row, 1:].sum())
+    assert {name: float(term.detach()) for name, term in losses.terms.items()} == pytest.approx(totals, rel=1e-3)
+
+
+def test_packed_equals_padded(tiny: Target) -> None:
+    drafter, found = make(tiny), []
+    for packed in (False, True):
+        drafter.zero_grad()
+        losses = drafter.loss(batch_of(tiny, drafter, [0, 1, 2], packed), tiny, TrainingState())
+        losses.total.backward()
+        found.append([losses.total.detach(), losses.hits, *(p.grad for p in drafter.parameters() if p.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 9, 3), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]])],
+                         ids=["chain", "eagle2", "static"])  # fmt: skip
+def test_candidates_are_weighed_by_their_parents(tiny: Target, builder: TreeBuilder) -> None:
+    """A node is one of its slot's candidates, its score what the formulas say along its path; the output is greedy."""
+    drafter = make(tiny)
+    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:2]]
+    watching = Watching(builder)
+    found = decode(tiny, PROMPTS[:2], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
+    assert [one.output for one in found] == plain
+    for texts, tree in watching.rounds[::6]:
+        assert tree.scores is not None
+        for row, text in enumerate(texts):
+            states = states_behind(drafter, tiny, text)
+            for node in range(1, tree.tokens.shape[1]):
+                path, at = [], node
+                while at >= 0:
+                    path.insert(0, int(tree.tokens[row, at]))
+                    at = int(tree.parents[row, at])
+                score = 0.0
+                for depth, (before, token) in enumerate(zip(path, path[1:])):
+                    candidates = candidates_of(drafter, states[depth])
+                    assert token in candidates
+                    said = scores_of(drafter, states[depth], before, candidates).log_softmax(0)
+                    score += float(said[candidates.index(token)])
+                assert float(tree.scores[row, node]) == pytest.approx(score, abs=1e-3)
+
+
+@pytest.mark.parametrize("builder, rule", [
+    (Chain(3, "sampled", 0.7), SpeculativeSampling),
+    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
+], ids=["chain", "tree"])  # fmt: skip
+def test_drawn_children(tiny: Target, builder: TreeBuilder, rule: Any) -> None:
+    """Rules that weigh p against q: where p allows one token only, the output is greedy."""
+    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
+    found = decode(tiny, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, make(tiny), builder, ignore_eos=True)
+    assert [one.output for one in found] == plain
+
+
+def test_convolutions_start_as_nothing(tiny: Target) -> None:
+    """Before training its states are those of DFlash with the same weights."""
+    torch.manual_seed(3)
+    second = DFlash2(tiny, block_size=4, num_layers=2)
+    first = DFlash(tiny, block_size=4, num_layers=2)
+    missing, _ = first.load_state_dict(second.state_dict(), strict=False)
+    assert not missing
+    torch.testing.assert_close(states_behind(second, tiny, PROMPTS[0]), states_behind(first, tiny, PROMPTS[0]))
+
+
+def test_groups_divide_the_width(tiny: Target) -> None:
+    with pytest.raises(UserError, match="conv_group_size=7: use a divisor of the target's width, 128"):
+        make(tiny, conv_group_size=7)

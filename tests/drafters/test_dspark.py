@@ -1,0 +1,201 @@
+"""DSpark: the Markov head along a block, its loss, and where the confidence head cuts."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState
+from spectrain.drafters.dspark import DSpark
+from spectrain.drafters.shared.anchors import sample_anchors
+from spectrain.features.base import BatchRequest
+from spectrain.features.batch import Batch
+from spectrain.features.live import Live
+from spectrain.models.target import Target
+from spectrain.trees import Chain, DySpec, Eagle2, Static, TreeBuilder
+
+from .blocks import dataset, states_behind
+from .test_dflash import LIMIT, PROMPTS, Watching
+
+HEADS = pytest.mark.parametrize("head", ["vanilla", "gated", "rnn"])
+
+
+def make(target: Target, **options: Any) -> DSpark:
+    torch.manual_seed(7)
+    drafter = DSpark(target, **{"block_size": 4, "num_layers": 1, "num_anchors": 5, "rank": 8, **options})
+    counts = torch.arange(target.head.vocab_size, 0, -1)
+    counts[drafter.mask_token_id] = 0
+    drafter.prepare(target, counts)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if parameter.requires_grad and parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) / (1 if "markov_w1" in name else parameter.shape[-1] ** 0.5))
+    return drafter.eval()
+
+
+def batch_of(target: Target, drafter: DSpark, rows: list[int], packed: bool = False) -> Batch:
+    return Live().batch(BatchRequest(dataset()[rows], target, drafter.layers, packed=packed))
+
+
+@torch.no_grad()
+def said_behind(drafter: DSpark, target: Target, text: list[int], path: list[int]) -> tuple[Tensor, list[float]]:
+    """[len(path) + 1, V] log q after the text and each token of a path below it, and the confidence there, by the formulas."""
+    states, head = states_behind(drafter, target, text), drafter.markov
+    carried, said, confidence = torch.zeros(head.rank), [], []
+    for hidden, token in zip(states, [text[-1], *path]):
+        e = m = head.markov_w1.weight[token]
+        if head.gate_proj is not None:
+            m = torch.sigmoid(head.gate_proj(torch.cat([hidden, e]))) * e
+        if head.joint_proj is not None:
+            gate, candidate, output = head.joint_proj(torch.cat([carried, e, hidden])).split(head.rank)
+            carried = gate.sigmoid() * carried + (1 - gate.sigmoid()) * candidate.tanh()
+            m = output.tanh()
+        said.append((drafter.head.output.weight[drafter.draft_ids] @ hidden + head.markov_w2.weight @ m).log_softmax(-1))
+        assert drafter.confidence_head is not None
+        confidence.append(float(drafter.confidence_head.proj(torch.cat([hidden, e])).sigmoid()))
+    return torch.stack(said), confidence
+
+
+@HEADS
+@pytest.mark.parametrize(
+    "options", [{}, {"vocab_size": 512}, {"sample_from_anchor": False}], ids=["whole", "cropped", "unshifted"]
+)
+def test_loss_is_the_formula(tiny: Target, head: str, options: dict[str, Any]) -> None:
+    """ce CE + 2 tv TV, weighted exp(-d / decay), and the confidence's cross-entropy with the chance that a draft is kept."""
+    drafter = make(tiny, markov_head=head, decay=3.0, ce=0.3, tv=0.7, **options)
+    batch = batch_of(tiny, drafter, [0, 1])
+    losses = drafter.loss(batch, tiny, TrainingState())
+    anchors, length = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0), batch.tokens.shape[1]
+    target_said = tiny.head.logits(tiny.features(batch.tokens, ("final",)).at("final")).softmax(-1)[..., drafter.draft_ids]
+    slots = {int(token): slot for slot, token in enumerate(drafter.draft_ids)}
+    totals = {"ce_tv": 0.0, "confidence": 0.0}
+    for row in range(2):
+        terms, weights = {"ce_tv": 0.0, "confidence": 0.0}, 0.0
+        for place, position in zip(anchors.places.tolist(), anchors.positions.tolist()):
+            if place // length != row:
+                continue
+            text = batch.tokens[row].tolist()
+            said, confidence = said_behind(drafter, tiny, text[: position + 1], text[position + 1 :])
+            for d in range(drafter.num_drafts):
+                if position + d + 1 >= length or not batch.loss_mask[row, position + d + 1]:
+                    break
+                kept = float(torch.minimum(said[d].exp(), target_said[row, position + d]).sum())
+                slot = slots.get(text[position + d + 1])
+                weight = math.exp(-d / 3.0)
+                weights += weight
+                terms["ce_tv"] += weight * (1.4 * (1 - kept) - (0.0 if slot is None else 0.3 * float(said[d, slot])))
+                c = confidence[d]
+                terms["confidence"] -= weight * (kept * math.log(c) + (1 - kept) * math.log(1 - c))
+        for name, term in terms.items():
+            totals[name] += term / weights * int(batch.loss_mask[row, 1:].sum())
+    assert {name: float(term.detach()) for name, term in losses.terms.items()} == pytest.approx(totals, rel=1e-3)
+
+
+@HEADS
+def test_packed_equals_padded(tiny: Target, head: str) -> None:
+    drafter, found = make(tiny, markov_head=head), []
+    for packed in (False, True):
+        drafter.zero_grad()
+        losses = drafter.loss(batch_of(tiny, drafter, [0, 1, 2], packed), tiny, TrainingState())
+        losses.total.backward()
+        found.append([losses.total.detach(), losses.hits, *(p.grad for p in drafter.parameters() if p.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+@HEADS
+@pytest.mark.parametrize("builder", [
+    Chain(4), Eagle2(4, 9, 3), DySpec(4, 7, children="deterministic"), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
+], ids=["chain", "eagle2", "dyspec", "static"])  # fmt: skip
+@pytest.mark.sweep(6)
+def test_children_depend_on_their_parents(tiny: Target, head: str, builder: TreeBuilder) -> None:
+    """A node's score is the sum of what the formulas say along its path, and the output is greedy."""
+    drafter = make(tiny, markov_head=head)
+    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:2]]
+    watching = Watching(builder)
+    found = decode(tiny, PROMPTS[:2], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
+    assert [one.output for one in found] == plain
+    for texts, tree in watching.rounds[::6]:
+        assert tree.scores is not None
+        for row, text in enumerate(texts):
+            for node in range(1, tree.tokens.shape[1]):
+                if not tree.valid[row, node]:
+                    continue
+                path, at = [], node
+                while at:
+                    path.insert(0, int(tree.tokens[row, at]))
+                    at = int(tree.parents[row, at])
+                said, _ = said_behind(drafter, tiny, text, path[:-1])
+                score = sum(float(said[depth, token]) for depth, token in enumerate(path))
+                assert float(tree.scores[row, node]) == pytest.approx(score, abs=1e-3)
+
+
+@pytest.mark.parametrize("builder", [
+    Chain(4), Eagle2(4, 9, 3), DySpec(4, 9, children="deterministic"), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
+], ids=["chain", "eagle2", "dyspec", "static"])  # fmt: skip
+def test_confidence_cuts(tiny: Target, builder: TreeBuilder) -> None:
+    """No node hangs below one whose confidence is under the threshold, some are cut, and the output stays greedy."""
+    drafter = make(tiny, confidence_threshold=0.5)
+    assert drafter.abilities.capture is None
+    with torch.no_grad():
+        assert drafter.confidence_head is not None
+        drafter.confidence_head.proj.weight.mul_(4)
+    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:2]]
+    watching = Watching(builder)
+    found = decode(tiny, PROMPTS[:2], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
+    assert [one.output for one in found] == plain
+    cut = going = 0
+    for texts, tree in watching.rounds[::2]:
+        for row, text in enumerate(texts):
+            parents = {int(tree.parents[row, n]) for n in range(1, tree.tokens.shape[1]) if tree.valid[row, n]}
+            if builder.by_level:
+                _, confidence = said_behind(drafter, tiny, text, [])
+                assert (0 in parents) == (confidence[0] >= 0.5) or len(texts) > 1
+            for node in parents:
+                path, at = [], node
+                while at > 0:
+                    path.insert(0, int(tree.tokens[row, at]))
+                    at = int(tree.parents[row, at])
+                _, confidence = said_behind(drafter, tiny, text, path)
+                assert min(confidence[: len(path) + 1]) >= 0.5
+                going += 1
+            cut += not parents
+    assert cut and going
+
+
+@pytest.mark.sweep(2)
+@HEADS
+@pytest.mark.parametrize("builder, rule", [
+    (Chain(3, "sampled", 0.7), SpeculativeSampling),
+    (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
+], ids=["chain", "tree"])  # fmt: skip
+def test_drawn_children(tiny: Target, head: str, builder: TreeBuilder, rule: Any) -> None:
+    """Rules that weigh p against q: where p allows one token only, the output is greedy; cut or not."""
+    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
+    for threshold in (0.0, 0.5):
+        drafter = make(tiny, markov_head=head, confidence_threshold=threshold)
+        found = decode(tiny, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, drafter, builder, ignore_eos=True)
+        assert [one.output for one in found] == plain
+
+
+def test_drafted_equals_matched_sampling(tiny: Target) -> None:
+    rule = Match(temperature=0.3, top_k=50, seed=5)
+    plain = decode(tiny, PROMPTS, rule, LIMIT, ignore_eos=True)
+    found = decode(tiny, PROMPTS, rule, LIMIT, make(tiny, confidence_threshold=0.4), Eagle2(3, 8, 3), ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in plain]
+
+
+def test_without_its_heads_it_is_dflash(tiny: Target) -> None:
+    """With a Markov head of zeros the logits are the block's own."""
+    drafter = make(tiny, confidence=False)
+    with torch.no_grad():
+        drafter.markov.markov_w2.weight.zero_()
+    states = states_behind(drafter, tiny, PROMPTS[0])
+    rollout = drafter.rollout(torch.tensor([PROMPTS[0][-1]]), states[None])
+    said = F.log_softmax(drafter.head.logits(states), dim=-1)
+    torch.testing.assert_close(rollout.start()[0, 0], said[0])
