@@ -73,21 +73,39 @@ def _unfilled(q: Tensor, *args: Any) -> Tensor:
     return q.new_empty(batch, nodes, heads, width)
 
 
-def attend_behind(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, cache: TreeCache, layer: int, scale: float) -> Tensor:
+def attend_behind(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    cache: TreeCache,
+    layer: int,
+    window: int | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
     """Append a layer's keys and values to a drafter's cache and attend, [B, N, H, D], from code that is being compiled."""
-    return _attend_behind(q, k, v, visible, cache.lengths, cache.number, layer, cache.pending, scale)
+    return _attend_behind(q, k, v, visible, cache.lengths, cache.number, layer, cache.pending, window, positions)
 
 
 @torch.library.custom_op("spectrain::attend_behind", mutates_args=())
 def _attend_behind(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, lengths: Tensor, number: int, layer: int, pending: int, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    lengths: Tensor,
+    number: int,
+    layer: int,
+    pending: int,
+    window: int | None,
+    positions: Tensor | None,
 ) -> Tensor:
     """What the code writes to, lengths and pending nodes, comes as it is at this point: the cache itself is told at the end."""
     held = known_caches[number]
     before = held.lengths, held.pending
     held.lengths, held.pending = lengths, pending
     try:
-        attended = held.attend(layer, q, k, v, held.sees(visible), scale)
+        attended = held.attend_new(layer, q, k, v, visible, window, positions)
     finally:
         held.lengths, held.pending = before
     return attended.transpose(1, 2).contiguous()

@@ -71,10 +71,12 @@ class TreeCache(Cache):
         return (self.lengths + self.pending)[:, None] + torch.arange(num_nodes, device=self.lengths.device)
 
     def sees(self, tree: Tensor, query_positions: Tensor | None = None, key_positions: Tensor | None = None) -> Visibility:
-        """What new nodes see: the committed tokens, and of the appended nodes those in `tree` [B, N, M]. Positions [B, N] and
-        [B, M] are for sliding windows."""
+        """What new nodes see: the committed tokens, and of the appended nodes those in `tree` [B, N, M], themselves the last.
+        Positions [B, N] and [B, M] are for sliding windows."""
         positions = self.lengths[:, None] if query_positions is None else query_positions
-        return Visibility(self.lengths, self.reach(tree.shape[1]), tree, positions, key_positions, self.bound is None)
+        return Visibility(
+            self.lengths, self.reach(tree.shape[2] - self.pending), tree, positions, key_positions, self.bound is None
+        )
 
     def attend(
         self,
@@ -90,6 +92,22 @@ class TreeCache(Cache):
         """Append keys and values [B, H, N, D] of new nodes, and let their queries see what `visibility` says."""
         held = self.append(layer, keys, values)
         return tree_attention(queries, *held, visibility, scale, window, softcap)
+
+    def attend_new(
+        self,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        visible: Tensor,
+        window: int | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The same for a drafter's layer, whose new nodes see what is `visible` [B, N, M]; queries are of the newest N of the
+        appended nodes, whose `positions` [B, M] a window needs."""
+        own = None if positions is None else positions[:, -queries.shape[2] :]
+        scale = queries.shape[-1] ** -0.5
+        return self.attend(layer, queries, keys, values, self.sees(visible, own, positions), scale, window)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write [B, H, N, D] behind what layer `layer` holds; return all its slots up to the newest, [B, H, T', D]."""

@@ -26,7 +26,7 @@ from ..abilities import Capture, DraftingCost, OnPolicy, SavedFiles
 from ..base import Losses, Stage, TrainingState
 from ..context import Context
 from .anchors import Anchors, block_attention, sample_anchors
-from .layers import Mlp, NormedAttention, llama_config, norm_scale, rotary
+from .layers import Mlp, NormedAttention, attend_cached, llama_config, norm_scale, rotary
 from .vocabulary import Supervision, VocabularyDrafter
 
 if TYPE_CHECKING:
@@ -230,40 +230,34 @@ class BlockDrafter(VocabularyDrafter):
         """Read the features of what was just accepted, then run the block of the root once."""
         if context.round == 0 or self.cache is None:
             self.cache = context.new_cache(self.cache, len(self.blocks), 1 + self.block_size)
-        self._read(context.fresh, context.counts)
-        return Draft(self.rollout(context.root, self._decoded_states(context.root)[:, self.first :]))
+        return Draft(self.rollout(context.root, self._decoded_states(context, self.cache)[:, self.first :]))
 
     def rollout(self, root: Tensor, states: Tensor) -> Rollout:
         """How to draft below the roots [B] from the states [B, K, W] of the drafting slots."""
         raise NotImplementedError
 
-    def _read(self, fresh: Features, counts: Tensor) -> None:
-        """Append the context [B, P] to the keys and values of every layer."""
-        assert self.cache is not None
-        context = self.context(fresh)
-        rope = self.rotary(context, self.cache.slots(context.shape[1]))
+    def _decoded_states(self, context: Context, cache: TreeCache) -> Tensor:
+        """[B, S, W] the normed states of the block behind each root; of what was run, the cache keeps the context alone."""
+        far, x, counts = self.context(context.fresh), self.embedded(context.root), context.counts[:, None]
+        num_new, slots = far.shape[1], self.block_size
+        steps = torch.arange(num_new + slots, device=x.device)
+        places = torch.where(steps < num_new, steps, steps - num_new + counts)
+        positions = cache.lengths[:, None] + places
+        inside = torch.ones(slots, slots, dtype=torch.bool, device=x.device)
+        inside = inside.tril() if self.causal else inside
+        real = (steps[:num_new] < counts)[:, None].expand(-1, slots, -1)
+        visible = torch.cat([real, inside.expand(len(x), -1, -1)], dim=2)
+        cos, sin = self.rotary(x, positions)
         for number, layer in enumerate(self._layers):
-            self.cache.append(number, *layer.self_attn.keys_values(context, rope))
-        self.cache.advance(context.shape[1])
-        self.cache.commit(None, counts)
+            before = layer.self_attn.keys_values(far, (cos[:, :num_new], sin[:, :num_new]))
 
-    def _decoded_states(self, roots: Tensor) -> Tensor:
-        """[B, S, W] the normed states of the block behind each root; the cache is left as it was."""
-        cache, slots = self.cache, self.block_size
-        assert cache is not None
-        x, positions = self.embedded(roots), cache.slots(slots)
-        visible = torch.ones(slots, slots, dtype=torch.bool, device=x.device)
-        visible = (visible.tril() if self.causal else visible).expand(len(roots), -1, -1)
-        rope, seen = self.rotary(x, positions), cache.sees(visible, positions, positions)
+            def attend(q: Tensor, k: Tensor, v: Tensor, number: int = number, before: tuple[Tensor, Tensor] = before) -> Tensor:
+                keys, values = (torch.cat(parts, dim=2) for parts in zip(before, (k, v)))
+                return attend_cached(q, keys, values, cache, visible, number, self.window, positions)
 
-        def attention(number: int, layer: BlockLayer) -> Attend:
-            scale = layer.self_attn.head_dim**-0.5
-            return lambda q, k, v: cache.attend(number, q, k, v, seen, scale, self.window)
-
-        for number, layer in enumerate(self._layers):
-            x = layer(x, rope, attention(number, layer))
-        cache.advance(slots)
-        cache.forget()
+            x = layer(x, (cos[:, num_new:], sin[:, num_new:]), attend)
+        cache.advance(num_new + slots)
+        cache.commit(None, context.counts)
         return self.norm(x)
 
     def product(self, states: Tensor) -> Tensor:

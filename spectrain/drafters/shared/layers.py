@@ -77,9 +77,23 @@ class Attention(nn.Module):
             return self.causal(q, k, v)
         if visible is None:
             visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(batch, -1, -1)
-        if torch.compiler.is_compiling():
-            return self.o_proj(attend_behind(q, k, v, visible, cache, layer, self.head_dim**-0.5).flatten(2))
-        return self.output(cache.attend(layer, q, k, v, cache.sees(visible), self.head_dim**-0.5))
+        return self.output(attend_cached(q, k, v, cache, visible, layer))
+
+
+def attend_cached(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: TreeCache,
+    visible: Tensor,
+    layer: int,
+    window: int | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """[B, H, N, D] of the newest nodes, appended to a drafter's cache with what stands before them; compiled or not."""
+    if torch.compiler.is_compiling():
+        return attend_behind(q, k, v, visible, cache, layer, window, positions).transpose(1, 2)
+    return cache.attend_new(layer, q, k, v, visible, window, positions)
 
 
 class NormedAttention(Attention):
