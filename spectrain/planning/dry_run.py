@@ -144,7 +144,10 @@ def choose(batches: list[list[Example]], packed: bool) -> tuple[list[int], list[
     order = sorted(range(len(batches)), key=lambda number: slots(batches[number], packed))
     supervised = [sum(sum(example.mask) for example in batch) for batch in batches]
     longest = [max(map(length, batch)) for batch in batches]
-    heaviest = [order[-1], supervised.index(max(supervised)), longest.index(max(longest))]
+    documents = [(len(batch), tokens) for batch, tokens in zip(batches, supervised)]  # some families take so much of each
+    heaviest = [
+        order[-1], supervised.index(max(supervised)), longest.index(max(longest)), documents.index(max(documents)),
+    ]  # fmt: skip
     count = min(SAMPLES, len(order))
     return heaviest, [order[int((number + 0.5) * len(order) / count)] for number in range(count)]
 

@@ -95,7 +95,7 @@ def block_attention(
     stands before the last of them; a chunk's mask and scores are made again for the backward pass, so that no more than one
     is ever held.
     """
-    if q.device.type == "cuda" and wanted(q.device):
+    if q.device.type == "cuda" and wanted(q.device) and type(q) is Tensor:  # a plan's tensors have no data to compile for
         return _flex(q, k, v, context, anchors, causal, window)
     found = []
     for chunk, tokens in _chunks(anchors, q.shape[2]):
