@@ -68,27 +68,27 @@ def block_of(drafter: DFlash, target: Target, text: list[int]) -> Tensor:
 
 
 @VARIANT
-def test_what_is_trained_is_what_decoding_says(tiny: Target, variant: str) -> None:
+def test_what_is_trained_is_what_decoding_says(shallow: Target, variant: str) -> None:
     """The states of every block of a batch are those behind the same text, alone."""
-    drafter = make(tiny, **VARIANTS[variant])
-    batch = batch_of(tiny, drafter, [0, 1, 2])
+    drafter = make(shallow, **VARIANTS[variant])
+    batch = batch_of(shallow, drafter, [0, 1, 2])
     anchors = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0)
     states = drafter._trained_states(batch, anchors, TrainingState())[:, drafter.first :]
     said = drafter.log_q(drafter.product(states))
     rows = (anchors.places // batch.tokens.shape[1]).tolist()
     for row, position, found in list(zip(rows, anchors.positions.tolist(), said))[::3]:
         text = batch.tokens[row, : position + 1].tolist()
-        torch.testing.assert_close(found, block_of(drafter, tiny, text), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, block_of(drafter, shallow, text), rtol=1e-4, atol=1e-4)
 
 
-def test_loss_is_the_weighted_divergence_of_every_judged_draft(tiny: Target) -> None:
+def test_loss_is_the_weighted_divergence_of_every_judged_draft(shallow: Target) -> None:
     """By the definition: draft d behind the anchor at p against the target at p + d, weighted exp(-d / decay), while every
     token up to the judged one carries loss; a document counts as many terms as it has such tokens."""
-    drafter = make(tiny, decay=3.0)
-    batch = batch_of(tiny, drafter, [0, 1])
-    losses = drafter.loss(batch, tiny, TrainingState())
+    drafter = make(shallow, decay=3.0)
+    batch = batch_of(shallow, drafter, [0, 1])
+    losses = drafter.loss(batch, shallow, TrainingState())
     anchors = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0)
-    logits = tiny.head.logits(tiny.features(batch.tokens, ("final",)).at("final")).log_softmax(-1)
+    logits = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at("final")).log_softmax(-1)
     total, length = 0.0, batch.tokens.shape[1]
     hits = [0] * drafter.num_drafts
     for row in range(2):
@@ -96,7 +96,7 @@ def test_loss_is_the_weighted_divergence_of_every_judged_draft(tiny: Target) -> 
         for place, position in zip(anchors.places.tolist(), anchors.positions.tolist()):
             if place // length != row:
                 continue
-            said = block_of(drafter, tiny, batch.tokens[row, : position + 1].tolist())
+            said = block_of(drafter, shallow, batch.tokens[row, : position + 1].tolist())
             for d in range(drafter.num_drafts):
                 if position + d + 1 >= length or not batch.loss_mask[row, position + d + 1]:
                     break
@@ -114,14 +114,14 @@ def test_loss_is_the_weighted_divergence_of_every_judged_draft(tiny: Target) -> 
     {"loss": "lk_hybrid"}, {"loss": "total_variation", "vocab_size": 512},
     {"loss": "jensen_shannon", "window": 5, "causal": True},
 ], ids=["kl", "dpace", "hard", "lk", "tv", "jsd"])  # fmt: skip
-def test_packed_equals_padded(tiny: Target, options: dict[str, Any]) -> None:
+def test_packed_equals_padded(shallow: Target, options: dict[str, Any]) -> None:
     """Loss, hits and gradients of packed documents are those of padded ones, and of one after another."""
-    drafter = make(tiny, **options)
+    drafter = make(shallow, **options)
     found = []
-    for batches in ([batch_of(tiny, drafter, [0, 1, 2])], [batch_of(tiny, drafter, [0, 1, 2], packed=True)],
-                    [batch_of(tiny, drafter, [row]) for row in range(3)]):  # fmt: skip
+    for batches in ([batch_of(shallow, drafter, [0, 1, 2])], [batch_of(shallow, drafter, [0, 1, 2], packed=True)],
+                    [batch_of(shallow, drafter, [row]) for row in range(3)]):  # fmt: skip
         drafter.zero_grad()
-        losses = [drafter.loss(batch, tiny, TrainingState()) for batch in batches]
+        losses = [drafter.loss(batch, shallow, TrainingState()) for batch in batches]
         torch.stack([one.total for one in losses]).sum().backward()
         grads = [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
         found.append((sum(one.total.detach() for one in losses), sum(one.hits for one in losses), grads))
@@ -132,30 +132,30 @@ def test_packed_equals_padded(tiny: Target, options: dict[str, Any]) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
-def test_checkpointed_equals_kept(tiny: Target) -> None:
+def test_checkpointed_equals_kept(shallow: Target) -> None:
     """Gradient checkpointing changes no gradient."""
-    drafter, found = make(tiny), []
+    drafter, found = make(shallow), []
     for recompute in (False, True):
         drafter.zero_grad()
-        drafter.loss(batch_of(tiny, drafter, [0, 1]), tiny, TrainingState(recompute=recompute)).total.backward()
+        drafter.loss(batch_of(shallow, drafter, [0, 1]), shallow, TrainingState(recompute=recompute)).total.backward()
         found.append([p.grad.clone() for p in drafter.parameters() if p.grad is not None])
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*found, strict=True))
 
 
-def test_dpace_weights_are_the_formulas(tiny: Target) -> None:
+def test_dpace_weights_are_the_formulas(shallow: Target) -> None:
     """w_k = sum over j >= k of s_1 .. s_j, with s = (1 - alpha) q + alpha where judged and 1 elsewhere (2605.18810)."""
-    drafter = make(tiny, loss="cross_entropy", slot_weights="dpace", dpace_alpha=0.3)
+    drafter = make(shallow, loss="cross_entropy", slot_weights="dpace", dpace_alpha=0.3)
     kept: dict[str, Any] = {}
     judge = drafter.judge
     drafter.judge = lambda asked: judge(kept.setdefault("asked", asked))  # type: ignore[method-assign]
-    batch = batch_of(tiny, drafter, [0, 2])
-    drafter.loss(batch, tiny, TrainingState())
+    batch = batch_of(shallow, drafter, [0, 2])
+    drafter.loss(batch, shallow, TrainingState())
     asked = kept["asked"]
     weights = drafter._dpace(asked)
     length = batch.tokens.shape[1]
     for block, (place, position) in enumerate(zip(asked.anchors.places.tolist(), asked.anchors.positions.tolist())):
         row = place // length
-        said = block_of(drafter, tiny, batch.tokens[row, : position + 1].tolist())
+        said = block_of(drafter, shallow, batch.tokens[row, : position + 1].tolist())
         s = [
             0.7 * math.exp(said[d, batch.tokens[row, position + d + 1]]) + 0.3 if asked.judged[block, d] else 1.0
             for d in range(drafter.num_drafts)
@@ -165,12 +165,12 @@ def test_dpace_weights_are_the_formulas(tiny: Target) -> None:
         assert weights[block].tolist() == pytest.approx(expected, rel=1e-4)
 
 
-def test_one_slot_equals_a_plain_head(tiny: Target) -> None:
+def test_one_slot_equals_a_plain_head(shallow: Target) -> None:
     """A block of one drafting slot is a next-token head: its loss over every place is that of one attention over the text in
     which each token sees the context before it and itself."""
-    drafter = make(tiny, block_size=1, sample_from_anchor=True, num_anchors=1000, num_layers=1, decay=0.0)
-    batch = batch_of(tiny, drafter, [0])
-    losses = drafter.loss(batch, tiny, TrainingState())
+    drafter = make(shallow, block_size=1, sample_from_anchor=True, num_anchors=1000, num_layers=1, decay=0.0)
+    batch = batch_of(shallow, drafter, [0])
+    losses = drafter.loss(batch, shallow, TrainingState())
     layer, features = drafter.blocks[0], batch.features
     assert features is not None
     context, x = drafter.context(features), drafter.head.embed(batch.tokens)
@@ -191,10 +191,10 @@ def test_one_slot_equals_a_plain_head(tiny: Target) -> None:
     torch.testing.assert_close(losses.total, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_causal_blocks_equal_their_unrolled_selves(tiny: Target) -> None:
+def test_causal_blocks_equal_their_unrolled_selves(shallow: Target) -> None:
     """With causal blocks and an anchor at every place, slots say what shorter blocks say: no slot reads a later one."""
-    drafter = make(tiny, causal=True, num_anchors=1000)
-    batch = batch_of(tiny, drafter, [0, 1])
+    drafter = make(shallow, causal=True, num_anchors=1000)
+    batch = batch_of(shallow, drafter, [0, 1])
     anchors = sample_anchors(batch, 1000, 0, 0)
     whole = drafter._trained_states(batch, anchors, TrainingState())
     for slots in range(2, SLOTS):
@@ -251,7 +251,7 @@ def test_chunks_equal_the_dense_mask(causal: bool, window: int | None, monkeypat
     assert torch.equal(told(zero, zero, query.expand(-1, len(key)), key.expand(len(query), -1)), mask)
 
 
-def test_no_mask_is_larger_than_a_chunk(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mask_is_larger_than_a_chunk(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of anchors, attention is asked for ROWS slots at once at most."""
     seen: list[tuple[int, ...]] = []
     attend = F.scaled_dot_product_attention
@@ -260,11 +260,11 @@ def test_no_mask_is_larger_than_a_chunk(tiny: Target, monkeypatch: pytest.Monkey
         seen.append(() if attn_mask is None else tuple(attn_mask.shape))
         return attend(q, k, v, attn_mask=attn_mask, **more)
 
-    drafter = make(tiny, num_anchors=1000)
-    batch = batch_of(tiny, drafter, [0, 1, 2, 3])
+    drafter = make(shallow, num_anchors=1000)
+    batch = batch_of(shallow, drafter, [0, 1, 2, 3])
     monkeypatch.setattr("spectrain.drafters.shared.anchors.ROWS", 20)
     monkeypatch.setattr(F, "scaled_dot_product_attention", watching)
-    drafter.loss(batch, tiny, TrainingState()).total.backward()
+    drafter.loss(batch, shallow, TrainingState()).total.backward()
     masks = [shape for shape in seen if shape]
     assert masks and all(rows <= 20 and keys <= 26 + 20 for rows, keys in masks)
 
@@ -272,25 +272,25 @@ def test_no_mask_is_larger_than_a_chunk(tiny: Target, monkeypatch: pytest.Monkey
 # Anchors
 
 
-def test_anchors_are_the_documents_own(tiny: Target) -> None:
+def test_anchors_are_the_documents_own(shallow: Target) -> None:
     """They precede a token that carries loss, ascend, are as many as asked for, and change with the step, not the batch."""
-    drafter = make(tiny)
-    one, packed = (batch_of(tiny, drafter, [0, 1, 2], packed=packed) for packed in (False, True))
+    drafter = make(shallow)
+    one, packed = (batch_of(shallow, drafter, [0, 1, 2], packed=packed) for packed in (False, True))
     first, second = (sample_anchors(batch, 4, 0, 3).positions.tolist() for batch in (one, packed))
     assert first == second != sample_anchors(one, 4, 0, 4).positions.tolist()
     for row in range(3):
         mine = first[4 * row : 4 * row + 4]
         assert mine == sorted(set(mine)) and all(place >= 1 and one.loss_mask[row, place + 1] for place in mine)
-    few = sample_anchors(batch_of(tiny, drafter, [0]), 1000, 0, 0)
+    few = sample_anchors(batch_of(shallow, drafter, [0]), 1000, 0, 0)
     assert few.positions.tolist() == [3, 4, 5, *range(10, 25)]
 
 
-def test_a_batch_without_anchors_costs_nothing(tiny: Target) -> None:
-    drafter = make(tiny)
+def test_a_batch_without_anchors_costs_nothing(shallow: Target) -> None:
+    drafter = make(shallow)
     tokens = torch.randint(3, 2000, (2, 9))
     batch = Batch(tokens, torch.zeros_like(tokens, dtype=torch.bool))
-    batch = replace(batch, features=tiny.features(tokens, drafter.layers))
-    losses = drafter.loss(batch, tiny, TrainingState())
+    batch = replace(batch, features=shallow.features(tokens, drafter.layers))
+    losses = drafter.loss(batch, shallow, TrainingState())
     losses.total.backward()
     assert float(losses.total.detach()) == 0 and not losses.counts.any()
 
@@ -315,17 +315,17 @@ class Watching(Keeping):
 @VARIANT
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("count", [1, 3])
-def test_drafts_are_the_block_of_the_text_alone(tiny: Target, variant: str, count: int) -> None:
+def test_drafts_are_the_block_of_the_text_alone(shallow: Target, variant: str, count: int) -> None:
     """In every round, of every row, a chain's drafts are the likeliest tokens that the block says; and the output is greedy."""
-    drafter = make(tiny, **VARIANTS[variant])
-    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:count]]
+    drafter = make(shallow, **VARIANTS[variant])
+    plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:count]]
     watching = Watching(Chain(9))
-    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
+    found = decode(shallow, PROMPTS[:count], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
     assert [one.output for one in found] == plain and len(watching.rounds) > 3
     for texts, tree in watching.rounds[::4]:
         assert tree.tokens.shape[1] == drafter.num_drafts + 1
         for row, text in enumerate(texts):
-            best = drafter.draft_ids[block_of(drafter, tiny, text).argmax(-1)]
+            best = drafter.draft_ids[block_of(drafter, shallow, text).argmax(-1)]
             assert tree.tokens[row, 1:].tolist() == best.tolist()
 
 
@@ -334,15 +334,15 @@ def test_drafts_are_the_block_of_the_text_alone(tiny: Target, variant: str, coun
     Eagle2(4, 9, 3), DySpec(4, 7, children="deterministic"), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0], [0, 1]]),
 ], ids=["eagle2", "dyspec", "static"])  # fmt: skip
 @pytest.mark.parametrize("variant", ["plain", "shifted", "cropped"])
-def test_trees_are_products_of_marginals(tiny: Target, variant: str, builder: TreeBuilder) -> None:
+def test_trees_are_products_of_marginals(shallow: Target, variant: str, builder: TreeBuilder) -> None:
     """A node's score is the sum of what the slots say of the tokens on its path, and the output is greedy."""
-    drafter = make(tiny, **VARIANTS[variant])
-    plain = decode(tiny, PROMPTS[:1], Greedy(), LIMIT, ignore_eos=True)[0].output
+    drafter = make(shallow, **VARIANTS[variant])
+    plain = decode(shallow, PROMPTS[:1], Greedy(), LIMIT, ignore_eos=True)[0].output
     watching = Watching(builder)
-    assert decode(tiny, PROMPTS[:1], Greedy(), LIMIT, drafter, watching, ignore_eos=True)[0].output == plain
+    assert decode(shallow, PROMPTS[:1], Greedy(), LIMIT, drafter, watching, ignore_eos=True)[0].output == plain
     slot_of = {int(token): number for number, token in enumerate(drafter.draft_ids)}
     for texts, tree in watching.rounds[::5]:
-        said, scores = block_of(drafter, tiny, texts[0]), {0: 0.0}
+        said, scores = block_of(drafter, shallow, texts[0]), {0: 0.0}
         assert tree.scores is not None
         for node in range(1, tree.tokens.shape[1]):
             parent, depth = int(tree.parents[0, node]), int(tree.depths[0, node])
@@ -354,10 +354,10 @@ def test_trees_are_products_of_marginals(tiny: Target, variant: str, builder: Tr
 @pytest.mark.parametrize("builder, rule", [
     (Chain(3), Match(temperature=0.3, top_k=50, seed=5)), (Eagle2(3, 8, 3), Match(temperature=0.3, top_k=50, seed=5)),
 ], ids=["chain", "tree"])  # fmt: skip
-def test_drafted_equals_matched_sampling(tiny: Target, builder: TreeBuilder, rule: Match) -> None:
+def test_drafted_equals_matched_sampling(shallow: Target, builder: TreeBuilder, rule: Match) -> None:
     """With the same seed, drafted sampling draws the tokens of autoregressive sampling."""
-    plain = decode(tiny, PROMPTS, rule, LIMIT, ignore_eos=True)
-    found = decode(tiny, PROMPTS, rule, LIMIT, make(tiny), builder, ignore_eos=True)
+    plain = decode(shallow, PROMPTS, rule, LIMIT, ignore_eos=True)
+    found = decode(shallow, PROMPTS, rule, LIMIT, make(shallow), builder, ignore_eos=True)
     assert [one.output for one in found] == [one.output for one in plain]
 
 
@@ -365,10 +365,10 @@ def test_drafted_equals_matched_sampling(tiny: Target, builder: TreeBuilder, rul
     (Chain(3, "sampled", 0.7), SpeculativeSampling),
     (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
 ], ids=["chain", "tree"])  # fmt: skip
-def test_drawn_children(tiny: Target, builder: TreeBuilder, rule: Any) -> None:
+def test_drawn_children(shallow: Target, builder: TreeBuilder, rule: Any) -> None:
     """Rules that weigh p against q: where p allows one token only, the output is greedy."""
-    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
-    found = decode(tiny, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, make(tiny), builder, ignore_eos=True)
+    plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
+    found = decode(shallow, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, make(shallow), builder, ignore_eos=True)
     assert [one.output for one in found] == plain
 
 
@@ -381,12 +381,12 @@ def test_fused_layers_are_those_of_the_paper(count: int, chosen: list[int]) -> N
     assert default_layers(36, count) == chosen
 
 
-def test_mask_token_is_one_that_no_text_holds(tiny: Target) -> None:
-    assert unheard_token(tiny.tokenizer, tiny.head.vocab_size) == tiny.tokenizer.convert_tokens_to_ids("<|endoftext|>")
-    assert unheard_token(tiny.tokenizer, tiny.head.vocab_size + 64) == len(tiny.tokenizer)
-    drafter = make(tiny, mask_token_id=77)
+def test_mask_token_is_one_that_no_text_holds(shallow: Target) -> None:
+    assert unheard_token(shallow.tokenizer, shallow.head.vocab_size) == shallow.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    assert unheard_token(shallow.tokenizer, shallow.head.vocab_size + 64) == len(shallow.tokenizer)
+    drafter = make(shallow, mask_token_id=77)
     with pytest.raises(UserError, match="mask_token_id=77: the data holds this token"):
-        drafter.prepare(tiny, torch.ones(tiny.head.vocab_size))
+        drafter.prepare(shallow, torch.ones(shallow.head.vocab_size))
 
 
 @pytest.mark.parametrize("options, said", [
@@ -396,14 +396,14 @@ def test_mask_token_is_one_that_no_text_holds(tiny: Target) -> None:
     ({"mask_token_id": 1 << 20}, "mask_token_id="),
     ({"slot_weights": "dpace"}, "slot_weights=dpace"),
 ])  # fmt: skip
-def test_bad_settings_are_refused(tiny: Target, options: dict[str, Any], said: str) -> None:
+def test_bad_settings_are_refused(shallow: Target, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        make(tiny, **options)
+        make(shallow, **options)
 
 
-def test_linears_have_no_bias_and_heads_their_norms(tiny: Target) -> None:
+def test_linears_have_no_bias_and_heads_their_norms(shallow: Target) -> None:
     """The tensors are those that engines look for, under their names."""
-    drafter = make(tiny)
+    drafter = make(shallow)
     assert not any(isinstance(module, nn.Linear) and module.bias is not None for module in drafter.modules())
     names = {name.split(".", 2)[-1] for name in drafter.state_dict() if name.startswith("blocks.0.")}
     assert {"self_attn.q_norm.weight", "self_attn.k_norm.weight"} <= names

@@ -65,13 +65,13 @@ def candidates_of(drafter: DFlash2, hidden: Tensor) -> list[int]:
 
 @pytest.mark.parametrize("options", [{}, {"vocab_size": 512, "conv_kernel_size": 3}, {"sample_from_anchor": True}],
                          ids=["whole", "cropped", "shifted"])  # fmt: skip
-def test_loss_is_the_formula(tiny: Target, options: dict[str, Any]) -> None:
+def test_loss_is_the_formula(shallow: Target, options: dict[str, Any]) -> None:
     """The divergence of the slots, and the cross-entropy of the target's likeliest token among the candidates."""
-    drafter = make(tiny, decay=3.0, selector_weight=0.5, **options)
-    batch = batch_of(tiny, drafter, [0, 1])
-    losses = drafter.loss(batch, tiny, TrainingState())
+    drafter = make(shallow, decay=3.0, selector_weight=0.5, **options)
+    batch = batch_of(shallow, drafter, [0, 1])
+    losses = drafter.loss(batch, shallow, TrainingState())
     anchors, length = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0), batch.tokens.shape[1]
-    every = tiny.head.logits(tiny.features(batch.tokens, ("final",)).at("final"))
+    every = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at("final"))
     totals = {"forward_kl": 0.0, "selector": 0.0}
     for row in range(2):
         terms, weights = {"forward_kl": 0.0, "selector": 0.0}, 0.0
@@ -79,7 +79,7 @@ def test_loss_is_the_formula(tiny: Target, options: dict[str, Any]) -> None:
             if place // length != row:
                 continue
             text = batch.tokens[row].tolist()
-            states = states_behind(drafter, tiny, text[: position + 1])
+            states = states_behind(drafter, shallow, text[: position + 1])
             for d in range(drafter.num_drafts):
                 if position + d + 1 >= length or not batch.loss_mask[row, position + d + 1]:
                     break
@@ -101,11 +101,11 @@ def test_loss_is_the_formula(tiny: Target, options: dict[str, Any]) -> None:
     assert {name: float(term.detach()) for name, term in losses.terms.items()} == pytest.approx(totals, rel=1e-3)
 
 
-def test_packed_equals_padded(tiny: Target) -> None:
-    drafter, found = make(tiny), []
+def test_packed_equals_padded(shallow: Target) -> None:
+    drafter, found = make(shallow), []
     for packed in (False, True):
         drafter.zero_grad()
-        losses = drafter.loss(batch_of(tiny, drafter, [0, 1, 2], packed), tiny, TrainingState())
+        losses = drafter.loss(batch_of(shallow, drafter, [0, 1, 2], packed), shallow, TrainingState())
         losses.total.backward()
         found.append([losses.total.detach(), losses.hits, *(p.grad for p in drafter.parameters() if p.grad is not None)])
     for one, other in zip(*found, strict=True):
@@ -114,17 +114,17 @@ def test_packed_equals_padded(tiny: Target) -> None:
 
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 9, 3), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]])],
                          ids=["chain", "eagle2", "static"])  # fmt: skip
-def test_candidates_are_weighed_by_their_parents(tiny: Target, builder: TreeBuilder) -> None:
+def test_candidates_are_weighed_by_their_parents(shallow: Target, builder: TreeBuilder) -> None:
     """A node is one of its slot's candidates, its score what the formulas say along its path; the output is greedy."""
-    drafter = make(tiny)
-    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:2]]
+    drafter = make(shallow)
+    plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:2]]
     watching = Watching(builder)
-    found = decode(tiny, PROMPTS[:2], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
+    found = decode(shallow, PROMPTS[:2], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
     assert [one.output for one in found] == plain
     for texts, tree in watching.rounds[::6]:
         assert tree.scores is not None
         for row, text in enumerate(texts):
-            states = states_behind(drafter, tiny, text)
+            states = states_behind(drafter, shallow, text)
             for node in range(1, tree.tokens.shape[1]):
                 path, at = [], node
                 while at >= 0:
@@ -143,23 +143,23 @@ def test_candidates_are_weighed_by_their_parents(tiny: Target, builder: TreeBuil
     (Chain(3, "sampled", 0.7), SpeculativeSampling),
     (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
 ], ids=["chain", "tree"])  # fmt: skip
-def test_drawn_children(tiny: Target, builder: TreeBuilder, rule: Any) -> None:
+def test_drawn_children(shallow: Target, builder: TreeBuilder, rule: Any) -> None:
     """Rules that weigh p against q: where p allows one token only, the output is greedy."""
-    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
-    found = decode(tiny, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, make(tiny), builder, ignore_eos=True)
+    plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
+    found = decode(shallow, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, make(shallow), builder, ignore_eos=True)
     assert [one.output for one in found] == plain
 
 
-def test_convolutions_start_as_nothing(tiny: Target) -> None:
+def test_convolutions_start_as_nothing(shallow: Target) -> None:
     """Before training its states are those of DFlash with the same weights."""
     torch.manual_seed(3)
-    second = DFlash2(tiny, block_size=4, num_layers=2)
-    first = DFlash(tiny, block_size=4, num_layers=2)
+    second = DFlash2(shallow, block_size=4, num_layers=2)
+    first = DFlash(shallow, block_size=4, num_layers=2)
     missing, _ = first.load_state_dict(second.state_dict(), strict=False)
     assert not missing
-    torch.testing.assert_close(states_behind(second, tiny, PROMPTS[0]), states_behind(first, tiny, PROMPTS[0]))
+    torch.testing.assert_close(states_behind(second, shallow, PROMPTS[0]), states_behind(first, shallow, PROMPTS[0]))
 
 
-def test_groups_divide_the_width(tiny: Target) -> None:
+def test_groups_divide_the_width(shallow: Target) -> None:
     with pytest.raises(UserError, match="conv_group_size=7: use a divisor of the target's width, 128"):
-        make(tiny, conv_group_size=7)
+        make(shallow, conv_group_size=7)

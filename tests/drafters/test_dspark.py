@@ -65,13 +65,15 @@ def said_behind(drafter: DSpark, target: Target, text: list[int], path: list[int
 @pytest.mark.parametrize(
     "options", [{}, {"vocab_size": 512}, {"sample_from_anchor": False}], ids=["whole", "cropped", "unshifted"]
 )
-def test_loss_is_the_formula(tiny: Target, head: str, options: dict[str, Any]) -> None:
+def test_loss_is_the_formula(shallow: Target, head: str, options: dict[str, Any]) -> None:
     """ce CE + 2 tv TV, weighted exp(-d / decay), and the confidence's cross-entropy with the chance that a draft is kept."""
-    drafter = make(tiny, markov_head=head, decay=3.0, ce=0.3, tv=0.7, **options)
-    batch = batch_of(tiny, drafter, [0, 1])
-    losses = drafter.loss(batch, tiny, TrainingState())
+    drafter = make(shallow, markov_head=head, decay=3.0, ce=0.3, tv=0.7, **options)
+    batch = batch_of(shallow, drafter, [0, 1])
+    losses = drafter.loss(batch, shallow, TrainingState())
     anchors, length = sample_anchors(batch, drafter.num_anchors, drafter.seed, 0), batch.tokens.shape[1]
-    target_said = tiny.head.logits(tiny.features(batch.tokens, ("final",)).at("final")).softmax(-1)[..., drafter.draft_ids]
+    target_said = shallow.head.logits(shallow.features(batch.tokens, ("final",)).at("final")).softmax(-1)[
+        ..., drafter.draft_ids
+    ]
     slots = {int(token): slot for slot, token in enumerate(drafter.draft_ids)}
     totals = {"ce_tv": 0.0, "confidence": 0.0}
     for row in range(2):
@@ -80,7 +82,7 @@ def test_loss_is_the_formula(tiny: Target, head: str, options: dict[str, Any]) -
             if place // length != row:
                 continue
             text = batch.tokens[row].tolist()
-            said, confidence = said_behind(drafter, tiny, text[: position + 1], text[position + 1 :])
+            said, confidence = said_behind(drafter, shallow, text[: position + 1], text[position + 1 :])
             for d in range(drafter.num_drafts):
                 if position + d + 1 >= length or not batch.loss_mask[row, position + d + 1]:
                     break
@@ -97,11 +99,11 @@ def test_loss_is_the_formula(tiny: Target, head: str, options: dict[str, Any]) -
 
 
 @HEADS
-def test_packed_equals_padded(tiny: Target, head: str) -> None:
-    drafter, found = make(tiny, markov_head=head), []
+def test_packed_equals_padded(shallow: Target, head: str) -> None:
+    drafter, found = make(shallow, markov_head=head), []
     for packed in (False, True):
         drafter.zero_grad()
-        losses = drafter.loss(batch_of(tiny, drafter, [0, 1, 2], packed), tiny, TrainingState())
+        losses = drafter.loss(batch_of(shallow, drafter, [0, 1, 2], packed), shallow, TrainingState())
         losses.total.backward()
         found.append([losses.total.detach(), losses.hits, *(p.grad for p in drafter.parameters() if p.grad is not None)])
     for one, other in zip(*found, strict=True):
@@ -113,12 +115,12 @@ def test_packed_equals_padded(tiny: Target, head: str) -> None:
     Chain(4), Eagle2(4, 9, 3), DySpec(4, 7, children="deterministic"), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
 ], ids=["chain", "eagle2", "dyspec", "static"])  # fmt: skip
 @pytest.mark.sweep(6)
-def test_children_depend_on_their_parents(tiny: Target, head: str, builder: TreeBuilder) -> None:
+def test_children_depend_on_their_parents(shallow: Target, head: str, builder: TreeBuilder) -> None:
     """A node's score is the sum of what the formulas say along its path, and the output is greedy."""
-    drafter = make(tiny, markov_head=head)
-    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:2]]
+    drafter = make(shallow, markov_head=head)
+    plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:2]]
     watching = Watching(builder)
-    found = decode(tiny, PROMPTS[:2], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
+    found = decode(shallow, PROMPTS[:2], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
     assert [one.output for one in found] == plain
     for texts, tree in watching.rounds[::6]:
         assert tree.scores is not None
@@ -130,7 +132,7 @@ def test_children_depend_on_their_parents(tiny: Target, head: str, builder: Tree
                 while at:
                     path.insert(0, int(tree.tokens[row, at]))
                     at = int(tree.parents[row, at])
-                said, _ = said_behind(drafter, tiny, text, path[:-1])
+                said, _ = said_behind(drafter, shallow, text, path[:-1])
                 score = sum(float(said[depth, token]) for depth, token in enumerate(path))
                 assert float(tree.scores[row, node]) == pytest.approx(score, abs=1e-3)
 
@@ -138,30 +140,30 @@ def test_children_depend_on_their_parents(tiny: Target, head: str, builder: Tree
 @pytest.mark.parametrize("builder", [
     Chain(4), Eagle2(4, 9, 3), DySpec(4, 9, children="deterministic"), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
 ], ids=["chain", "eagle2", "dyspec", "static"])  # fmt: skip
-def test_confidence_cuts(tiny: Target, builder: TreeBuilder) -> None:
+def test_confidence_cuts(shallow: Target, builder: TreeBuilder) -> None:
     """No node hangs below one whose confidence is under the threshold, some are cut, and the output stays greedy."""
-    drafter = make(tiny, confidence_threshold=0.5)
+    drafter = make(shallow, confidence_threshold=0.5)
     assert drafter.abilities.capture is None
     with torch.no_grad():
         assert drafter.confidence_head is not None
         drafter.confidence_head.proj.weight.mul_(4)
-    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:2]]
+    plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:2]]
     watching = Watching(builder)
-    found = decode(tiny, PROMPTS[:2], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
+    found = decode(shallow, PROMPTS[:2], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
     assert [one.output for one in found] == plain
     cut = going = 0
     for texts, tree in watching.rounds[::2]:
         for row, text in enumerate(texts):
             parents = {int(tree.parents[row, n]) for n in range(1, tree.tokens.shape[1]) if tree.valid[row, n]}
             if builder.by_level:
-                _, confidence = said_behind(drafter, tiny, text, [])
+                _, confidence = said_behind(drafter, shallow, text, [])
                 assert (0 in parents) == (confidence[0] >= 0.5) or len(texts) > 1
             for node in parents:
                 path, at = [], node
                 while at > 0:
                     path.insert(0, int(tree.tokens[row, at]))
                     at = int(tree.parents[row, at])
-                _, confidence = said_behind(drafter, tiny, text, path)
+                _, confidence = said_behind(drafter, shallow, text, path)
                 assert min(confidence[: len(path) + 1]) >= 0.5
                 going += 1
             cut += not parents
@@ -174,28 +176,28 @@ def test_confidence_cuts(tiny: Target, builder: TreeBuilder) -> None:
     (Chain(3, "sampled", 0.7), SpeculativeSampling),
     (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
 ], ids=["chain", "tree"])  # fmt: skip
-def test_drawn_children(tiny: Target, head: str, builder: TreeBuilder, rule: Any) -> None:
+def test_drawn_children(shallow: Target, head: str, builder: TreeBuilder, rule: Any) -> None:
     """Rules that weigh p against q: where p allows one token only, the output is greedy; cut or not."""
-    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
+    plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
     for threshold in (0.0, 0.5):
-        drafter = make(tiny, markov_head=head, confidence_threshold=threshold)
-        found = decode(tiny, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, drafter, builder, ignore_eos=True)
+        drafter = make(shallow, markov_head=head, confidence_threshold=threshold)
+        found = decode(shallow, PROMPTS, rule(temperature=0.7, top_k=1, seed=3), LIMIT, drafter, builder, ignore_eos=True)
         assert [one.output for one in found] == plain
 
 
-def test_drafted_equals_matched_sampling(tiny: Target) -> None:
+def test_drafted_equals_matched_sampling(shallow: Target) -> None:
     rule = Match(temperature=0.3, top_k=50, seed=5)
-    plain = decode(tiny, PROMPTS, rule, LIMIT, ignore_eos=True)
-    found = decode(tiny, PROMPTS, rule, LIMIT, make(tiny, confidence_threshold=0.4), Eagle2(3, 8, 3), ignore_eos=True)
+    plain = decode(shallow, PROMPTS, rule, LIMIT, ignore_eos=True)
+    found = decode(shallow, PROMPTS, rule, LIMIT, make(shallow, confidence_threshold=0.4), Eagle2(3, 8, 3), ignore_eos=True)
     assert [one.output for one in found] == [one.output for one in plain]
 
 
-def test_without_its_heads_it_is_dflash(tiny: Target) -> None:
+def test_without_its_heads_it_is_dflash(shallow: Target) -> None:
     """With a Markov head of zeros the logits are the block's own."""
-    drafter = make(tiny, confidence=False)
+    drafter = make(shallow, confidence=False)
     with torch.no_grad():
         drafter.markov.markov_w2.weight.zero_()
-    states = states_behind(drafter, tiny, PROMPTS[0])
+    states = states_behind(drafter, shallow, PROMPTS[0])
     rollout = drafter.rollout(torch.tensor([PROMPTS[0][-1]]), states[None])
     said = F.log_softmax(drafter.head.logits(states), dim=-1)
     torch.testing.assert_close(rollout.start()[0, 0], said[0])
