@@ -16,7 +16,7 @@ from spectrain.drafters.eagle3 import LAYER, VARIANTS, default_layers
 from spectrain.drafters.shared.layers import llama_layer
 from spectrain.errors import UserError
 
-from .eagle3_settings import Settings, rope_of
+from .fused_settings import Settings, rope_of
 from .layout import Expected, Files, Finding, Layout, Portable
 from .targets import TargetFiles
 
@@ -52,7 +52,7 @@ class Eagle3Layout(Layout):
         """The tensors under our names."""
         return {plain(name): tensor for name, tensor in files.tensors.items()}
 
-    def eagle3(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
+    def held(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
         return self.settings(files), self.view(files)
 
     def expected(self, files: Files) -> Expected:

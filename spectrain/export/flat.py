@@ -13,7 +13,7 @@ from spectrain.drafters.eagle3 import default_layers
 from spectrain.errors import UserError
 
 from .eagle3 import Eagle3Layout, prefixed, same, settings_of, variants_of
-from .eagle3_settings import Settings
+from .fused_settings import Settings, theta_and_scaling
 from .layout import Files, Finding, Portable, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles
@@ -28,7 +28,6 @@ class Flat(Eagle3Layout):
     name = "sglang"
     title = "EAGLE-3, flat layout"
     prefix = "midlayer."
-    counts_outputs = True
 
     def recognises(self, files: Files) -> bool:
         known = any(name in ARCHITECTURES for name in files.config.get("architectures") or [])
@@ -74,6 +73,14 @@ class Flat(Eagle3Layout):
                 "leave them out, for these are the default of both",
             )  # fmt: skip
 
+    def beside(self, files: Files, target: TargetFiles) -> Iterator[Finding]:
+        default = default_layers(target.num_layers)
+        if self._layer_ids(files.config) == default:
+            yield Finding(
+                "layer-ids-numbering", "error", f"layer ids are {default}, the default in vLLM's numbers",
+                "SGLang adds one to them and fuses the layers after those", "leave them out: it is the default of both",
+            )  # fmt: skip
+
     def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
         variants, tensors = variants_of(drafter), dict(drafter.tensors)
         if variants["norm_output"]:
@@ -93,13 +100,11 @@ class Flat(Eagle3Layout):
         if layers and min(layers) < 1:
             raise UserError("layers: SGLang cannot fuse the stream that enters layer 0; use --to vllm")
         layer = settings_of(drafter)
-        rope = dict(layer.pop("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}))
-        plain_rope = set(rope) <= {"rope_type", "rope_theta"} and rope.get("rope_type") == "default"
+        rope = layer.pop("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
         config = {
             "architectures": [ARCHITECTURES[0]],
             **layer,
-            "rope_theta": rope["rope_theta"],
-            "rope_scaling": None if plain_rope else {key: value for key, value in rope.items() if key != "rope_theta"},
+            **theta_and_scaling(rope),
             "draft_vocab_size": len(tensors["d2t"]),
             **{key: variants[key] for key in FLAGS},
             "torch_dtype": drafter.dtype,

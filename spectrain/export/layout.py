@@ -21,7 +21,7 @@ from spectrain.errors import UserError, first_line
 from spectrain.settings.choices import choice
 from spectrain.settings.saved import checked_orders, read_object, saved_groups
 
-from .eagle3_settings import Settings
+from .fused_settings import Settings
 from .targets import TargetFiles
 
 KEPT = ("tree", "acceptance", "recipe")  # of a saved description, whatever the layout
@@ -158,7 +158,6 @@ class Layout(ABC):
     title: ClassVar[str]
     families: ClassVar[tuple[str, ...]]  # which of our drafters it can hold
     says_all: ClassVar[bool] = False  # there is nothing to keep beside it
-    counts_outputs: ClassVar[bool] = False  # layer ids are of what a layer gives, one less than of what enters the next
 
     @abstractmethod
     def recognises(self, files: Files) -> bool:
@@ -176,8 +175,12 @@ class Layout(ABC):
         """What is wrong with the files in ways that only this layout knows."""
         return iter(())
 
-    def eagle3(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
-        """The settings and tensors of the files, where they hold an EAGLE-3 drafter, in our terms."""
+    def beside(self, files: Files, target: TargetFiles) -> Iterator[Finding]:
+        """What of it shows only beside the target's files."""
+        return iter(())
+
+    def held(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
+        """The settings and tensors of the files in our terms, where they hold a drafter that fuses layers of the target."""
         return None
 
     @abstractmethod

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.drafters.eagle3 import default_layers
 from spectrain.errors import UserError, first_line
 from spectrain.settings.saved import read_yaml, saved_groups
 
-from .eagle3_settings import Settings, rope_of
+from .fused_settings import Settings, rope_of
 from .layout import MALFORMED, PICKLED, Expected, Files, Finding, Layout
 from .layouts import detect
 from .targets import TargetFiles, tokenizer_hash
@@ -56,15 +55,16 @@ def check(files: Files, layout: Layout, target: TargetFiles | None) -> Iterator[
     try:
         yield from shapes(files, layout.expected(files), layout)
         yield from layout.findings(files)
-        if (held := layout.eagle3(files)) is not None:
+        if (held := layout.held(files)) is not None:
             said, tensors = held
             yield from vocabulary(int(said.layer["vocab_size"]), tensors)
             yield from fused(said, tensors)
             if target is not None:
-                yield from against(said, target, layout)
+                yield from against(said, target)
         elif {"d2t", "t2d"} <= files.tensors.keys():
             yield from vocabulary(len(files.tensors["t2d"]), files.tensors)
         if target is not None:
+            yield from layout.beside(files, target)
             yield from tokens(files, target)
     except KeyError as error:
         yield Finding(
@@ -254,8 +254,8 @@ def fused(said: Settings, tensors: dict[str, Tensor]) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def against(said: Settings, target: TargetFiles, layout: Layout) -> Iterator[Finding]:
-    """EAGLE-3's settings beside the target's."""
+def against(said: Settings, target: TargetFiles) -> Iterator[Finding]:
+    """The settings beside the target's."""
     config, vocab = target.config, target.vocab_size
     if said.layer["vocab_size"] != vocab:
         yield Finding(
@@ -272,12 +272,6 @@ def against(said: Settings, target: TargetFiles, layout: Layout) -> Iterator[Fin
         yield Finding(
             "layer-ids-range", "error", f"layers {layers} are not all among the target's 0 to {target.num_layers}",
             "engines stop, or never fill the features", "write the layers that it was trained on",
-        )  # fmt: skip
-    default = default_layers(target.num_layers)
-    if layout.counts_outputs and layers == [layer + 1 for layer in default]:
-        yield Finding(
-            "layer-ids-numbering", "error", f"layer ids are {default}, the default in vLLM's numbers",
-            "SGLang adds one to them and fuses the layers after those", "leave them out: it is the default of both",
         )  # fmt: skip
     mine, theirs = said.architecture["rope_parameters"], rope_of(config.to_dict())
     differing = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))

@@ -29,7 +29,7 @@ from spectrain.settings.build import build
 from spectrain.training.checkpoints import load_tensors, misfits
 from spectrain.trees import Chain
 
-from .eagle3_settings import rope_of
+from .fused_settings import rope_of
 from .layout import Finding, Portable
 from .targets import TargetFiles
 

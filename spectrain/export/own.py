@@ -20,7 +20,7 @@ from spectrain.settings.choices import choice, named
 from spectrain.settings.saved import saved_drafter, saved_groups
 
 from .eagle3 import completed, shapes_of
-from .eagle3_settings import Settings
+from .fused_settings import Settings
 from .layout import KEPT, MALFORMED, Expected, Files, Finding, Layout, Portable, write_json, write_tensors
 from .peft import shape_of
 from .targets import TargetFiles
@@ -39,14 +39,14 @@ class Own(Layout):
         saved_drafter(files.config, files.directory / "config.json")
 
     def expected(self, files: Files) -> Expected:
-        held = self.eagle3(files)
+        held = self.held(files)
         if held is None:
             return self._built(files) or Expected({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
         said, vocab = held[0], held[0].layer["vocab_size"]
         rows = min(said.draft_vocab_size or vocab, vocab)
         return Expected(shapes_of(self._drafter(files)["architecture"], said.width, said.layers, rows, vocab))
 
-    def eagle3(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
+    def held(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
         drafter = self._drafter(files)
         if choice("drafter", drafter) != "eagle3":
             return None

@@ -11,7 +11,7 @@ import torch
 from spectrain.errors import UserError
 
 from .eagle3 import Eagle3Layout, prefixed, settings_of, variants_of
-from .eagle3_settings import Settings
+from .fused_settings import Settings
 from .layout import Files, Finding, Portable, need, write_json, write_tensors
 from .serving import serve_vllm
 from .targets import TargetFiles
@@ -41,8 +41,7 @@ class Speculators(Eagle3Layout):
         )
 
     def target_name(self, files: Files) -> str | None:
-        found = (files.config.get("speculators_config") or {}).get("verifier", {}).get("name_or_path")
-        return found or super().target_name(files)
+        return verifier_of(files) or super().target_name(files)
 
     def findings(self, files: Files) -> Iterator[Finding]:
         yield from super().findings(files)
@@ -58,14 +57,7 @@ class Speculators(Eagle3Layout):
                 "norm-flags-exclusive", "error", "norm_before_fc and fc_norm are both on", "engines refuse the file",
                 "leave on the one whose tensors are there",
             )  # fmt: skip
-        said = config.get("speculators_config") or {}
-        methods = said.get("proposal_methods") or [{}]
-        for key, value in (
-            ("speculators_config.verifier.name_or_path", (said.get("verifier") or {}).get("name_or_path")),
-            ("speculators_config.proposal_methods[0].speculative_tokens", methods[0].get("speculative_tokens")),
-        ):
-            if not value:
-                yield Finding("speculators-config", "error", f"{key} is missing", "vLLM refuses the file", "write it")
+        yield from proposal_findings(files)
         if config.get("eagle_aux_hidden_state_layer_ids") is None:
             yield Finding(
                 "layer-ids-missing", "warning", "eagle_aux_hidden_state_layer_ids is missing",
@@ -82,7 +74,7 @@ class Speculators(Eagle3Layout):
     def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
         target = need(target, "the files name it and hold its embedding")
         layer, variants = settings_of(drafter), variants_of(drafter)
-        text, tensors = target.config, dict(drafter.tensors)
+        tensors = dict(drafter.tensors)
         if "embed_tokens.weight" not in tensors:
             tensors["embed_tokens.weight"] = target.embedding().to(tensors["fc.weight"].dtype)
         if tensors["embed_tokens.weight"].shape[0] != layer["vocab_size"]:
@@ -90,13 +82,6 @@ class Speculators(Eagle3Layout):
                 f"{target.said}: its embedding has {tensors['embed_tokens.weight'].shape[0]} rows and t2d "
                 f"{layer['vocab_size']}; this drafter is for another target"
             )
-        layer |= {
-            "architectures": ["LlamaForCausalLM"],
-            "attention_dropout": 0.0,
-            "initializer_range": getattr(text, "initializer_range", 0.02),
-            "use_cache": True,
-            **{key: getattr(text, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
-        }
         config: dict[str, Any] = {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",
@@ -108,15 +93,8 @@ class Speculators(Eagle3Layout):
             "embed_requires_grad": False,
             "target_hidden_size": None,
             "eagle_aux_hidden_state_layer_ids": drafter.drafter["layers"],
-            "transformer_layer_config": layer,
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [
-                    {"proposal_type": "greedy", "speculative_tokens": 3, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-                ],
-                "verifier": {"name_or_path": target.place, "architectures": target.whole_config.architectures},
-            },
+            "transformer_layer_config": {**layer, "architectures": ["LlamaForCausalLM"], **around(target)},
+            "speculators_config": proposal("eagle3", 3, target),
         }
         write_json(directory / "config.json", config)
         tensors["t2d"] = tensors["t2d"].to(torch.bool)
@@ -124,3 +102,41 @@ class Speculators(Eagle3Layout):
 
     def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
         return {"vLLM": serve_vllm(target, {"method": "eagle3", "model": place, "num_speculative_tokens": 3})}
+
+
+def around(target: TargetFiles) -> dict[str, Any]:
+    """What the library writes of a layer that does not shape it."""
+    return {
+        "attention_dropout": 0.0,
+        "initializer_range": getattr(target.config, "initializer_range", 0.02),
+        "use_cache": True,
+        **{key: getattr(target.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    }
+
+
+def proposal(algorithm: str, num_tokens: int, target: TargetFiles) -> dict[str, Any]:
+    """`speculators_config`: so many drafts a round, for this target."""
+    method = {"proposal_type": "greedy", "speculative_tokens": num_tokens, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {
+        "algorithm": algorithm,
+        "default_proposal_method": "greedy",
+        "proposal_methods": [method],
+        "verifier": {"name_or_path": target.place, "architectures": target.whole_config.architectures},
+    }
+
+
+def verifier_of(files: Files) -> str | None:
+    """The target that `speculators_config` names."""
+    found: str | None = ((files.config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
+    return found
+
+
+def proposal_findings(files: Files) -> Iterator[Finding]:
+    """What vLLM refuses a file without."""
+    methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    for key, value in (
+        ("speculators_config.verifier.name_or_path", verifier_of(files)),
+        ("speculators_config.proposal_methods[0].speculative_tokens", methods[0].get("speculative_tokens")),
+    ):
+        if not value:
+            yield Finding("speculators-config", "error", f"{key} is missing", "vLLM refuses the file", "write it")

@@ -1,4 +1,4 @@
-"""What configurations say of an EAGLE-3 drafter, wherever they say it."""
+"""What configurations say of a drafter that fuses layers of its target, wherever they say it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ def rope_of(config: dict[str, Any]) -> dict[str, Any]:
     theta = config.get("rope_theta")
     rope.setdefault("rope_theta", 10000.0 if theta is None else theta)
     return rope
+
+
+def theta_and_scaling(rope: dict[str, Any]) -> dict[str, Any]:
+    """The same as flat configurations say it."""
+    plain = set(rope) <= {"rope_type", "rope_theta"} and rope.get("rope_type") == "default"
+    scaling = None if plain else {key: value for key, value in rope.items() if key != "rope_theta"}
+    return {"rope_theta": rope["rope_theta"], "rope_scaling": scaling}
 
 
 @dataclass
