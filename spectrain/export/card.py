@@ -12,7 +12,7 @@ from .targets import LOADERS, TargetFiles
 
 KINDS = {
     "eagle3": "EAGLE-3", "medusa": "Medusa", "causal": "distilled draft model", "pard": "PARD", "gated_lora": "gated LoRA",
-    "early_exit": "LayerSkip",
+    "early_exit": "LayerSkip", "dflash": "DFlash",
 }  # fmt: skip
 
 

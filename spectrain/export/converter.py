@@ -17,10 +17,16 @@ from .layouts import detect, layout_for
 from .linter import NOT_DATA, check
 from .targets import TargetFiles
 
-SAID_BY_LAYOUT = ("_target_", "architecture", "layers", "vocab_size", "num_layers", "model")
-
-
-MENDED = ("missing-embed-tokens", "short-heads")  # faults that reading and writing again mends
+SAID_BY_LAYOUT = (
+    "_target_", "architecture", "layers", "vocab_size", "num_layers", "model", "block_size", "sample_from_anchor", "causal",
+    "window", "mask_token_id", "own_embedding",
+)  # fmt: skip
+MENDED = (
+    "missing-embed-tokens",
+    "short-heads",
+    "block-causality",
+    "ignored-head",
+)  # faults that reading and writing again mends
 
 
 def read_drafter(directory: Path, target: TargetFiles | None = None) -> Portable:

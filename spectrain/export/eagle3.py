@@ -134,12 +134,16 @@ def variants_of(drafter: Portable) -> dict[str, bool]:
 
 def completed(drafter: dict[str, Any], target: TargetFiles) -> dict[str, Any]:
     """A description of ours with everything said that it leaves to the target."""
-    asked = drafter.get("architecture") or {}
-    layer = {key: value for key, value in llama_layer(target.config).items() if key in LAYER}
-    layer["rope_parameters"] = rope_of(layer)
     layers = drafter.get("layers")
     chosen = default_layers(target.num_layers) if layers is None else sorted(set(layers))
-    return {**drafter, "architecture": {**layer, **asked}, "layers": chosen}
+    return {**drafter, "architecture": whole_layer(drafter.get("architecture"), target), "layers": chosen}
+
+
+def whole_layer(asked: dict[str, Any] | None, target: TargetFiles) -> dict[str, Any]:
+    """An `architecture` with everything said that it leaves to the target's layer."""
+    layer = {key: value for key, value in llama_layer(target.config).items() if key in LAYER}
+    layer["rope_parameters"] = rope_of(layer)
+    return {**layer, **(asked or {})}
 
 
 def shapes_of(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from spectrain.errors import UserError, nearest
 
+from .dflash_flat import FlatDFlash
+from .dflash_speculators import SpeculatorsDFlash
 from .flat import Flat
 from .huggingface import HuggingFace
 from .layout import Files, Layout
@@ -12,10 +14,12 @@ from .own import Own
 from .peft import Peft
 from .speculators import Speculators
 
-LAYOUTS: tuple[Layout, ...] = (Own(), Peft(), Speculators(), VllmMedusa(), MedusaOriginal(), Flat(), HuggingFace())
+LAYOUTS: tuple[Layout, ...] = (
+    Own(), Peft(), Speculators(), SpeculatorsDFlash(), VllmMedusa(), MedusaOriginal(), FlatDFlash(), Flat(), HuggingFace(),
+)  # fmt: skip
 FORMATS: dict[str, tuple[Layout, ...]] = {
-    "vllm": (Speculators(), VllmMedusa(), HuggingFace()),
-    "sglang": (Flat(), HuggingFace()),
+    "vllm": (Speculators(), SpeculatorsDFlash(), VllmMedusa(), HuggingFace()),
+    "sglang": (Flat(), FlatDFlash(), HuggingFace()),
     "hf": (HuggingFace(),),
     "medusa": (MedusaOriginal(),),
     "peft": (Peft(),),
@@ -31,6 +35,10 @@ NOWHERE = {
     "ngram": 'it has no weights; vLLM has its own, --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
     "retrieval": f"it has no weights, and no engine reads its store; {ALONE}",
 }
+UNREAD = {
+    ("hf", "dflash"): "transformers drafts so with a class of its own alone, muse_glimmer_assistant, whose layers are others",
+}
+"""Of families that can be served: why a client that knows the method does not read them."""
 
 
 def detect(files: Files) -> Layout:
@@ -54,4 +62,5 @@ def layout_for(family: str, form: str) -> Layout:
     fitting = [key for key, layouts in FORMATS.items() if any(family in layout.families for layout in layouts)]
     if not fitting:
         raise UserError(f"format={form}: no layout holds drafter={family}; {ALONE}")
-    raise UserError(f"format={form}: it does not hold drafter={family}; use {' or '.join(fitting)}")
+    why = UNREAD.get((form, family), f"it does not hold drafter={family}")
+    raise UserError(f"format={form}: {why}; use {' or '.join(fitting)}")

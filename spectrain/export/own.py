@@ -12,14 +12,15 @@ from torch import Tensor
 
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import VARIANTS
+from spectrain.drafters.shared.block_drafter import default_layers
 from spectrain.errors import UserError
 from spectrain.provenance import versions
-from spectrain.settings.build import build
+from spectrain.settings.build import build, settings_of
 from spectrain.settings.check import check_node
 from spectrain.settings.choices import choice, named
 from spectrain.settings.saved import saved_drafter, saved_groups
 
-from .eagle3 import completed, shapes_of
+from .eagle3 import completed, shapes_of, whole_layer
 from .fused_settings import Settings
 from .layout import KEPT, MALFORMED, Expected, Files, Finding, Layout, Portable, write_json, write_tensors
 from .peft import shape_of
@@ -29,7 +30,7 @@ from .targets import TargetFiles
 class Own(Layout):
     name = "spectrain"
     title = "spectrain's own layout"
-    families = ("eagle3", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit")
+    families = ("eagle3", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit", "dflash")
     says_all = True
 
     def recognises(self, files: Files) -> bool:
@@ -146,9 +147,24 @@ def shape_of_eagle3(drafter: dict[str, Any], files: Files, target: TargetFiles |
     """What the description leaves to the target: the layer, and which features it reads."""
     if {"layers", "architecture"} <= {key for key, value in drafter.items() if value}:
         return {}
+    return completed(drafter, left_to(target, files))
+
+
+def shape_of_block(drafter: dict[str, Any], files: Files, target: TargetFiles | None) -> dict[str, Any]:
+    """Every setting that other layouts say too, the layer and the fused ones among them."""
+    whole = settings_of(drafter)
+    if not whole["layers"] or not whole["architecture"]:
+        target = left_to(target, files)
+        layers = whole["layers"] or default_layers(target.num_layers, whole["num_layers"])
+        whole |= {"layers": sorted(set(layers)), "architecture": whole_layer(whole["architecture"], target)}
+    return {key: whole[key] for key in BLOCK}
+
+
+def left_to(target: TargetFiles | None, files: Files) -> TargetFiles:
+    """The target that settings are left to."""
     if target is None:
         raise UserError(f"{files.directory / 'config.json'}: it names no target and leaves settings to it; write target")
-    return completed(drafter, target)
+    return target
 
 
 def shape_of_medusa(drafter: dict[str, Any], files: Files, target: TargetFiles | None) -> dict[str, Any]:
@@ -161,5 +177,13 @@ def shape_of_adapter(drafter: dict[str, Any], files: Files, target: TargetFiles 
     return shape_of(files.tensors, files.sidecar("adapter_config.json"))
 
 
-SHAPED = {"eagle3": shape_of_eagle3, "medusa": shape_of_medusa, "gated_lora": shape_of_adapter}
+BLOCK = (
+    "block_size", "num_layers", "layers", "sample_from_anchor", "causal", "window", "own_embedding", "architecture",
+)  # fmt: skip
+SHAPED = {
+    "eagle3": shape_of_eagle3,
+    "medusa": shape_of_medusa,
+    "gated_lora": shape_of_adapter,
+    "dflash": shape_of_block,
+}
 """Family -> the settings that a description may leave unsaid and its weights or its target fix."""

@@ -10,8 +10,17 @@ def serve_vllm(target: str, drafting: dict[str, Any]) -> str:
 
 
 def serve_sglang(target: str, algorithm: str, place: str, num_steps: int) -> str:
+    steps = f"--speculative-num-steps {num_steps} --speculative-eagle-topk 1"
+    return f"{_launched(target, algorithm, place)} {steps} --speculative-num-draft-tokens {num_steps + 1}"
+
+
+def serve_sglang_block(target: str, algorithm: str, place: str, num_tokens: int) -> str:
+    """Of what drafts in one pass; `num_tokens` are those of a block, the newest token too."""
+    return f"{_launched(target, algorithm, place)} --speculative-num-draft-tokens {num_tokens}"
+
+
+def _launched(target: str, algorithm: str, place: str) -> str:
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {algorithm} "
-        f"--speculative-draft-model-path {shlex.quote(place)} --speculative-num-steps {num_steps} "
-        f"--speculative-eagle-topk 1 --speculative-num-draft-tokens {num_steps + 1}"
+        f"--speculative-draft-model-path {shlex.quote(place)}"
     )

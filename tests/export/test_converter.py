@@ -52,7 +52,9 @@ def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
     """A drafter as training would save it, with random weights."""
     config = settings_for(drafter, **options)
     module: Drafter = build(config.drafter, target=tiny)
-    module.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+    counts = torch.randint(0, 1000, (tiny.head.vocab_size,))
+    counts[tiny.tokenizer.all_special_ids] = 0  # a mask among them
+    module.prepare(tiny, counts)
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.requires_grad:
