@@ -19,7 +19,7 @@ LAYER = (
 
 
 @dataclass
-class Block(Settings):
+class BlockConfig(Settings):
     """A block drafter's settings as a layout's config.json says them, in our terms."""
 
     block_size: int
@@ -92,7 +92,7 @@ def needed(config: dict[str, Any], keys: tuple[str, ...]) -> None:
         raise KeyError(", ".join(missing))
 
 
-def settings_from(said: Block, own_embedding: bool) -> dict[str, Any]:
+def settings_from(said: BlockConfig, own_embedding: bool) -> dict[str, Any]:
     """Of drafter=dflash."""
     return {
         "block_size": said.block_size,

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.drafters.shared.block_drafter import default_layers
 from spectrain.errors import UserError
 
-from .block_settings import Block, plain, settings_from, spread, theirs
+from .block_settings import BlockConfig, plain, settings_from, spread, theirs
 from .eagle3 import IGNORED, same
 from .fused_settings import Settings
 from .layout import Expected, Files, Finding, Layout, Portable
@@ -53,7 +53,7 @@ class DFlashLayout(Layout):
     shift: ClassVar[int]  # what ids of layers lack to ours
 
     @abstractmethod
-    def settings(self, files: Files) -> Block:
+    def settings(self, files: Files) -> BlockConfig:
         """What config.json says, in our terms; a KeyError names what is missing."""
 
     def held(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spectrain.errors import UserError
 
-from .block_settings import Block, needed, qwen3_layer, spread, theirs
+from .block_settings import BlockConfig, needed, qwen3_layer, spread, theirs
 from .dflash import DFlashLayout
 from .eagle3 import same
 from .fused_settings import theta_and_scaling
@@ -32,7 +32,7 @@ class FlatDFlash(DFlashLayout):
         named = any(name.startswith("DFlash") or name == DSPARK for name in files.config.get("architectures") or [])
         return (named or "dflash_config" in files.config) and "speculators_model_type" not in files.config
 
-    def settings(self, files: Files) -> Block:
+    def settings(self, files: Files) -> BlockConfig:
         config = spread(files.config)
         needed(config, ("block_size", "mask_token_id", "target_layer_ids"))
         slides, window = "sliding_attention" in (config.get("layer_types") or []), None
@@ -41,7 +41,7 @@ class FlatDFlash(DFlashLayout):
         causal = next(said for said in (config.get("is_causal"), config.get("causal"), slides) if said is not None)
         shifted = config.get("sample_from_anchor", DSPARK in (config.get("architectures") or []))
         layers = [layer + 1 for layer in config["target_layer_ids"]]
-        return Block(
+        return BlockConfig(
             config, layers, {}, config.get("draft_vocab_size"),
             config["block_size"], config["mask_token_id"], bool(shifted), bool(causal), window,
         )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 
 from spectrain.errors import UserError
 
-from .block_settings import Block, needed, qwen3_layer, spread, theirs
+from .block_settings import BlockConfig, needed, qwen3_layer, spread, theirs
 from .dflash import DFlashLayout
 from .layout import Files, Finding, Portable, need, write_json, write_tensors
 from .serving import serve_vllm
@@ -26,13 +26,13 @@ class SpeculatorsDFlash(DFlashLayout):
     def recognises(self, files: Files) -> bool:
         return files.config.get("speculators_model_type") == "dflash"
 
-    def settings(self, files: Files) -> Block:
+    def settings(self, files: Files) -> BlockConfig:
         config = files.config
         needed(spread(config), ("block_size", "mask_token_id", "aux_hidden_state_layer_ids", "transformer_layer_config"))
         layer = config["transformer_layer_config"]
         slides = "sliding_attention" in (layer.get("layer_types") or [])
         causal = slides and not config.get("sliding_window_non_causal", True)
-        return Block(
+        return BlockConfig(
             layer, config["aux_hidden_state_layer_ids"], {}, config.get("draft_vocab_size"),
             config["block_size"], config["mask_token_id"], bool(config.get("sample_from_anchor", False)), causal,
             layer["sliding_window"] if slides else None,

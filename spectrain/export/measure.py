@@ -127,23 +127,27 @@ def changed(drafter: Portable, settings: dict[str, Any], tensors: dict[str, Tens
     return replace(drafter, drafter=described, tensors={**drafter.tensors, **tensors})
 
 
-def eagle3_readings(drafter: Portable, target: TargetFiles) -> Iterator[Reading]:
-    settings, tensors = drafter.drafter, drafter.tensors
-    layers, architecture = settings["layers"], settings["architecture"]
+def fused_readings(drafter: Portable, target: TargetFiles) -> Iterator[Reading]:
+    """Of any drafter that fuses layers and has attention of its own."""
     for shift, word in ((-1, "lower"), (1, "higher")):
-        moved = [layer + shift for layer in layers]
+        moved = [layer + shift for layer in drafter.drafter["layers"]]
         if min(moved) >= 0 and max(moved) <= target.num_layers:
             other = changed(drafter, {"layers": moved}, {})
             yield Reading("layer-ids-off-by-one", f"layers one {word}, {moved},", f"write {moved} in their place", other)
+    rope = rope_of(target.config.to_dict())
+    if rope != drafter.drafter["architecture"]["rope_parameters"]:
+        other = changed(drafter, {"architecture": {"rope_parameters": rope}}, {})
+        yield Reading("rope", "the target's rotary embedding", "write the target's rope_parameters", other)
+    yield from transposed(drafter, [name for name in drafter.tensors if name.endswith(("_proj.weight", "fc.weight"))])
+
+
+def eagle3_readings(drafter: Portable, target: TargetFiles) -> Iterator[Reading]:
+    yield from fused_readings(drafter, target)
+    tensors, architecture = drafter.tensors, drafter.drafter["architecture"]
     for flag, name in (("norm_before_residual", "norm-before-residual"), ("norm_output", "norm-output")):
         turned = not architecture.get(flag, False)
         other = changed(drafter, {"architecture": {flag: turned}}, {})
         yield Reading(f"{name}-swapped", f"{flag}={str(turned).lower()}", f"write {flag}={str(turned).lower()}", other)
-    rope = rope_of(target.config.to_dict())
-    if rope != architecture["rope_parameters"]:
-        other = changed(drafter, {"architecture": {"rope_parameters": rope}}, {})
-        yield Reading("rope", "the target's rotary embedding", "write the target's rope_parameters", other)
-    yield from transposed(drafter, [name for name in tensors if name.endswith(("_proj.weight", "fc.weight"))])
     swapped = {"input_layernorm.weight": tensors["hidden_norm.weight"], "hidden_norm.weight": tensors["input_layernorm.weight"]}
     mend = "exchange input_layernorm.weight, of the embedding, and hidden_norm.weight, of the state"
     yield Reading("norms-swapped", "the two input norms exchanged", mend, changed(drafter, {}, swapped))
@@ -188,7 +192,9 @@ def head_order(drafter: Portable, target: Target) -> Iterator[Finding]:
     Output layers keep much of the one that they started from, and trained apart they come to resemble the target's: tokens
     that are used alike lie alike.
     """
-    name = next(name for name in drafter.tensors if name.endswith("lm_head.weight"))
+    name = next((name for name in drafter.tensors if name.endswith("lm_head.weight")), None)
+    if name is None:  # the target's own
+        return
     ids = drafter.tensors["d2t"] + torch.arange(len(drafter.tensors["d2t"]))
     mine = F.normalize(drafter.tensors[name].float(), dim=-1)
     theirs = F.normalize(target.head.output.weight[ids].detach().cpu().float(), dim=-1)
@@ -206,5 +212,5 @@ def head_order(drafter: Portable, target: Target) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-READERS = {"eagle3": eagle3_readings, "medusa": medusa_readings}
+READERS = {"eagle3": eagle3_readings, "medusa": medusa_readings, "dflash": fused_readings}
 MEASURED = {"eagle3": {"ttt_steps": DEPTH}}  # settings that a measurement wants

@@ -77,7 +77,8 @@ def test_card_without_a_score_says_so(tiny: Target, tmp_path: Path) -> None:
 SERVED = {
     "eagle3 vllm": {"vLLM", "spectrain"}, "eagle3 sglang": {"SGLang", "vLLM", "spectrain"}, "medusa medusa": {"spectrain"},
     "medusa vllm": {"vLLM", "spectrain"}, "causal hf": {"vLLM", "SGLang", "transformers", "spectrain"},
-    "pard hf": {"vLLM", "spectrain"}, "gated_lora peft": {"spectrain"},
+    "pard hf": {"vLLM", "spectrain"}, "gated_lora peft": {"spectrain"}, "dflash vllm": {"vLLM", "spectrain"},
+    "dflash sglang": {"SGLang", "vLLM", "spectrain"},
 }  # fmt: skip
 
 

@@ -157,3 +157,98 @@ def medusa_vllm(directory: Path, target: Target, draft_vocab: int = 256, seed: i
         "torch_dtype": "float32",
     }
     return write(directory, said, tensors)
+
+
+def qwen3(target: Target, layers: int, **changes: Any) -> dict[str, Any]:
+    """A drafter's layers with the sizes of a target."""
+    config = target.config
+    return {
+        "model_type": "qwen3",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": target.head.vocab_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "attention_bias": False,
+        "layer_types": ["full_attention"] * layers,
+        **changes,
+    }
+
+
+def dflash_tensors(layer: dict[str, Any], fused: int, empty: bool = False) -> dict[str, Tensor]:
+    """A random DFlash with these layers, which reads so many layers of its target; `empty`: shapes alone."""
+    generator = torch.Generator().manual_seed(0)
+    width, inner, head = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
+    queries, keys = layer["num_attention_heads"] * head, layer["num_key_value_heads"] * head
+
+    def draw(*shape: int) -> Tensor:
+        if empty:
+            return torch.empty(shape, device="meta")
+        return float(len(shape) == 1) + 0.05 * torch.randn(*shape, generator=generator)
+
+    tensors = {"fc.weight": draw(width, fused * width), "hidden_norm.weight": draw(width), "norm.weight": draw(width)}
+    for number in range(layer["num_hidden_layers"]):
+        shapes = {
+            "input_layernorm": (width,), "post_attention_layernorm": (width,), "self_attn.q_norm": (head,),
+            "self_attn.k_norm": (head,), "self_attn.q_proj": (queries, width), "self_attn.k_proj": (keys, width),
+            "self_attn.v_proj": (keys, width), "self_attn.o_proj": (width, queries), "mlp.gate_proj": (inner, width),
+            "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner),
+        }  # fmt: skip
+        tensors |= {f"layers.{number}.{name}.weight": draw(*shape) for name, shape in shapes.items()}
+    return tensors
+
+
+def zlab(directory: Path, target: Target, **changes: Any) -> Path:
+    """DFlash as z-lab publishes it: two layers that read what layers 1 and 5 give; token 0 is no text's."""
+    layer = qwen3(target, 2, rope_theta=config_theta(target), rope_scaling=None)
+    said = {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": 6,
+        "num_target_layers": target.num_layers,
+        "dflash_config": {"mask_token_id": 0, "target_layer_ids": [1, 5]},
+        "dtype": "float32",
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }
+    return write(directory, {**layer, **said, **changes}, dflash_tensors(layer, 2))
+
+
+def speculators_dflash(directory: Path, target: Target, **changes: Any) -> Path:
+    """What the speculators library saves of DFlash with its defaults: a sliding window in every layer, causal in the block;
+    a part of the vocabulary too."""
+    rope = {"rope_type": "default", "rope_theta": config_theta(target)}
+    window = {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True, "sliding_window": 16}
+    layer = qwen3(target, 2, rope_parameters=rope, **window)
+    vocab, tensors = target.head.vocab_size, dflash_tensors(layer, 3)
+    ids = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))[:256].sort().values
+    tensors |= {"lm_head.weight": target.head.output.weight[ids].detach().clone(), "d2t": ids - torch.arange(256)}
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True)
+    said = {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "draft_vocab_size": 256,
+        "block_size": 8,
+        "aux_hidden_state_layer_ids": [2, 4, 5],
+        "mask_token_id": 0,
+        "sample_from_anchor": False,
+        "sliding_window_non_causal": False,
+        "target_hidden_size": None,
+        "transformer_layer_config": layer,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
+            "verifier": {"name_or_path": target.path, "architectures": ["LlamaForCausalLM"]},
+        },
+    }
+    return write(directory, {**said, **changes}, tensors)
+
+
+def config_theta(target: Target) -> float:
+    return float(target.config.rope_parameters["rope_theta"])

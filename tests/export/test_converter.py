@@ -63,6 +63,7 @@ def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
     return directory
 
 
+DFLASH = {"block_size": 5, "num_layers": 2}
 CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "eagle3": (lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256), ("vllm", "sglang", "spectrain")),
     "eagle3, other layers": (
@@ -90,6 +91,16 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     ),
     "FasterDecoding": (foreign.medusa, ("vllm", "medusa", "spectrain")),
     "vLLM's Medusa": (foreign.medusa_vllm, ("vllm", "spectrain")),
+    "dflash": (lambda path, tiny: ours(path, tiny, "dflash", **DFLASH), ("vllm", "sglang", "spectrain")),
+    "dflash, causal in a window": (
+        lambda path, tiny: ours(path, tiny, "dflash", causal=True, window=12, layers=[1, 3, 8], **DFLASH),
+        ("vllm", "sglang", "spectrain"),
+    ),
+    "dflash, cut vocabulary": (lambda path, tiny: ours(path, tiny, "dflash", vocab_size=256, **DFLASH), ("vllm", "spectrain")),
+    "dflash, own embedding": (
+        lambda path, tiny: ours(path, tiny, "dflash", own_embedding=True, window=12, **DFLASH), ("vllm", "spectrain")),
+    "z-lab": (foreign.zlab, ("vllm", "sglang", "spectrain")),
+    "speculators' DFlash": (foreign.speculators_dflash, ("vllm", "spectrain")),
 }  # fmt: skip
 
 
@@ -143,6 +154,26 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
     "Kangaroo": (lambda path, tiny: ours(path, tiny, "kangaroo"), "hf", ("kangaroo", "spectrain eval")),
     "gated LoRA for vLLM": (
         lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), "vllm", ("gated_lora", "peft")),
+    "DFlash for transformers": (
+        lambda path, tiny: ours(path, tiny, "dflash", **DFLASH), "hf", ("muse_glimmer_assistant", "vllm or sglang")),
+    "a shifted block for vLLM": (
+        lambda path, tiny: ours(path, tiny, "dflash", sample_from_anchor=True, **DFLASH), "vllm",
+        ("sample_from_anchor", "one token off", "spectrain eval")),
+    "a shifted block for SGLang": (
+        lambda path, tiny: ours(path, tiny, "dflash", sample_from_anchor=True, **DFLASH), "sglang", ("sample_from_anchor",)),
+    "a cut vocabulary for SGLang": (
+        lambda path, tiny: ours(path, tiny, "dflash", vocab_size=256, **DFLASH), "sglang",
+        ("d2t", "256 of 2048", "--to vllm", "drafter.vocab_size=null")),
+    "DFlash's own embedding for SGLang": (
+        lambda path, tiny: ours(path, tiny, "dflash", own_embedding=True, **DFLASH), "sglang", ("embed_tokens", "--to vllm")),
+    "a window both ways for SGLang": (
+        lambda path, tiny: ours(path, tiny, "dflash", window=12, **DFLASH), "sglang", ("drafter.window=12", "--to vllm")),
+    "a causal block without a window": (
+        lambda path, tiny: ours(path, tiny, "dflash", causal=True, **DFLASH), "vllm", ("drafter.causal", "drafter.window")),
+    "a causal block without a window for SGLang": (
+        lambda path, tiny: ours(path, tiny, "dflash", causal=True, **DFLASH), "sglang", ("drafter.causal",)),
+    "the embedding as a layer for SGLang": (
+        lambda path, tiny: ours(path, tiny, "dflash", layers=[0, 4], **DFLASH), "sglang", ("target_layer_ids", "--to vllm")),
     "an untrained early exit": (lambda path, tiny: ours(path, tiny, "early_exit"), "hf", ("assistant_early_exit",)),
 }  # fmt: skip
 
@@ -209,7 +240,9 @@ def test_version_two_heads_take_the_targets_output_layer(tiny: Target, tmp_path:
     assert all(torch.equal(found.tensors[f"heads.{head}.lm_head.weight"], tiny.head.output.weight) for head in range(3))
 
 
-@pytest.mark.parametrize("case", ["SpecForge", "speculators, its defaults", "FasterDecoding", "vLLM's Medusa"])
+@pytest.mark.parametrize(
+    "case", ["SpecForge", "speculators, its defaults", "FasterDecoding", "vLLM's Medusa", "z-lab", "speculators' DFlash"]
+)
 def test_evaluation_takes_foreign_directories(case: str, tiny: Target, tmp_path: Path) -> None:
     """`eval run=DIR` composes the same drafter from another project's files as from their conversion, and drafts the same."""
     start = CASES[case][0](tmp_path / "start", tiny)

@@ -1,0 +1,308 @@
+"""DFlash between engines: published configurations, what is drafted from every layout, and each trap by its name."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.generation import Generation
+from spectrain.decoding.loop import decode
+from spectrain.errors import UserError
+from spectrain.export.converter import convert, read_drafter
+from spectrain.export.dflash import is_heard
+from spectrain.export.layout import Files, Portable
+from spectrain.export.layouts import detect
+from spectrain.export.measure import instantiate
+from spectrain.export.targets import TargetFiles
+from spectrain.models.target import Target
+from spectrain.trees import Chain
+
+from . import foreign
+from .test_converter import CASES
+from .test_linter import Change, found, spoilt
+
+TINY = TargetFiles("tiny")
+
+# Configurations as they are published
+
+
+QWEN3_8B: dict[str, Any] = {
+    "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 128, "num_hidden_layers": 5, "vocab_size": 151936, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960, "attention_bias": False, "layer_types": ["full_attention"] * 5,
+}  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
+ZLAB: dict[str, Any] = {
+    **QWEN3_8B, "architectures": ["DFlashDraftModel"], "num_target_layers": 36, "block_size": 16, "rope_theta": 1000000,
+    "rope_scaling": None, "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+}  # fmt: skip
+DEEPSPEC: dict[str, Any] = {
+    **QWEN3_8B, "architectures": ["Qwen3DSparkModel"], "num_target_layers": 36, "block_size": 7, "rope_parameters": ROPE,
+    "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], "num_anchors": 512, "markov_rank": 0,
+    "enable_confidence_head": False, "tie_word_embeddings": False,
+}  # fmt: skip
+SPECULATORS: dict[str, Any] = {
+    "architectures": ["DFlashSpeculator"], "speculators_model_type": "dflash", "block_size": 16, "mask_token_id": 151669,
+    "aux_hidden_state_layer_ids": [2, 18, 33], "draft_vocab_size": 151936, "sample_from_anchor": False,
+    "sliding_window_non_causal": False,
+    "transformer_layer_config": {
+        **QWEN3_8B, "rope_parameters": ROPE, "layer_types": ["sliding_attention"] * 5, "sliding_window": 2048,
+        "use_sliding_window": True,
+    },
+    "speculators_config": {
+        "algorithm": "dflash", "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 15}],
+        "verifier": {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]},
+    },
+}  # fmt: skip
+SIZES = {"intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
+         "max_position_embeddings": 40960, "rope_parameters": ROPE}  # fmt: skip
+
+
+def published(config: dict[str, Any], fused: int, directory: Path) -> Files:
+    """A configuration with tensors that have shapes and no data."""
+    return Files(directory, config, foreign.dflash_tensors(QWEN3_8B, fused, empty=True))
+
+
+def test_z_labs_checkpoint_is_accepted(tmp_path: Path) -> None:
+    """Qwen3-8B's has the paper's settings, which are our constructor's defaults, its layer ids one more here."""
+    files = published(ZLAB, 5, tmp_path)
+    layout = detect(files)
+    assert layout.title == "DFlash, flat layout" and not list(layout.findings(files))
+    assert layout.expected(files).required == {name: tuple(one.shape) for name, one in files.tensors.items()}
+    found = layout.read(files, None)
+    assert found.drafter == {
+        "_target_": "spectrain.drafters.dflash.DFlash", "block_size": 16, "num_layers": 5, "layers": [2, 10, 18, 26, 34],
+        "vocab_size": 151936, "sample_from_anchor": False, "causal": False, "window": None, "mask_token_id": 151669,
+        "own_embedding": False, "architecture": SIZES,
+    }  # fmt: skip
+
+
+def test_speculators_defaults_are_accepted(tmp_path: Path) -> None:
+    """Its ids are ours; a window over all layers, and a block that is causal within it."""
+    files = published(SPECULATORS, 3, tmp_path)
+    layout = detect(files)
+    assert layout.title == "DFlash, speculators layout" and not list(layout.findings(files))
+    found = layout.read(files, None)
+    kept = {key: found.drafter[key] for key in ("block_size", "layers", "causal", "window", "architecture", "mask_token_id")}
+    assert kept == {"block_size": 16, "layers": [2, 18, 33], "causal": True, "window": 2048, "architecture": SIZES,
+                    "mask_token_id": 151669}  # fmt: skip
+    assert found.target == "Qwen/Qwen3-8B"
+
+
+def test_deepspecs_dflash_is_refused_by_name(tiny: Target, tmp_path: Path) -> None:
+    """Its blocks are shifted: the same tensors, each one token off."""
+    files = published(DEEPSPEC, 5, tmp_path)
+    assert [finding.name for finding in detect(files).findings(files)] == ["shifted-block"]
+    start = foreign.zlab(tmp_path / "start", tiny, architectures=["Qwen3DSparkModel"], markov_rank=0)
+    with pytest.raises(UserError, match=r"sample_from_anchor, as DeepSpec trains\) \(shifted-block\); train with drafter"):
+        read_drafter(start, TINY)
+
+
+UNLIKE: dict[str, tuple[Change, str]] = {
+    "DFlash2": (
+        lambda config, tensors: (
+            config.update(architectures=["DFlash2DraftModel"]),
+            tensors.update({"candidate_selector.hidden_projection.weight": torch.ones(8, 128)}),
+        ), "candidate_selector.*DFlash2"),
+    "DFlash2's convolutions": (
+        lambda config, tensors: tensors.update({"layers.0.mlp_conv.base_kernel": torch.ones(2, 2, 128)}), "mlp_conv.*DFlash2"),
+    "DSpark": (
+        lambda config, tensors: (
+            config.update(architectures=["Qwen3DSparkModel"], markov_rank=4),
+            tensors.update({"markov_head.markov_w1.weight": torch.ones(2048, 4)}),
+        ), "markov_head.*DSpark"),
+    "P-EAGLE": (lambda config, tensors: tensors.update(mask_hidden=torch.ones(1, 1, 256)), "mask_hidden.*P-EAGLE"),
+    "a bias": (lambda config, tensors: tensors.update({"layers.0.self_attn.q_proj.bias": torch.ones(128)}), "bias"),
+    "a bias that is said": (lambda config, tensors: config.update(attention_bias=True), "attention_bias=True"),
+    "attention sinks": (lambda config, tensors: config["dflash_config"].update(attention_sink_bias=True), "sink_bias=True"),
+    "mixed layers": (
+        lambda config, tensors: config.update(layer_types=["sliding_attention", "full_attention"], sliding_window=16),
+        "layer_types mixes full_attention and sliding_attention"),
+    "gelu": (lambda config, tensors: config.update(hidden_act="gelu"), "hidden_act=gelu"),
+    "interleaved rotation": (lambda config, tensors: config.update(is_neox_style=False), "is_neox_style=False"),
+    "a wider target": (lambda config, tensors: config.update(target_hidden_size=512), "target_hidden_size=512"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_what_our_class_cannot_represent_is_named(case: str, tiny: Target, tmp_path: Path) -> None:
+    """A drafter of another family or shape is refused by its tensor or key; as files it has nothing wrong."""
+    change, words = UNLIKE[case]
+    start = spoilt(foreign.zlab(tmp_path / "start", tiny), change)
+    with pytest.raises(UserError, match=words):
+        convert(start, tmp_path / "out", "spectrain", TINY)
+    assert {name: one.level for name, one in found(start).items()} == {"not-representable": "warning"}
+
+
+def test_missing_keys_are_named_in_one_sentence(tiny: Target, tmp_path: Path) -> None:
+    """All of them, wherever they belong."""
+    start = foreign.zlab(tmp_path / "start", tiny)
+    spoilt(start, lambda config, tensors: [config.pop(key) for key in ("block_size", "head_dim", "rope_theta")])
+    with pytest.raises(UserError, match="does not say 'block_size, head_dim, rope_theta' \\(missing-key\\)"):
+        read_drafter(start, TINY)
+
+
+def test_settings_are_read_wherever_they_are_said(tiny: Target, tmp_path: Path) -> None:
+    """`block_size` in dflash_config, `target_layer_ids` and the mask at the top, rope as parameters: the same drafter."""
+    start = foreign.zlab(tmp_path / "start", tiny)
+    other = foreign.zlab(tmp_path / "other", tiny)
+
+    def moved(config: dict[str, Any], tensors: Any) -> None:
+        nested = config.pop("dflash_config")
+        config.update(nested, dflash_config={"block_size": config.pop("block_size")})
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": config.pop("rope_theta")}
+
+    assert read_drafter(spoilt(other, moved), TINY).drafter == read_drafter(start, TINY).drafter
+
+
+# What is drafted
+
+
+def drafted(drafter: Portable, tiny: Target) -> Generation:
+    return decode(tiny, [[5, 9, 200, 31, 7]], Greedy(), 16, instantiate(drafter, tiny), Chain(depth=3))[0]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("dflash")])
+def test_every_layout_drafts_the_same(case: str, tiny: Target, tmp_path: Path) -> None:
+    """From each, the same tokens are drafted, and as many kept: windows, causality and layers are said as they were."""
+    make, forms = CASES[case]
+    start = make(tmp_path / "start", tiny)
+    ours = drafted(read_drafter(start, TINY), tiny)
+    for form in forms:
+        convert(start, tmp_path / form, form, TINY)
+        theirs = drafted(read_drafter(tmp_path / form, TINY), tiny)
+        assert (theirs.output, theirs.accepted) == (ours.output, ours.accepted)
+
+
+def test_names_are_those_that_engines_read(tiny: Target, tmp_path: Path) -> None:
+    """Layers are `layers.N.`; no engine finds a map or a head where the whole vocabulary is drafted."""
+    start = CASES["dflash"][0](tmp_path / "start", tiny)
+    for form in ("vllm", "sglang"):
+        convert(start, tmp_path / form, form, TINY)
+        files = Files.read(tmp_path / form)
+        names = {re.sub(r"layers\.\d\.", "layers.N.", name) for name in files.tensors}
+        assert len(names) == 14 and not any(name.startswith(("blocks", "model", "lm_head", "d2t", "t2d")) for name in names)
+    flat, other = (json.loads((tmp_path / form / "config.json").read_text()) for form in ("sglang", "vllm"))
+    assert flat["dflash_config"] == {"mask_token_id": 0, "target_layer_ids": [1, 5]} and flat["block_size"] == 5
+    assert other["aux_hidden_state_layer_ids"] == [2, 6] and other["sliding_window_non_causal"] is True
+    assert other["sample_from_anchor"] is False and "sample_from_anchor" not in flat
+
+
+# Traps
+
+
+def nested(**changes: Any) -> Change:
+    return lambda config, tensors: config["dflash_config"].update(changes)
+
+
+def full(**changes: Any) -> Change:
+    """Without windows."""
+
+    def change(config: dict[str, Any], tensors: Any) -> None:
+        config["transformer_layer_config"].update(layer_types=["full_attention"] * 2, sliding_window=None)
+        config.update(sliding_window_non_causal=True)
+        config.update(changes)
+
+    return change
+
+
+def head(target: Target) -> Change:
+    return lambda config, tensors: tensors.update({"lm_head.weight": target.head.output.weight.detach() * 1.01})
+
+
+FLAT: dict[str, tuple[str, Any]] = {
+    "ids of what enters a layer": ("layer-ids-numbering", nested(target_layer_ids=[2, 6])),
+    "two keys that say one number": (
+        "layer-ids-numbering", lambda config, tensors: config.update(aux_hidden_state_layer_ids=[1, 5])),
+    "layers out of order": ("layer-ids-order", nested(target_layer_ids=[5, 1])),
+    "layers beyond the target": ("layer-ids-range", nested(target_layer_ids=[1, 8])),
+    "a shifted block": ("shifted-block", lambda config, tensors: config.update(sample_from_anchor=True)),
+    "a head": ("ignored-head", head),
+    "a word for a mask": ("mask-token-heard", nested(mask_token_id=300)),
+    "the end of a turn for a mask": ("mask-token-heard", nested(mask_token_id=2)),
+    "no row for a mask": ("mask-token-range", nested(mask_token_id=2048)),
+    "another architecture": ("architecture", lambda config, tensors: config.update(architectures=["Qwen3ForCausalLM"])),
+    "no norm of queries": ("missing-tensor", lambda config, tensors: tensors.pop("layers.1.self_attn.q_norm.weight")),
+    "another rope": ("rope", lambda config, tensors: config.update(rope_theta=1e6)),
+    "another target": ("vocab-size", lambda config, tensors: config.update(vocab_size=1024)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FLAT)
+def test_traps_of_the_flat_layout(case: str, tiny: Target, tmp_path: Path) -> None:
+    """Each by its name and nothing else, and nothing in the file as it was."""
+    name, change = FLAT[case]
+    start = foreign.zlab(tmp_path / "start", tiny)
+    assert not found(start) and not found(start, None)
+    assert list(found(spoilt(start, change(tiny) if change is head else change))) == [name]
+
+
+def sides(**changes: Any) -> Change:
+    return lambda config, tensors: config.update(changes)
+
+
+OTHER: dict[str, tuple[str, Change, Change]] = {
+    "full layers that are not said to see both ways": ("block-causality", full(), full(sliding_window_non_causal=False)),
+    "windows that are not said to be causal": (
+        "block-causality-implicit", sides(), lambda config, tensors: config.pop("sliding_window_non_causal")),
+    "a shifted block": ("shifted-block", sides(), sides(sample_from_anchor=True)),
+    "z-lab's ids": (
+        "layer-ids-numbering",
+        sides(aux_hidden_state_layer_ids=[2, 4, 6]), sides(aux_hidden_state_layer_ids=[1, 3, 5])),
+    "two keys that say one number": (
+        "layer-ids-numbering", sides(target_layer_ids=[1, 3, 4]), sides(target_layer_ids=[2, 4, 5])),
+    "a word for a mask": ("mask-token-heard", sides(), sides(mask_token_id=300)),
+    "no verifier": ("speculators-config", sides(), lambda config, tensors: config["speculators_config"].pop("verifier")),
+    "no map": ("missing-d2t", sides(), lambda config, tensors: tensors.pop("d2t")),
+    "absolute ids": ("d2t-absolute", sides(), lambda config, tensors: tensors["d2t"].add_(torch.arange(256))),
+    "an id twice": ("d2t-repeated", sides(), lambda config, tensors: tensors["d2t"][1:2].copy_(tensors["d2t"][:1] - 1)),
+    "the wrong count": ("head-rows", sides(), sides(draft_vocab_size=512)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_traps_of_the_speculators_layout(case: str, tiny: Target, tmp_path: Path) -> None:
+    """Each by its name and nothing else, and nothing in the right file beside it."""
+    name, right, wrong = OTHER[case]
+    start = spoilt(foreign.speculators_dflash(tmp_path / "start", tiny), right)
+    assert not found(start) and not found(start, None)
+    assert list(found(spoilt(start, wrong))) == [name]
+
+
+def test_what_converting_mends(tiny: Target, tmp_path: Path) -> None:
+    """Full layers that were trained both ways and said causal are written as they were trained; a head that SGLang drops is
+    written where vLLM reads it."""
+    start = spoilt(foreign.speculators_dflash(tmp_path / "start", tiny), full(sliding_window_non_causal=False))
+    convert(start, tmp_path / "out", "vllm", TINY)
+    assert not found(tmp_path / "out") and not read_drafter(tmp_path / "out").drafter["causal"]
+    cut = foreign.zlab(tmp_path / "cut", tiny, draft_vocab_size=256)
+    spoilt(cut, lambda config, tensors: tensors.update(
+        {"lm_head.weight": tiny.head.output.weight[:256].detach().clone(), "d2t": torch.arange(256)}))  # fmt: skip
+    assert set(found(cut)) == {"ignored-head"}
+    convert(cut, tmp_path / "whole", "vllm", TINY)
+    assert not found(tmp_path / "whole") and read_drafter(tmp_path / "whole").drafter["vocab_size"] == 256
+
+
+def test_a_head_that_is_the_targets_is_left_out(tiny: Target, tmp_path: Path) -> None:
+    """A copy of the target's output layer is no head of its own; any other over the whole vocabulary is refused."""
+    start = foreign.zlab(tmp_path / "start", tiny)
+    plain = read_drafter(start, TINY)
+    spoilt(
+        start, lambda config, tensors: tensors.update({"lm_head.weight": TINY.head(), "embed_tokens.weight": TINY.embedding()})
+    )
+    assert read_drafter(start, TINY).tensors.keys() == plain.tensors.keys()
+    with pytest.raises(UserError, match="lm_head.weight.*give --target"):
+        read_drafter(start)
+    with pytest.raises(UserError, match="lm_head.weight has all 2048 rows"):
+        read_drafter(spoilt(start, head(tiny)), TINY)
+
+
+def test_which_tokens_texts_hold(tiny: Target) -> None:
+    """Words, ends and what the template writes; not a row beyond the tokenizer, nor the special token that we take."""
+    heard = [is_heard(tiny.tokenizer, token) for token in (0, 1, 2, 3, 2047, len(tiny.tokenizer))]
+    assert heard == [False, True, True, True, True, False]
