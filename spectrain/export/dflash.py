@@ -50,6 +50,7 @@ class DFlashLayout(Layout):
 
     families = ("dflash",)
     drafter: ClassVar[str] = DFLASH
+    others: ClassVar[dict[str, str]] = OTHERS
     shift: ClassVar[int]  # what ids of layers lack to ours
 
     @abstractmethod
@@ -63,15 +64,19 @@ class DFlashLayout(Layout):
         """The tensors under our names."""
         return {plain(name): tensor for name, tensor in files.tensors.items()}
 
+    def shapes(self, said: BlockConfig) -> dict[str, tuple[int | None, ...]]:
+        """The tensors that the family always has, under our names."""
+        return said.shapes
+
     def expected(self, files: Files) -> Expected:
         said, present = self.settings(files), {plain(name): name for name in files.tensors}
-        required, head = said.shapes, {"lm_head.weight": (said.rows, said.width), "d2t": (said.rows,)}
+        required, head = self.shapes(said), {"lm_head.weight": (said.rows, said.width), "d2t": (said.rows,)}
         optional: dict[str, tuple[int | None, ...]] = {"embed_tokens.weight": (said.vocab_size, said.width)}
         if said.is_cropped:
             required, optional = required | head, optional | {"t2d": (said.vocab_size,)}
         else:
             optional["lm_head.weight"] = head["lm_head.weight"]
-        others = {name: (None,) * one.dim() for name, one in files.tensors.items() if any(part in name for part in OTHERS)}
+        others = {name: (None,) * one.dim() for name, one in files.tensors.items() if any(part in name for part in self.others)}
         named = ({present.get(name, theirs(name)): shape for name, shape in group.items()} for group in (required, optional))
         required, optional = named
         return Expected(required, {**others, **optional}, IGNORED)
@@ -80,7 +85,7 @@ class DFlashLayout(Layout):
         """What our class cannot represent, by the name of a tensor, a key or a file; None where it can all of it."""
         config = spread(files.config)
         for name in files.tensors:
-            for part, what in OTHERS.items():
+            for part, what in self.others.items():
                 if part in name:
                     return f"{name} is {what}"
         for key, usual in USUAL.items():

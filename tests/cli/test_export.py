@@ -161,6 +161,27 @@ def test_convert_and_lint_take_a_run_folder_and_settings(spectrain: Any, tiny: T
     assert status == 1 and "errors" in shown
 
 
+def test_dflash_from_the_shell(spectrain: Any, tiny: Target, tmp_path: Path) -> None:
+    """Exported for both engines, its commands name the method and the block whatever the folder is called; lint finds the trap
+    that is put into it, and what an engine cannot hold stops with status 2."""
+    run_of(tmp_path / "run", tiny, "dflash", block_size=5, num_layers=2)
+    for form, folder in (("vllm", "one"), ("sglang", "other")):
+        status, shown = spectrain(f"export run=run format={form} out={folder}")
+        assert status == 0 and shown.startswith("DFlash, "), shown
+        assert spectrain(f"lint {folder}")[0] == 0
+    vllm, both = ((tmp_path / folder / "README.md").read_text() for folder in ("one", "other"))
+    assert '{"method": "dflash", "model": "one", "num_speculative_tokens": 4}' in vllm and "sglang" not in vllm
+    assert '{"method": "dflash", "model": "other", "num_speculative_tokens": 4}' in both
+    assert "--speculative-algorithm DFLASH --speculative-draft-model-path other --speculative-num-draft-tokens 5\n" in both
+    config = json.loads((tmp_path / "one" / "config.json").read_text())
+    (tmp_path / "one" / "config.json").write_text(json.dumps({**config, "sliding_window_non_causal": False}))
+    status, shown = spectrain("lint one")
+    assert status == 1 and "error block-causality: full-attention layers" in shown and "warnings" in shown
+    run_of(tmp_path / "shifted", tiny, "dflash", block_size=5, num_layers=2, sample_from_anchor=True)
+    status, shown = spectrain("export run=shifted format=vllm out=wrong")
+    assert status == 2 and "sample_from_anchor: in a shifted block" in shown and not (tmp_path / "wrong").exists()
+
+
 WIDE: dict[str, tuple[str, dict[str, Any]]] = {
     "medusa": ("medusa", {"vocab_size": 2048, "num_heads": 1}),
     "causal": ("hf", {"num_layers": 1}),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
@@ -19,6 +20,10 @@ from spectrain.export.layouts import detect
 from spectrain.export.measure import instantiate
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
+from spectrain.runs.drafter_files import load_weights
+from spectrain.runs.fresh import take_shape
+from spectrain.settings.build import build
+from spectrain.settings.choices import looked_up
 from spectrain.trees import Chain
 
 from . import foreign
@@ -177,6 +182,20 @@ def test_every_layout_drafts_the_same(case: str, tiny: Target, tmp_path: Path) -
         convert(start, tmp_path / form, form, TINY)
         theirs = drafted(read_drafter(tmp_path / form, TINY), tiny)
         assert (theirs.output, theirs.accepted) == (ours.output, ours.accepted)
+
+
+def test_training_goes_on_from_a_foreign_one(tiny: Target, tmp_path: Path) -> None:
+    """`drafter.init` takes what its weights were trained for: layers, window, causality, mask, vocabulary."""
+    start = foreign.speculators_dflash(tmp_path / "start", tiny)
+    drafter = {**looked_up("drafter", {"choice": "dflash"}, ""), "init": str(start), "block_size": 4}
+    config = OmegaConf.create({"drafter": drafter, "target": TINY.settings})
+    take_shape(config, [])
+    module = build(config.drafter, target=tiny)
+    load_weights(module, start, tiny)
+    assert (module.block_size, module.fused, module.window, module.causal) == (4, (2, 4, 5), 16, True)
+    tensors = Files.read(start).tensors
+    assert torch.equal(module.d2t, tensors["d2t"]) and torch.equal(module.fc.weight, tensors["fc.weight"])
+    assert torch.equal(module.blocks[1].mlp.up_proj.weight, tensors["layers.1.mlp.up_proj.weight"])
 
 
 def test_names_are_those_that_engines_read(tiny: Target, tmp_path: Path) -> None:

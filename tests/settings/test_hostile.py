@@ -42,7 +42,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
     folder = tmp_path_factory.mktemp("good")
     small: dict[str, dict[str, Any]] = {
         "causal": {"num_layers": 1}, "eagle3": {"vocab_size": 64}, "medusa": {"vocab_size": 2048, "num_heads": 1},
-        "gated_lora": {"num_masks": 1, "rank": 2},
+        "gated_lora": {"num_masks": 1, "rank": 2}, "dflash": {"num_layers": 1, "block_size": 3},
     }  # fmt: skip
     for name, options in small.items():
         with initialize_config_module("spectrain.conf", version_base="1.3"):
@@ -61,7 +61,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
     (run / "config.yaml").write_text("trainer: {choice: default, lr: 0.01}\neval: {choice: default, limit: 1}\n")
     (run / "provenance.json").write_text("{}")
     for source, form in (("eagle3", "vllm"), ("eagle3", "sglang"), ("medusa", "vllm"), ("medusa", "medusa"), ("causal", "hf"),
-                         ("gated_lora", "peft")):  # fmt: skip
+                         ("gated_lora", "peft"), ("dflash", "vllm"), ("dflash", "sglang")):  # fmt: skip
         convert(folder / source, folder / f"{source}-{form}", form, TINY)
     return folder
 
@@ -155,6 +155,8 @@ FILES: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
     "speculators": (
         "eagle3-vllm", put(CONFIG, "transformer_layer_config", "x", value=order), "transformer_layer_config.x._target_",
     ),
+    "DFlash": ("dflash-vllm", put(CONFIG, "transformer_layer_config", "x", value=order), "transformer_layer_config.x._target_"),
+    "DFlash, flat": ("dflash-sglang", put(CONFIG, "dflash_config", "x", value=order), "dflash_config.x._target_"),
     "Medusa": ("medusa-medusa", put(CONFIG, "base_model_name_or_path", value=order), "base_model_name_or_path._target_"),
     "Medusa of vLLM": ("medusa-vllm", put(CONFIG, "x", value="${oc.env:HOME}"), "x"),
     "transformers": ("causal-hf", put(CONFIG, "auto_map", value={"AutoConfig": "evil.Drafter"}), "auto_map"),
@@ -315,6 +317,7 @@ def test_from_the_shell(words: tuple[str, ...], good: Path, canary: Path, tmp_pa
 
 def test_nothing_else_is_needed(good: Path, tmp_path: Path, tiny: Target) -> None:
     """Without the strangers' hands on them, the same files are read by every command."""
-    for base in ("causal", "gated_lora", "eagle3-sglang", "eagle3-vllm", "medusa-vllm", "medusa-medusa", "causal-hf"):
+    for base in ("causal", "gated_lora", "eagle3-sglang", "eagle3-vllm", "medusa-vllm", "medusa-medusa", "causal-hf",
+                 "dflash-vllm", "dflash-sglang"):  # fmt: skip
         for way in ("eval", "convert", "lint"):
             go(way, good / base, tmp_path / base, tiny)

@@ -83,9 +83,12 @@ class BlockDrafter(VocabularyDrafter):
     """
 
     saved = SavedFiles(
-        shape=("vocab_size", "layers", "num_layers", "architecture", "sample_from_anchor", "mask_token_id"),
+        shape=(
+            "vocab_size", "layers", "num_layers", "architecture", "sample_from_anchor", "causal", "window", "mask_token_id",
+            "own_embedding",
+        ),
         settings=lambda drafter: {"mask_token_id": drafter.mask_token_id},
-    )
+    )  # fmt: skip
     abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)), on_policy=OnPolicy())
     cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
 
