@@ -12,11 +12,13 @@ from omegaconf import OmegaConf
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
+from spectrain.drafters.dflash import DFlash
 from spectrain.errors import UserError
 from spectrain.export.converter import convert, read_drafter
 from spectrain.export.dflash import is_heard
 from spectrain.export.layout import Files, Portable
 from spectrain.export.layouts import detect
+from spectrain.export.linter import lint
 from spectrain.export.measure import instantiate
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
@@ -28,7 +30,7 @@ from spectrain.trees import Chain
 
 from . import foreign
 from .test_converter import CASES
-from .test_linter import Change, found, spoilt
+from .test_linter import Change, found, spoilt, trained, transpose
 
 TINY = TargetFiles("tiny")
 
@@ -291,6 +293,24 @@ def test_traps_of_the_speculators_layout(case: str, tiny: Target, tmp_path: Path
     start = spoilt(foreign.speculators_dflash(tmp_path / "start", tiny), right)
     assert not found(start) and not found(start, None)
     assert list(found(spoilt(start, wrong))) == [name]
+
+
+@pytest.mark.slow
+def test_measured_faults(tiny: Target, tmp_path: Path) -> None:
+    """What no shape shows is found by name in a drafter that has learnt something, and nothing is found before."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"block_size": 5, "num_layers": 1, "vocab_size": 1024, "loss": "forward_kl", "num_anchors": 64}
+    start = trained(tmp_path, tiny, DFlash(tiny, layers=[2, 4, 6], **options), "dflash", 300, layers=[2, 4, 6], **options)
+    assert not lint(start, TINY)
+    rope = {"rope_type": "default", "rope_theta": 50.0}
+    faults: dict[str, Change] = {
+        "transposed-tensor": transpose("o_proj.weight"),
+        "rope": lambda config, tensors: config["transformer_layer_config"].update(rope_parameters=rope),
+        "head-order": lambda config, tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"].roll(7, dims=0)}),
+    }
+    for name, change in faults.items():
+        convert(start, tmp_path / name, "vllm", TINY)
+        assert [finding.name for finding in lint(spoilt(tmp_path / name, change), TINY)] == [name]
 
 
 def test_what_converting_mends(tiny: Target, tmp_path: Path) -> None:
