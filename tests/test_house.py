@@ -44,6 +44,7 @@ CONFIGURED = {
     "drafters/dflash.py:DFlash",
     "drafters/dflash2.py:DFlash2",
     "drafters/dspark.py:DSpark",
+    "drafters/eagle3.py:Eagle3",
     "drafters/early_exit.py:EarlyExit",
     "drafters/gated_lora.py:GatedLora",
     "drafters/medusa.py:Medusa",

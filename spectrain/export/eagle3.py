@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from spectrain.drafters.eagle3 import LAYER, VARIANTS, default_layers
+from spectrain.drafters.eagle3 import VARIANTS
+from spectrain.drafters.shared.eagle_layers import LAYER, default_layers
 from spectrain.drafters.shared.layers import llama_layer
 from spectrain.errors import UserError
 

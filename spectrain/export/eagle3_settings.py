@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from spectrain.drafters.eagle3 import LAYER
+from spectrain.drafters.shared.eagle_layers import LAYER
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spectrain.drafters.eagle3 import default_layers
+from spectrain.drafters.shared.eagle_layers import default_layers
 from spectrain.errors import UserError
 
 from .eagle3 import Eagle3Layout, prefixed, same, settings_of, variants_of

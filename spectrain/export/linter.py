@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.drafters.eagle3 import default_layers
+from spectrain.drafters.shared.eagle_layers import default_layers
 from spectrain.errors import UserError, first_line
 from spectrain.settings.saved import read_yaml, saved_groups
 

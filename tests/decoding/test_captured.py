@@ -50,6 +50,7 @@ def busy_gated_lora(target: Target) -> Drafter:
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "eagle3": lambda target: Eagle3(target, vocab_size=512),
+    "eagle3 window": lambda target: Eagle3(target, vocab_size=512, num_layers=2, window=4, architecture={"qk_norm": True}),
     "medusa": lambda target: Medusa(target, num_heads=3, vocab_size=512),
     "hydra": lambda target: Hydra(target, num_heads=3, vocab_size=512),
     "hydra++": lambda target: Hydra(target, num_heads=3, vocab_size=512, prefix_attention=True),
@@ -157,6 +158,7 @@ def test_autoregressive_decoding_equals_the_loop(shallow: Target, rounds: int) -
     [
         (None, None, 1),
         ("eagle3", "eagle2", 1),
+        ("eagle3 window", "eagle2", 1),
         ("medusa", "static", 1),
         ("hydra++", "chain", 1),
         ("causal", "chain", 3),
