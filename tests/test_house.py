@@ -49,6 +49,7 @@ CONFIGURED = {
     "drafters/gated_lora.py:GatedLora",
     "drafters/medusa.py:Medusa",
     "drafters/pard.py:Pard",
+    "drafters/peagle.py:PEagle",
 }
 """Classes whose constructors mirror a yaml of more than eight settings."""
 
