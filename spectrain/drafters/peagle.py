@@ -139,7 +139,7 @@ class PEagle(EagleDrafter):
         self.cache.commit(None, context.counts)
         asked = (context.counts - 1).clamp(min=0)[:, None] + torch.arange(self.num_drafts, device=fused.device)
         states = output.gather(1, asked[..., None].expand(-1, -1, output.shape[-1]))
-        return Draft(_Masks(self, context.root, states))
+        return Draft(_Behind(self, context.root, states))
 
 
 def _documents(batch: Batch) -> Tensor:
@@ -148,7 +148,7 @@ def _documents(batch: Batch) -> Tensor:
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(batch.tokens.device)
 
 
-class _Masks(DepthRollout):
+class _Behind(DepthRollout):
     """One round: what a place says does not depend on the path, only on its depth."""
 
     def __init__(self, drafter: PEagle, root: Tensor, states: Tensor) -> None:

@@ -29,7 +29,7 @@ from .targets import TargetFiles
 class Own(Layout):
     name = "spectrain"
     title = "spectrain's own layout"
-    families = ("eagle3", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit")
+    families = ("eagle3", "peagle", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit")
     says_all = True
 
     def recognises(self, files: Files) -> bool:

@@ -113,7 +113,7 @@ def chain_attention(
     """
     found = []
     for masks, seen in chains.chunks:
-        parts = [part[:, :, masks] for part in (q, k, v)] + [part[:, :, seen] for part in places]
+        parts = q[:, :, masks], k[:, :, masks], v[:, :, masks], places[0][:, :, seen], places[1][:, :, seen]
         rest = chains.anchors[masks] - seen.start, chains.depths[masks], window
         if torch.is_grad_enabled():
             found.append(checkpoint(_attend_chunk, *parts, *rest, use_reentrant=False))
