@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
+NUM_DRAFTS = 8
+
+
 class PEagle(EagleDrafter):
     """Behind the pair of the root stand `num_drafts` - 1 masks: a mask token's embedding beside one learned `mask_hidden` in
     place of the target's features.
@@ -52,7 +55,7 @@ class PEagle(EagleDrafter):
     def __init__(
         self,
         target: Target,
-        num_drafts: Steps = 8,
+        num_drafts: Steps = NUM_DRAFTS,
         vocab_size: VocabularySize = 32000,
         layers: list[int] | None = None,
         num_layers: Count = 4,

@@ -32,6 +32,20 @@ class Settings:
         return int(self.layer["hidden_size"])
 
     @property
+    def num_layers(self) -> int:
+        return int(self.layer.get("num_hidden_layers") or 1)
+
+    @property
+    def kinds(self) -> set[str]:
+        """How its layers attend: sliding_attention, full_attention or, where they differ, both."""
+        return set(self.layer.get("layer_types") or ["full_attention"])
+
+    @property
+    def window(self) -> int | None:
+        """How many positions back its tokens see."""
+        return int(self.layer["sliding_window"]) if self.kinds == {"sliding_attention"} else None
+
+    @property
     def architecture(self) -> dict[str, Any]:
         """What the constructor of our class takes: everything said but variants that are off."""
         heads = self.layer["num_attention_heads"]

@@ -10,11 +10,20 @@ from .layout import Files, Layout
 from .medusa import MedusaOriginal, VllmMedusa
 from .own import Own
 from .peft import Peft
-from .speculators import Speculators
+from .speculators import Speculators, SpeculatorsPEagle
 
-LAYOUTS: tuple[Layout, ...] = (Own(), Peft(), Speculators(), VllmMedusa(), MedusaOriginal(), Flat(), HuggingFace())
+LAYOUTS: tuple[Layout, ...] = (
+    Own(),
+    Peft(),
+    Speculators(),
+    SpeculatorsPEagle(),
+    VllmMedusa(),
+    MedusaOriginal(),
+    Flat(),
+    HuggingFace(),
+)
 FORMATS: dict[str, tuple[Layout, ...]] = {
-    "vllm": (Speculators(), VllmMedusa(), HuggingFace()),
+    "vllm": (Speculators(), SpeculatorsPEagle(), VllmMedusa(), HuggingFace()),
     "sglang": (Flat(), HuggingFace()),
     "hf": (HuggingFace(),),
     "medusa": (MedusaOriginal(),),
