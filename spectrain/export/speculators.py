@@ -63,9 +63,9 @@ class Speculators(Eagle3Layout):
     def findings(self, files: Files) -> Iterator[Finding]:
         yield from super().findings(files)
         config = files.config
-        if "norm_before_residual" not in config:
+        for flag in (flag for flag in self.implied if flag not in config):
             yield Finding(
-                "norm-flag-implicit", "error", "config.json does not say norm_before_residual",
+                "norm-flag-implicit", "error", f"config.json does not say {flag}",
                 "vLLM takes true where it is missing and the speculators library false, so one of them drafts with another "
                 "residual stream", "write the value that it was trained with",
             )  # fmt: skip
