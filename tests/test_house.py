@@ -44,10 +44,12 @@ CONFIGURED = {
     "drafters/dflash.py:DFlash",
     "drafters/dflash2.py:DFlash2",
     "drafters/dspark.py:DSpark",
+    "drafters/eagle3.py:Eagle3",
     "drafters/early_exit.py:EarlyExit",
     "drafters/gated_lora.py:GatedLora",
     "drafters/medusa.py:Medusa",
     "drafters/pard.py:Pard",
+    "drafters/peagle.py:PEagle",
 }
 """Classes whose constructors mirror a yaml of more than eight settings."""
 

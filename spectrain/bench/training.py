@@ -59,7 +59,8 @@ def whole_loss(drafter: Eagle3, batch: Batch) -> Tensor:
         attended = F.scaled_dot_product_attention(
             q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
-        hidden = drafter.outputs(residual + drafter.self_attn.output(attended))
+        hidden = residual + drafter.self_attn.output(attended)
+        hidden = hidden + drafter.mlp(drafter.post_attention_layernorm(hidden))
         told = slice(step + 1, length - 1)  # index t answers for token t + 2 + step, and its target's state is at t + 1 + step
         log_q = drafter.lm_head(drafter.read_by_head(hidden[:, : length - 2 - step])).float().log_softmax(-1)
         losses = F.kl_div(log_q, log_p[:, told], reduction="none", log_target=True).sum(-1)

@@ -26,7 +26,7 @@ class BlockConfig(Settings):
     mask_token_id: int
     sample_from_anchor: bool
     causal: bool
-    window: int | None
+    reach: int | None  # how many positions back a slot sees
 
     @property
     def vocab_size(self) -> int:
@@ -41,10 +41,6 @@ class BlockConfig(Settings):
     def rows(self) -> int:
         """Tokens that it drafts."""
         return self.vocab_size if self.draft_vocab_size is None else min(self.draft_vocab_size, self.vocab_size)
-
-    @property
-    def num_layers(self) -> int:
-        return int(self.layer["num_hidden_layers"])
 
     @property
     def shapes(self) -> dict[str, tuple[int | None, ...]]:
@@ -101,7 +97,7 @@ def settings_from(said: BlockConfig, own_embedding: bool) -> dict[str, Any]:
         "vocab_size": said.rows,
         "sample_from_anchor": said.sample_from_anchor,
         "causal": said.causal,
-        "window": said.window,
+        "window": said.reach,
         "mask_token_id": said.mask_token_id,
         "own_embedding": own_embedding,
         "architecture": said.architecture,

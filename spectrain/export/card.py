@@ -11,8 +11,8 @@ from .layout import Layout, Portable
 from .targets import LOADERS, TargetFiles
 
 KINDS = {
-    "eagle3": "EAGLE-3", "medusa": "Medusa", "causal": "distilled draft model", "pard": "PARD", "gated_lora": "gated LoRA",
-    "early_exit": "LayerSkip", "dflash": "DFlash",
+    "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "medusa": "Medusa", "causal": "distilled draft model", "pard": "PARD",
+    "gated_lora": "gated LoRA", "early_exit": "LayerSkip", "dflash": "DFlash",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """What the layouts of EAGLE-3 share. Sizes: H width of the drafter, V vocabulary of the target, Vd of the drafter.
 
-Our names of the tensors are the plain ones (`fc.weight`, `self_attn.q_proj.weight`); layouts put the layer's under a prefix.
+Our names of the tensors are the plain ones (`fc.weight`, `self_attn.q_proj.weight`); layouts put the first layer's under a
+prefix, and those of the layers behind it, our `later.0.`, under `layers.1.` and so on.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from spectrain.drafters.eagle3 import LAYER, VARIANTS, default_layers
+from spectrain.drafters.eagle3 import VARIANTS
+from spectrain.drafters.shared.eagle_layers import LAYER, default_layers
 from spectrain.drafters.shared.layers import llama_layer
 from spectrain.errors import UserError
 
@@ -27,14 +29,20 @@ EAGLE3 = "spectrain.drafters.eagle3.Eagle3"
 
 
 def plain(name: str) -> str:
-    """A tensor's name without the prefix of its layer."""
+    """A tensor's name without the prefix of the first layer, or under our own of a later one."""
     name = name.removeprefix("model.")
     for prefix in PREFIXES:
         name = name.removeprefix(prefix)
-    return name
+    kind, _, rest = name.partition(".")
+    number, _, rest = rest.partition(".")
+    return f"later.{int(number) - 1}.{rest}" if kind == "layers" and number.isdecimal() else name
 
 
 def prefixed(name: str, prefix: str) -> str:
+    """The name that a layout has for one of our tensors."""
+    if name.startswith("later."):
+        _, number, rest = name.split(".", 2)
+        return f"layers.{int(number) + 1}.{rest}"
     return prefix + name if name.startswith(IN_LAYER) else name
 
 
@@ -42,6 +50,7 @@ class Eagle3Layout(Layout):
     """A layout of EAGLE-3: `settings` says what config.json means, the rest is the same for all."""
 
     families = ("eagle3",)
+    constructor: ClassVar[str] = EAGLE3
     prefix: ClassVar[str]
 
     @abstractmethod
@@ -59,7 +68,7 @@ class Eagle3Layout(Layout):
         said = self.settings(files)
         target_vocab = int(said.layer["vocab_size"])
         own = said.draft_vocab_size is not None and said.draft_vocab_size != target_vocab
-        shapes = shapes_of(said.architecture, said.width, said.layers, said.draft_vocab_size or target_vocab, target_vocab)
+        shapes = self.shapes(said, said.draft_vocab_size or target_vocab)
         optional = {"embed_tokens.weight": (target_vocab, said.width), "t2d": shapes.pop("t2d")}
         if not own:
             optional |= {name: shapes.pop(name) for name in ("d2t", "lm_head.weight")}
@@ -69,6 +78,14 @@ class Eagle3Layout(Layout):
             return {present.get(name, prefixed(name, self.prefix)): shape for name, shape in group.items()}
 
         return Expected(named(shapes), named(optional), IGNORED)
+
+    def shapes(self, said: Settings, draft_vocab: int) -> dict[str, tuple[int | None, ...]]:
+        """The tensors of our class, under our names."""
+        return shapes_of(said, draft_vocab, int(said.layer["vocab_size"]))
+
+    def described(self, files: Files, said: Settings, own_embedding: bool) -> dict[str, Any]:
+        """What our constructor takes beside what every drafter of these layers does."""
+        return {"architecture": said.architecture | ({"own_embedding": True} if own_embedding else {})}
 
     def read(self, files: Files, target: TargetFiles | None) -> Portable:
         said, tensors = self.settings(files), self.view(files)
@@ -94,11 +111,13 @@ class Eagle3Layout(Layout):
             own = None
             del tensors["embed_tokens.weight"]
         kept = files.kept()
-        drafter = {"_target_": EAGLE3, **kept.drafter}
-        drafter |= {"vocab_size": size, "layers": said.layers}
+        drafter = {"_target_": self.constructor, **kept.drafter}
+        drafter |= {"vocab_size": size, "layers": said.layers, "num_layers": said.num_layers}
+        if said.window is not None:
+            drafter["window"] = said.window
         if said.layers is None and target is not None:
             drafter["layers"] = default_layers(target.num_layers)
-        drafter["architecture"] = said.architecture | ({} if own is None else {"own_embedding": True})
+        drafter |= self.described(files, said, own is not None)
         return Portable(drafter, tensors, self.target_name(files), description=kept.description)
 
     def target_name(self, files: Files) -> str | None:
@@ -114,18 +133,26 @@ class Eagle3Layout(Layout):
 
 def settings_of(drafter: Portable) -> dict[str, Any]:
     """The whole layer of a drafter as a Llama configuration, for a layout's config.json."""
-    architecture = drafter.drafter["architecture"]
+    architecture, count = drafter.drafter["architecture"], drafter.drafter["num_layers"]
+    window = drafter.drafter.get("window")
     return {
-        "model_type": "llama",
+        "model_type": "qwen3" if architecture.get("qk_norm") else "llama",
         "hidden_size": drafter.tensors["fc.weight"].shape[0],
         **{key: architecture[key] for key in LAYER if key in architecture},
-        "num_hidden_layers": 1,
+        "num_hidden_layers": count,
+        **({} if window is None else sliding(window, count)),
         "vocab_size": len(drafter.tensors["t2d"]),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
+
+
+def sliding(window: int, num_layers: int) -> dict[str, Any]:
+    """Every layer through a sliding window, as Llama's and Qwen3's configurations say it."""
+    kinds = ["sliding_attention"] * num_layers
+    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0, "layer_types": kinds}
 
 
 def variants_of(drafter: Portable) -> dict[str, bool]:
@@ -146,23 +173,20 @@ def whole_layer(asked: dict[str, Any] | None, target: TargetFiles) -> dict[str, 
     return {**layer, **(asked or {})}
 
 
-def shapes_of(
-    architecture: dict[str, Any], width: int, layers: list[int] | None, draft_vocab: int, vocab: int
-) -> dict[str, tuple[int | None, ...]]:
+def shapes_of(said: Settings, draft_vocab: int, vocab: int) -> dict[str, tuple[int | None, ...]]:
     """The tensors of our class with these settings, under our names."""
-    inner, heads = architecture["intermediate_size"], architecture["num_attention_heads"]
-    queries, keys = heads * architecture["head_dim"], architecture["num_key_value_heads"] * architecture["head_dim"]
-    fused = (3 if layers is None else len(layers)) * width
+    architecture, width = said.architecture, said.width
+    fused = (3 if said.layers is None else len(said.layers)) * width
     shapes: dict[str, tuple[int | None, ...]] = {
         "fc.weight": (width, fused),
-        **{f"{norm}.weight": (width,) for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm", "norm")},
-        "self_attn.q_proj.weight": (queries, 2 * width),
-        "self_attn.k_proj.weight": (keys, 2 * width),
-        "self_attn.v_proj.weight": (keys, 2 * width),
-        "self_attn.o_proj.weight": (width, queries),
-        "mlp.gate_proj.weight": (inner, width),
-        "mlp.up_proj.weight": (inner, width),
-        "mlp.down_proj.weight": (width, inner),
+        "hidden_norm.weight": (width,),
+        "norm.weight": (width,),
+        **layer_shapes(architecture, width, 2 * width),
+        **{
+            f"later.{number}.{name}": shape
+            for number in range(said.num_layers - 1)
+            for name, shape in layer_shapes(architecture, width, width).items()
+        },
         "lm_head.weight": (draft_vocab, width),
         "d2t": (draft_vocab,),
         "t2d": (vocab,),
@@ -176,27 +200,37 @@ def shapes_of(
     return shapes
 
 
+def layer_shapes(architecture: dict[str, Any], width: int, in_width: int) -> dict[str, tuple[int | None, ...]]:
+    """The tensors of one layer, whose attention reads `in_width`."""
+    inner, head = architecture["intermediate_size"], architecture["head_dim"]
+    queries, keys = architecture["num_attention_heads"] * head, architecture["num_key_value_heads"] * head
+    return {
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (queries, in_width),
+        "self_attn.k_proj.weight": (keys, in_width),
+        "self_attn.v_proj.weight": (keys, in_width),
+        "self_attn.o_proj.weight": (width, queries),
+        **({f"self_attn.{part}_norm.weight": (head,) for part in "qk"} if architecture.get("qk_norm") else {}),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+
+
 def unsupported(files: Files, said: Settings, tensors: dict[str, Tensor]) -> str | None:
     """What our class cannot represent, by the name of a tensor or a flag; None where it can all of it."""
     layer, config = said.layer, files.config
     for name in tensors:
-        if ".q_norm" in name or ".k_norm" in name:
-            return f"{name} norms queries and keys, which drafter=eagle3 does not"
         if name.endswith(".bias"):
             return f"{name}: linears of drafter=eagle3 have no bias"
-        if name.startswith("layers."):
-            return f"{name} belongs to a second layer, and drafter=eagle3 has one"
-    if layer.get("num_hidden_layers", 1) != 1:
-        return f"num_hidden_layers={layer['num_hidden_layers']}: drafter=eagle3 has one layer"
     if layer.get("hidden_act", "silu") != "silu":
         return f"hidden_act={layer['hidden_act']}: drafter=eagle3 has silu"
-    if "sliding_attention" in (layer.get("layer_types") or []):
-        return "layer_types: drafter=eagle3 attends to the whole text, not through a sliding window"
+    if len(said.kinds) > 1:
+        return "layer_types: drafter=eagle3 has one sliding window for all of its layers, or none"
     wide = config.get("target_hidden_size")
     if wide is not None and wide != said.width:
         return f"target_hidden_size={wide}: drafter=eagle3 is as wide as its target, and hidden_size is {said.width}"
-    if "mask_hidden" in tensors:
-        return "mask_hidden: this is P-EAGLE, which drafts in parallel"
     return None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from spectrain.drafters.eagle3 import default_layers
+from spectrain.drafters.shared.eagle_layers import default_layers
 from spectrain.errors import UserError
 
 from .eagle3 import Eagle3Layout, prefixed, same, settings_of, variants_of
@@ -18,7 +18,7 @@ from .layout import Files, Finding, Portable, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
 from .targets import TargetFiles
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Qwen3ForCausalLM")
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm")
 
 
@@ -43,7 +43,8 @@ class Flat(Eagle3Layout):
         return Settings(
             config,
             None if said is None else [layer + 1 for layer in said],
-            {key: bool(config.get(key, False)) for key in FLAGS},
+            {key: bool(config.get(key, False)) for key in FLAGS}
+            | {"qk_norm": any(".q_norm." in name for name in files.tensors)},
             config.get("draft_vocab_size"),
         )
 
@@ -88,6 +89,12 @@ class Flat(Eagle3Layout):
                 "norm_output: in the flat layout this flag means a norm before the output layer, so a drafter that feeds "
                 "normed states back cannot be said; use --to vllm"
             )
+        further = {"num_layers": drafter.drafter["num_layers"] > 1, "window": drafter.drafter.get("window") is not None}
+        for said, on in (further | {"qk_norm": variants["qk_norm"]}).items():
+            if on:
+                raise UserError(
+                    f"drafter.{said}: SGLang's EAGLE-3 is one layer over the whole text, without head norms; use --to vllm"
+                )
         embedding = tensors.pop("embed_tokens.weight", None)
         if embedding is not None and (target is None or not same(embedding, target.embedding())):
             raise UserError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from spectrain.drafters.eagle3 import LAYER
+from spectrain.drafters.shared.eagle_layers import LAYER
 
 
 def rope_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -37,6 +37,20 @@ class Settings:
     @property
     def width(self) -> int:
         return int(self.layer["hidden_size"])
+
+    @property
+    def num_layers(self) -> int:
+        return int(self.layer.get("num_hidden_layers") or 1)
+
+    @property
+    def kinds(self) -> set[str]:
+        """How its layers attend: sliding_attention, full_attention or, where they differ, both."""
+        return set(self.layer.get("layer_types") or ["full_attention"])
+
+    @property
+    def window(self) -> int | None:
+        """How many positions back its tokens see."""
+        return int(self.layer["sliding_window"]) if self.kinds == {"sliding_attention"} else None
 
     @property
     def architecture(self) -> dict[str, Any]:

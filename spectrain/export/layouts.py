@@ -12,13 +12,22 @@ from .layout import Files, Layout
 from .medusa import MedusaOriginal, VllmMedusa
 from .own import Own
 from .peft import Peft
-from .speculators import Speculators
+from .speculators import Speculators, SpeculatorsPEagle
 
 LAYOUTS: tuple[Layout, ...] = (
-    Own(), Peft(), Speculators(), SpeculatorsDFlash(), VllmMedusa(), MedusaOriginal(), FlatDFlash(), Flat(), HuggingFace(),
-)  # fmt: skip
+    Own(),
+    Peft(),
+    Speculators(),
+    SpeculatorsPEagle(),
+    SpeculatorsDFlash(),
+    VllmMedusa(),
+    MedusaOriginal(),
+    FlatDFlash(),
+    Flat(),
+    HuggingFace(),
+)
 FORMATS: dict[str, tuple[Layout, ...]] = {
-    "vllm": (Speculators(), SpeculatorsDFlash(), VllmMedusa(), HuggingFace()),
+    "vllm": (Speculators(), SpeculatorsPEagle(), SpeculatorsDFlash(), VllmMedusa(), HuggingFace()),
     "sglang": (Flat(), FlatDFlash(), HuggingFace()),
     "hf": (HuggingFace(),),
     "medusa": (MedusaOriginal(),),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import VARIANTS
+from spectrain.drafters.peagle import NUM_DRAFTS
 from spectrain.drafters.shared.block_drafter import default_layers
 from spectrain.errors import UserError
 from spectrain.provenance import versions
@@ -26,11 +27,13 @@ from .layout import KEPT, MALFORMED, Expected, Files, Finding, Layout, Portable,
 from .peft import shape_of
 from .targets import TargetFiles
 
+SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")  # of an architecture, without a target
+
 
 class Own(Layout):
     name = "spectrain"
     title = "spectrain's own layout"
-    families = ("eagle3", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit", "dflash")
+    families = ("eagle3", "peagle", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit", "dflash")
     says_all = True
 
     def recognises(self, files: Files) -> bool:
@@ -44,8 +47,7 @@ class Own(Layout):
         if held is None:
             return self._built(files) or Expected({name: (None,) * tensor.dim() for name, tensor in files.tensors.items()})
         said, vocab = held[0], held[0].layer["vocab_size"]
-        rows = min(said.draft_vocab_size or vocab, vocab)
-        return Expected(shapes_of(self._drafter(files)["architecture"], said.width, said.layers, rows, vocab))
+        return Expected(shapes_of(said, min(said.draft_vocab_size or vocab, vocab), vocab))
 
     def held(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
         drafter = self._drafter(files)
@@ -57,7 +59,7 @@ class Own(Layout):
         if target is not None:
             width, vocab = target.config.hidden_size, target.vocab_size
         architecture = drafter["architecture"]
-        layer = {**architecture, "hidden_size": width, "vocab_size": vocab}
+        layer = {**architecture, "hidden_size": width, "vocab_size": vocab, "num_hidden_layers": drafter["num_layers"]}
         variants = {key: bool(architecture.get(key, False)) for key in VARIANTS}
         return Settings(layer, drafter.get("layers"), variants, drafter.get("vocab_size", 32000)), dict(files.tensors)
 
@@ -144,10 +146,19 @@ class Own(Layout):
 
 
 def shape_of_eagle3(drafter: dict[str, Any], files: Files, target: TargetFiles | None) -> dict[str, Any]:
-    """What the description leaves to the target: the layer, and which features it reads."""
-    if {"layers", "architecture"} <= {key for key, value in drafter.items() if value}:
-        return {}
-    return completed(drafter, left_to(target, files))
+    """What the description leaves to its weights, how many layers there are, and to the target: what these are, and which
+    features it reads."""
+    count = 1 + len({name.split(".")[1] for name in files.tensors if name.startswith("later.")})
+    said = {"num_layers": count, **drafter}
+    if drafter.get("layers") and set(SIZES) <= set(drafter.get("architecture") or {}):
+        return said
+    return completed(said, left_to(target, files))
+
+
+def shape_of_peagle(drafter: dict[str, Any], files: Files, target: TargetFiles | None) -> dict[str, Any]:
+    """The same, with how many tokens it drafts and whether its weights hold an embedding."""
+    own = {"num_drafts": NUM_DRAFTS, "own_embedding": "embed_tokens.weight" in files.tensors}
+    return {**own, **shape_of_eagle3(drafter, files, target)}
 
 
 def shape_of_block(drafter: dict[str, Any], files: Files, target: TargetFiles | None) -> dict[str, Any]:
@@ -182,6 +193,7 @@ BLOCK = (
 )  # fmt: skip
 SHAPED = {
     "eagle3": shape_of_eagle3,
+    "peagle": shape_of_peagle,
     "medusa": shape_of_medusa,
     "gated_lora": shape_of_adapter,
     "dflash": shape_of_block,

@@ -1,4 +1,4 @@
-"""EAGLE-3 as the speculators library writes it and vLLM reads it."""
+"""EAGLE-3 and P-EAGLE as the speculators library writes them and vLLM reads them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from spectrain.drafters.peagle import NUM_DRAFTS
 from spectrain.errors import UserError
 
-from .eagle3 import Eagle3Layout, prefixed, settings_of, variants_of
+from .eagle3 import Eagle3Layout, prefixed, settings_of, shapes_of, variants_of
 from .fused_settings import Settings
 from .layout import Files, Finding, Portable, need, write_json, write_tensors
 from .serving import serve_vllm
@@ -26,15 +27,30 @@ class Speculators(Eagle3Layout):
     name = "vllm"
     title = "EAGLE-3, speculators layout"
     prefix = "layers.0."
+    kind = "eagle3"
+    architecture = "Eagle3DraftModel"
+    flags: tuple[str, ...] = FLAGS
+    implied: tuple[str, ...] = ("norm_before_residual",)  # flags that vLLM takes to be on where the file does not say
+    trains_embedding = False
 
     def recognises(self, files: Files) -> bool:
-        return files.config.get("speculators_model_type") == "eagle3"
+        return files.config.get("speculators_model_type") == self.kind
+
+    def num_drafts(self, drafter: Portable) -> int:
+        """How many tokens an engine is told to draft."""
+        return 3
+
+    def further(self, drafter: Portable) -> dict[str, Any]:
+        """What config.json says beside what every drafter of these layers does."""
+        return {}
 
     def settings(self, files: Files) -> Settings:
         config = files.config
-        variants = {key: bool(config.get(key, key == "norm_before_residual")) for key in FLAGS}  # vLLM's defaults
+        layer = config["transformer_layer_config"]
+        variants = {key: bool(config.get(key, key in self.implied)) for key in self.flags}
+        variants["qk_norm"] = layer.get("model_type", "qwen3") == "qwen3"  # the library's default
         return Settings(
-            config["transformer_layer_config"],
+            layer,
             config.get("eagle_aux_hidden_state_layer_ids"),
             variants,
             config.get("draft_vocab_size"),
@@ -46,9 +62,9 @@ class Speculators(Eagle3Layout):
     def findings(self, files: Files) -> Iterator[Finding]:
         yield from super().findings(files)
         config = files.config
-        if "norm_before_residual" not in config:
+        for flag in (flag for flag in self.implied if flag not in config):
             yield Finding(
-                "norm-flag-implicit", "error", "config.json does not say norm_before_residual",
+                "norm-flag-implicit", "error", f"config.json does not say {flag}",
                 "vLLM takes true where it is missing and the speculators library false, so one of them drafts with another "
                 "residual stream", "write the value that it was trained with",
             )  # fmt: skip
@@ -82,19 +98,21 @@ class Speculators(Eagle3Layout):
                 f"{target.said}: its embedding has {tensors['embed_tokens.weight'].shape[0]} rows and t2d "
                 f"{layer['vocab_size']}; this drafter is for another target"
             )
+        model = "Qwen3ForCausalLM" if variants["qk_norm"] else "LlamaForCausalLM"
         config: dict[str, Any] = {
-            "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3",
+            "architectures": [self.architecture],
+            "speculators_model_type": self.kind,
             "speculators_version": VERSION,
             "dtype": drafter.dtype,
             "tie_word_embeddings": False,
             "draft_vocab_size": len(tensors["d2t"]),
             **{key: variants[key] for key in FLAGS},
-            "embed_requires_grad": False,
+            **self.further(drafter),
+            "embed_requires_grad": self.trains_embedding,
             "target_hidden_size": None,
             "eagle_aux_hidden_state_layer_ids": drafter.drafter["layers"],
-            "transformer_layer_config": {**layer, "architectures": ["LlamaForCausalLM"], **around(target)},
-            "speculators_config": proposal("eagle3", 3, target),
+            "transformer_layer_config": {**layer, "architectures": [model], **around(target)},
+            "speculators_config": proposal(self.kind, self.num_drafts(drafter), target),
         }
         write_json(directory / "config.json", config)
         tensors["t2d"] = tensors["t2d"].to(torch.bool)
@@ -102,6 +120,51 @@ class Speculators(Eagle3Layout):
 
     def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
         return {"vLLM": serve_vllm(target, {"method": "eagle3", "model": place, "num_speculative_tokens": 3})}
+
+
+class SpeculatorsPEagle(Speculators):
+    """The same with `mask_hidden`, a mask token, and an embedding that was trained."""
+
+    title = "P-EAGLE, speculators layout"
+    families = ("peagle",)
+    constructor = "spectrain.drafters.peagle.PEagle"
+    kind = "peagle"
+    architecture = "PEagleSpeculator"
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm")  # there is no next step to feed normed states to
+    implied = ()
+    trains_embedding = True
+
+    def num_drafts(self, drafter: Portable) -> int:
+        return int(drafter.drafter["num_drafts"])
+
+    def further(self, drafter: Portable) -> dict[str, Any]:
+        return {"mask_token_id": drafter.drafter["mask_token_id"]}
+
+    def shapes(self, said: Settings, draft_vocab: int) -> dict[str, tuple[int | None, ...]]:
+        found = shapes_of(said, draft_vocab, int(said.layer["vocab_size"]))
+        return {**found, "mask_hidden": (1, 1, found["fc.weight"][1])}
+
+    def described(self, files: Files, said: Settings, own_embedding: bool) -> dict[str, Any]:
+        methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        return {
+            "architecture": said.architecture,
+            "own_embedding": own_embedding,
+            "mask_token_id": files.config["mask_token_id"],
+            "num_drafts": methods[0].get("speculative_tokens", NUM_DRAFTS),
+        }
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        yield from super().findings(files)
+        token, rows = files.config.get("mask_token_id"), files.config["transformer_layer_config"]["vocab_size"]
+        if not isinstance(token, int) or not 0 <= token < rows:
+            yield Finding(
+                "mask-token", "error", f"mask_token_id={token} is no row of the embedding, which has {rows}",
+                "engines refuse the file, or read another row", "write the id that it was trained with",
+            )  # fmt: skip
+
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+        drafting = {"method": "eagle3", "model": place, "num_speculative_tokens": self.num_drafts(drafter)}
+        return {"vLLM": serve_vllm(target, {**drafting, "parallel_drafting": True})}
 
 
 def around(target: TargetFiles) -> dict[str, Any]:

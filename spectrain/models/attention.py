@@ -57,16 +57,27 @@ def causal_attention(
     return by_document(attend, lengths, q, k, v)
 
 
-def unrolled_attention(q: Tensor, keys: list[Tensor], values: list[Tensor], lengths: tuple[int, ...] | None = None) -> Tensor:
+def unrolled_attention(
+    q: Tensor,
+    keys: list[Tensor],
+    values: list[Tensor],
+    lengths: tuple[int, ...] | None = None,
+    window: int | None = None,
+) -> Tensor:
     """[B, H, T, D] of a drafter that rolls over its own states: the first keys are causal, and of each later step, token t
-    sees the key of its own index."""
+    sees the key of its own index. Each step stands one position further on; a `window` is of positions."""
     if len(keys) == 1:
-        return causal_attention(q, keys[0], values[0], lengths)
+        return causal_attention(q, keys[0], values[0], lengths, window=window)
 
     def attend(q: Tensor, *parts: Tensor) -> Tensor:
         length, steps = q.shape[2], len(keys)
         eye = torch.eye(length, dtype=torch.bool, device=q.device)
-        mask = torch.cat([torch.ones_like(eye).tril(), eye.repeat(1, steps - 1)], dim=1)
+        first = torch.ones_like(eye).tril()
+        later = [eye] * (steps - 1)
+        if window is not None:
+            first = first.triu(steps - window)
+            later = [eye if steps - step < window else torch.zeros_like(eye) for step in range(2, steps + 1)]
+        mask = torch.cat([first, *later], dim=1)
         k, v = torch.cat(parts[:steps], dim=2), torch.cat(parts[steps:], dim=2)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 

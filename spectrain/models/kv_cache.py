@@ -41,7 +41,7 @@ class TreeCache(Cache):
         self.longest = bound or 0  # the largest of them, or its bound, known without asking the device
         self.is_empty = True  # no forward has appended anything yet
         self.pending = 0  # nodes appended behind the committed tokens and not yet committed or forgotten
-        self.positions: Tensor | None = None  # [B, pending] the position ids of these nodes, as the target gave them
+        self.positions: Tensor | None = None  # [B, pending] the position ids of these nodes, where they were said
         self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
@@ -77,6 +77,10 @@ class TreeCache(Cache):
         return Visibility(
             self.lengths, self.reach(tree.shape[2] - self.pending), tree, positions, key_positions, self.bound is None
         )
+
+    def place(self, positions: Tensor) -> None:
+        """Say the position ids [B, N] of the nodes that the next forward appends; sliding windows want them."""
+        self.positions = positions if self.positions is None else torch.cat([self.positions, positions], dim=1)
 
     def attend(
         self,

@@ -195,8 +195,7 @@ class Target(nn.Module):
             ones = torch.ones(num_new, cache.pending + num_new, dtype=torch.bool, device=positions.device)
             mask = ones.tril(cache.pending).expand(batch, -1, -1)
         assert isinstance(mask, Tensor)
-        previous = cache.positions
-        cache.positions = positions if previous is None else torch.cat([previous, positions], dim=1)
+        cache.place(positions)
         return positions, cache.sees(mask, positions, cache.positions)
 
     def check_layers(self, layers: Sequence[Layer]) -> None:

@@ -29,6 +29,7 @@ from spectrain.drafters.layer_skip import LayerSkipping
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.pard import Pard
+from spectrain.drafters.peagle import PEagle
 from spectrain.errors import UserError
 from spectrain.models.compiled_layers import compiled_layers
 from spectrain.models.target import Target
@@ -50,6 +51,7 @@ def busy_gated_lora(target: Target) -> Drafter:
 
 DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "eagle3": lambda target: Eagle3(target, vocab_size=512),
+    "eagle3 window": lambda target: Eagle3(target, vocab_size=512, num_layers=2, window=4, architecture={"qk_norm": True}),
     "medusa": lambda target: Medusa(target, num_heads=3, vocab_size=512),
     "hydra": lambda target: Hydra(target, num_heads=3, vocab_size=512),
     "hydra++": lambda target: Hydra(target, num_heads=3, vocab_size=512, prefix_attention=True),
@@ -58,6 +60,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "layer_skip": lambda target: LayerSkipping(target, skipped=[1]),
     "kangaroo": lambda target: Kangaroo(target, exit_layer=1),
     "gated_lora": busy_gated_lora,
+    "peagle": lambda target: PEagle(target, num_drafts=4, num_layers=2, vocab_size=512, window=6),
     "pard": lambda target: Pard(target, num_drafts=4, num_layers=2),
     "dflash": lambda target: DFlash(target, block_size=4, num_layers=2, vocab_size=512),
     "dflash causal": lambda target: DFlash(target, block_size=4, num_layers=1, causal=True, window=6),
@@ -157,6 +160,8 @@ def test_autoregressive_decoding_equals_the_loop(shallow: Target, rounds: int) -
     [
         (None, None, 1),
         ("eagle3", "eagle2", 1),
+        ("eagle3 window", "eagle2", 1),
+        ("peagle", "chain", 1),
         ("medusa", "static", 1),
         ("hydra++", "chain", 1),
         ("causal", "chain", 3),

@@ -52,6 +52,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"architecture": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}},
     ),
     "eagle3 apart": ("eagle3", {"architecture": {"fc_norm": True, "own_embedding": True, "num_attention_heads": 2}}),
+    "eagle3 of two layers": ("eagle3", {"num_layers": 2, "window": 6, "architecture": {"qk_norm": True}}),
+    "peagle of one layer": (
+        "peagle",
+        {"num_layers": 1, "own_embedding": False, "window": 6, "architecture": {"qk_norm": True}},
+    ),
     "hydra prefix": ("hydra", {"prefix_attention": True}),
     "causal architecture": ("causal", {"architecture": ARCHITECTURE}),
     "causal padded": ("causal", {"architecture": {**ARCHITECTURE, "vocab_size": 2112}}),

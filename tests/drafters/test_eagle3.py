@@ -1,5 +1,6 @@
 """EAGLE-3: what is trained is what is decoded, and losses do not depend on batching."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,11 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3, _Eagle3Rollout
+from spectrain.drafters.shared.layers import NormedAttention, rotated
 from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
@@ -18,6 +22,8 @@ from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
+from spectrain.trees import Chain
+from tests.decoding.rounds import Keeping
 
 
 def examples() -> Dataset:
@@ -94,25 +100,119 @@ def test_supervision_judges_the_predicted_token(tiny: Target) -> None:
         torch.testing.assert_close(log_p, expected[:, drafter.draft_ids].log_softmax(-1), rtol=1e-4, atol=1e-4)
 
 
-VARIANTS: list[dict[str, Any]] = [
-    {},
-    {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "own_embedding": True},
-    {
-        "fc_norm": True,
-        "num_attention_heads": 2,
-        "head_dim": 16,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
-    },
-]
+SPECULATORS = {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "own_embedding": True}
+OWN_SHAPE = {
+    "fc_norm": True, "num_attention_heads": 2, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "speculators": {"architecture": SPECULATORS},
+    "own shape": {"architecture": OWN_SHAPE},
+    "head norms": {"architecture": {"qk_norm": True}},
+    "two layers": {"num_layers": 2},
+    "window": {"window": 5},
+    "all of it": {"num_layers": 3, "window": 4, "architecture": {"qk_norm": True, "norm_before_residual": True}},
+}
+VARIANT = pytest.mark.parametrize("variant", list(VARIANTS))
 
 
-@pytest.mark.parametrize("architecture", VARIANTS, ids=["plain", "speculators", "own shape"])
-def test_training_unroll_equals_decoding(architecture: dict[str, Any], tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def shaken(tiny: Target, variant: str) -> Eagle3:
+    """A drafter whose norms and layers matter."""
+    drafter = make(tiny, **VARIANTS[variant]).eval()
+    for module in drafter.modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+        if isinstance(module, torch.nn.Linear):
+            with torch.no_grad():
+                module.weight.add_(torch.randn_like(module.weight) / module.weight.shape[-1] ** 0.5)
+    return drafter
+
+
+@torch.no_grad()
+def drafted(drafter: Eagle3, target: Target, text: list[int], depth: int) -> list[int]:
+    """What a chain behind a text drafts, whose last token is not run: the whole text again for each token, every score of
+    every layer written out."""
+    fused = target.features(torch.tensor([text[:-1]]), drafter.layers).fused(drafter.fused)[0]
+    if drafter.input_norm is not None:
+        fused = drafter.input_norm(fused)
+    if drafter.fc_norm is not None:
+        fused = torch.cat([norm(part) for norm, part in zip(drafter.fc_norm, fused.chunk(len(drafter.fc_norm), -1))], -1)
+    hidden, tokens, found = drafter.fc(fused), text[1:], []
+    embed = drafter.head.embedding if drafter.embed_tokens is None else drafter.embed_tokens
+    for _ in range(depth):
+        state = hidden
+        for number, layer in enumerate([drafter, *drafter.later]):
+            x = layer.input_layernorm(state if number else embed(torch.tensor(tokens)))
+            if number == 0:
+                normed = drafter.hidden_norm(state)
+                x = torch.cat([x, normed], dim=-1)
+                state = normed if drafter.norm_before_residual else state
+            state = state + attended_plainly(layer.self_attn, x, drafter)
+            state = state + layer.mlp(layer.post_attention_layernorm(state))
+        last = drafter.norm(state[-1])
+        found.append(int(drafter.draft_ids[drafter.lm_head(last).argmax()]))
+        hidden, tokens = torch.cat([hidden, (last if drafter.norm_output else state[-1])[None]]), [*tokens, found[-1]]
+    return found
+
+
+def attended_plainly(attention: Any, x: Tensor, drafter: Any) -> Tensor:
+    """Causal attention over x [T, ..], one head and token at a time, through the drafter's window."""
+    q, k, v = (
+        part(x).unflatten(-1, (-1, attention.head_dim)) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    if isinstance(attention, NormedAttention):
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    rope = drafter.rotary(x, torch.arange(len(x))[None])
+    q, k = (rotated(part.transpose(0, 1)[None], rope)[0].transpose(0, 1) for part in (q, k))
+    out, group = torch.zeros_like(q), q.shape[1] // k.shape[1]
+    for t in range(len(x)):
+        first = 0 if drafter.window is None else max(0, t + 1 - drafter.window)
+        for head in range(q.shape[1]):
+            scores = k[first : t + 1, head // group] @ q[t, head] / math.sqrt(attention.head_dim)
+            out[t, head] = scores.softmax(0) @ v[first : t + 1, head // group]
+    return attention.o_proj(out.flatten(1))
+
+
+@VARIANT
+def test_drafts_are_those_of_the_plain_formulas(variant: str, tiny: Target) -> None:
+    """In every round, of every row, a chain's drafts are the likeliest tokens by the layers written out; output is greedy."""
+    drafter, kept = shaken(tiny, variant), Keeping(Chain(3))
+    prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (9, 3)]
+    found = decode(tiny, prompts, Greedy(), 8, drafter, kept, ignore_eos=True)
+    plain = decode(tiny, prompts, Greedy(), 8, ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in plain] and len(kept.trees) > 3
+    for texts, tree in list(zip(kept.texts, kept.trees))[::3]:
+        for row, text in enumerate(texts):
+            assert tree.tokens[row, 1:].tolist() == drafted(drafter, tiny, text, 3)
+
+
+@pytest.mark.parametrize("variant", ["two layers", "window", "all of it"])
+def test_packed_equals_padded(variant: str, tiny: Target) -> None:
+    """Documents in one row have the loss, the hits and the gradient of documents in a row each."""
+    results = []
+    for packed in (False, True):
+        drafter = shaken(tiny, variant)
+        batch = Live().batch(BatchRequest(examples()[[0, 1, 2, 3]], tiny, drafter.layers, packed=packed))
+        losses = drafter.loss(batch, tiny, TrainingState())
+        losses.total.backward()
+        results.append((losses.total.detach(), gradients(drafter), losses.hits, losses.counts))
+    for left, right in zip(*results):
+        torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
+
+
+def test_one_layer_keeps_its_names(tiny: Target) -> None:
+    """Drafters that were saved with one layer are read still; a second layer's tensors stand apart."""
+    one, two = (set(make(tiny, num_layers=count).state_dict()) for count in (1, 2))
+    assert {"self_attn.q_proj.weight", "mlp.up_proj.weight", "hidden_norm.weight", "input_layernorm.weight"} <= one
+    assert not any("later" in name for name in one) and one < two
+    assert all(name.startswith("later.0.") for name in two - one)
+
+
+@VARIANT
+def test_training_unroll_equals_decoding(variant: str, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hidden states of the unrolled training forward are those that drafting the same tokens passes through."""
     dataset = examples()
-    drafter = make(tiny, architecture=architecture).eval()
-    for norm in (module for module in drafter.modules() if isinstance(module, torch.nn.RMSNorm)):
-        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    drafter = shaken(tiny, variant)
     batch = batch_of(dataset, [0], tiny, drafter)
     assert batch.features is not None
     seen: list[Tensor] = []
@@ -122,7 +222,7 @@ def test_training_unroll_equals_decoding(architecture: dict[str, Any], tiny: Tar
     drafter.loss(everywhere, tiny, TrainingState())
     length = batch.tokens.shape[1]
     for t in (4, 9, 17):
-        cache = TreeCache(1, 1, length + 8, "cpu")
+        cache = TreeCache(drafter.num_layers, 1, length + 8, "cpu")
         hidden = drafter.fuse(batch.features)[:, : t + 1]
         causal = torch.ones(1, t + 1, t + 1, dtype=torch.bool).tril()
         output = drafter.run(batch.tokens[:, 1 : t + 2], hidden, torch.arange(t + 1)[None], cache, causal)

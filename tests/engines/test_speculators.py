@@ -16,9 +16,13 @@ pytest.importorskip("speculators")
 from omegaconf import OmegaConf
 from speculators import SpeculatorModelConfig
 from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.models.peagle import PEagleDraftModel
+from transformers import LlamaConfig, Qwen3Config
 
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.peagle import PEagle
+from spectrain.drafters.shared.chains import sample_chains
 from spectrain.export.converter import convert, read_drafter
 from spectrain.export.measure import instantiate
 from spectrain.export.targets import TargetFiles
@@ -76,17 +80,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "the library's defaults": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
     "a norm for each layer": {"fc_norm": True},
+    "head norms": {"qk_norm": True},
+}
+GROWN: dict[str, dict[str, Any]] = {
+    **{variant: {"architecture": architecture} for variant, architecture in VARIANTS.items()},
+    "three layers": {"num_layers": 3, "architecture": {"qk_norm": True, "norm_before_residual": True}},
+    "a window": {"num_layers": 2, "window": 64},  # it does not count the steps' own positions, so texts are shorter here
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", GROWN)
 def test_the_library_reads_ours(variant: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our export, loaded by the library, gives our logits at every unrolled step (1e-4)."""
-    drafter = Eagle3(tiny, ttt_steps=STEPS, vocab_size=512, architecture=VARIANTS[variant])
+    drafter = Eagle3(tiny, ttt_steps=STEPS, vocab_size=512, **GROWN[variant])
     drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
     for norm in (module for module in drafter.modules() if isinstance(module, torch.nn.RMSNorm)):
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    settings = {"_target_": "spectrain.drafters.eagle3.Eagle3", "vocab_size": 512, "architecture": VARIANTS[variant]}
+    settings = {"_target_": "spectrain.drafters.eagle3.Eagle3", "vocab_size": 512, **GROWN[variant]}
     config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": "eagle3"})
     save_drafter(tmp_path / "ours", drafter, config)
     convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
@@ -113,9 +123,11 @@ def test_we_read_what_the_library_trained(variant: str, tiny: Target, tmp_path: 
 
 def trained_by_the_library(tiny: Target, drafter: Eagle3, folder: Path, flags: dict[str, Any]) -> Any:
     """Ten steps of the library's own loss on one text, from its own model with fresh weights."""
-    config = tiny.model.config.__class__.from_pretrained(tiny.path)
-    config.num_hidden_layers = 1
-    named = {"norm_before_residual": False, **flags}
+    kind = Qwen3Config if flags.get("qk_norm") else LlamaConfig
+    said = tiny.model.config.to_diff_dict()
+    config = kind(**{key: value for key, value in said.items() if key not in ("model_type", "architectures")})
+    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    named = {"norm_before_residual": False, **{flag: on for flag, on in flags.items() if flag != "qk_norm"}}
     model: Any = Eagle3DraftModel.from_training_args(
         config, t2d=drafter.t2d, d2t=drafter.d2t, draft_vocab_size=512, ttt_steps=STEPS, verifier_name_or_path=tiny.path,
         target_layer_ids=list(drafter.fused), draft_attn_impl="eager", **named,
@@ -144,3 +156,45 @@ def eager_loss() -> Any:
     from speculators.losses import resolve_loss_config
 
     return resolve_loss_config("kl_div", "eager")
+
+
+PARALLEL: dict[str, dict[str, Any]] = {
+    "plain": {"num_layers": 1},
+    "two layers": {"num_layers": 2, "architecture": {"qk_norm": True, "norm_before_residual": True, "norm_before_fc": True}},
+    "a window": {"num_layers": 2, "window": 64, "own_embedding": False, "architecture": {"fc_norm": True}},
+}
+
+
+@pytest.mark.parametrize("variant", PARALLEL)
+def test_the_library_reads_our_peagle(variant: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our export, loaded by the library and given the masks that we drew, says what ours do at every place (1e-4)."""
+    drafter = PEagle(tiny, num_drafts=4, vocab_size=512, **PARALLEL[variant])
+    drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
+    for norm in (module for module in drafter.modules() if isinstance(module, torch.nn.RMSNorm)):
+        torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    settings = {"_target_": "spectrain.drafters.peagle.PEagle", "num_drafts": 4, "vocab_size": 512, **PARALLEL[variant]}
+    config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": "peagle"})
+    save_drafter(tmp_path / "ours", drafter.eval(), config)
+    convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
+    found: Any = SpeculatorModelConfig.from_pretrained(tmp_path / "out")
+    found.transformer_layer_config._attn_implementation = "eager"
+    model: Any = PEagleDraftModel.from_pretrained(tmp_path / "out", config=found).float().eval()
+    tokens = text(tiny)
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), tiny.features(tokens, drafter.layers))
+    chains = sample_chains(batch, drafter.drop, 0)
+    places = torch.arange(tokens.shape[1] - 1)
+    drawn = torch.cat([places, chains.anchors]), torch.cat([torch.zeros_like(places), chains.depths])
+    monkeypatch.setattr("speculators.models.peagle.core.generate_cod_sample_indices", lambda **asked: drawn)
+    seen: list[Tensor] = []
+    model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output[0].detach()))
+    with torch.no_grad():
+        assert batch.features is not None
+        documents = torch.zeros(1, len(places), dtype=torch.int64)
+        model(
+            batch.features.fused(drafter.fused)[:, :-1], tokens[:, 1:], documents, loss_config=eager_loss(),
+            verifier_last_hidden_states=batch.features.at("final")[:, 1:],
+        )  # fmt: skip
+        states = drafter._trained_states(batch, chains, TrainingState())[0]
+        ours = drafter.lm_head(drafter.norm(torch.cat([states[: len(places)], states[tokens.shape[1] :]])))
+    assert len(chains.depths) > 10 and float(model.mask_hidden.std()) > 0.5
+    torch.testing.assert_close(ours, seen[0], rtol=1e-4, atol=1e-4)

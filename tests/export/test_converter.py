@@ -77,6 +77,20 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
         ),
         ("vllm", "spectrain"),
     ),
+    "eagle3, grown up": (
+        lambda path, tiny: ours(
+            path, tiny, "eagle3", vocab_size=256, num_layers=3, window=64, architecture={"qk_norm": True, "fc_norm": True}
+        ),
+        ("vllm", "spectrain"),
+    ),
+    "peagle": (lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256, num_layers=2), ("vllm", "spectrain")),
+    "peagle, other settings": (
+        lambda path, tiny: ours(
+            path, tiny, "peagle", vocab_size=256, num_layers=1, num_drafts=4, own_embedding=False, window=32, layers=[1, 3],
+            architecture={"qk_norm": True, "norm_before_residual": True, "fc_norm": True},
+        ),
+        ("vllm", "spectrain"),
+    ),
     "medusa": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=2048), ("vllm", "medusa", "spectrain")),
     "medusa, cut vocabulary": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=256), ("vllm", "spectrain")),
     "causal": (lambda path, tiny: ours(path, tiny, "causal", num_layers=2), ("hf", "spectrain")),
@@ -149,6 +163,13 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         lambda path, tiny: ours(path, tiny, "medusa", vocab_size=256), "medusa", ("d2t", "drafter.vocab_size=2048")),
     "normed feedback in the flat layout": (
         lambda path, tiny: foreign.speculators(path, tiny, norm_output=True), "sglang", ("norm_output",)),
+    "two layers for SGLang": (
+        lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, num_layers=2), "sglang", ("num_layers", "vllm")),
+    "a window for SGLang": (
+        lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, window=8), "sglang", ("window", "vllm")),
+    "head norms for SGLang": (
+        lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, architecture={"qk_norm": True}), "sglang", ("qk_norm",)),
+    "P-EAGLE for SGLang": (lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256), "sglang", ("peagle", "vllm")),
     "Medusa for SGLang": (foreign.medusa, "sglang", ("medusa", "vllm")),
     "Hydra": (lambda path, tiny: ours(path, tiny, "hydra", vocab_size=256), "vllm", ("hydra", "spectrain eval")),
     "Kangaroo": (lambda path, tiny: ours(path, tiny, "kangaroo"), "hf", ("kangaroo", "spectrain eval")),
@@ -200,11 +221,17 @@ def test_own_embedding_is_not_for_sglang(tiny: Target, tmp_path: Path) -> None:
 
 
 UNLIKE: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = {
-    "q_norm": (lambda config, tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(32)}), "q_norm"),
+    "half of the head norms": (
+        lambda config, tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(32)}),
+        "k_norm",
+    ),
     "bias": (lambda config, tensors: tensors.update({"midlayer.self_attn.q_proj.bias": torch.ones(128)}), "bias"),
-    "two layers": (lambda config, tensors: config.update(num_hidden_layers=2), "num_hidden_layers"),
+    "a layer that is missing": (lambda config, tensors: config.update(num_hidden_layers=2), r"layers\.1\."),
     "gelu": (lambda config, tensors: config.update(hidden_act="gelu"), "hidden_act"),
-    "a window": (lambda config, tensors: config.update(layer_types=["sliding_attention"]), "layer_types"),
+    "windows that differ": (
+        lambda config, tensors: config.update(layer_types=["sliding_attention", "full_attention"]),
+        "layer_types",
+    ),
     "a wider target": (lambda config, tensors: config.update(target_hidden_size=512), "target_hidden_size"),
 }
 

@@ -124,8 +124,10 @@ FLAT: dict[str, tuple[str, Change]] = {
     "no norm at the end": ("norm-output-ambiguous", lambda config, tensors: config.update(norm_output=False)),
     "a default rope": ("rope", lambda config, tensors: config.update(rope_theta=500000.0)),
     "the wrong count": ("head-rows", lambda config, tensors: config.update(draft_vocab_size=512)),
-    "norms that the class has not": (
-        "not-representable", lambda config, tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(32)})),
+    "half of the head norms": (
+        "missing-tensor", lambda config, tensors: tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(32)})),
+    "a layer too few": ("missing-tensor", lambda config, tensors: config.update(num_hidden_layers=2)),
+    "an activation that the class has not": ("not-representable", lambda config, tensors: config.update(hidden_act="gelu")),
 }  # fmt: skip
 
 
@@ -136,6 +138,29 @@ def test_seeded_faults_of_the_flat_layout(case: str, tiny: Target, tmp_path: Pat
     start = foreign.specforge(tmp_path / "start", tiny)
     assert not found(start)
     assert name in found(spoilt(start, change))
+
+
+PEAGLE: dict[str, tuple[str, Change]] = {
+    "no mask state": ("missing-tensor", lambda config, tensors: tensors.pop("mask_hidden")),
+    "no mask token": ("mask-token", lambda config, tensors: config.pop("mask_token_id")),
+    "a mask token beyond the vocabulary": ("mask-token", lambda config, tensors: config.update(mask_token_id=5000)),
+    "EAGLE-3's name": ("unknown-tensor", lambda config, tensors: config.update(speculators_model_type="eagle3")),
+    "a second layer's part missing": ("missing-tensor", lambda config, tensors: tensors.pop("layers.1.mlp.up_proj.weight")),
+    "a layer that is not counted": ("unknown-tensor", layer(num_hidden_layers=1)),
+    "no embedding": ("missing-embed-tokens", lambda config, tensors: tensors.pop("embed_tokens.weight")),
+    "head norms that are not there": ("missing-tensor", layer(model_type="qwen3")),
+    "windows that differ": (
+        "not-representable", layer(sliding_window=8, layer_types=["sliding_attention", "full_attention"])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PEAGLE)
+def test_seeded_faults_of_peagle(case: str, tiny: Target, tmp_path: Path) -> None:
+    """Each fault is found by its name, and was not there before."""
+    name, change = PEAGLE[case]
+    convert(ours(tmp_path / "start", tiny, "peagle", vocab_size=256, num_layers=2), tmp_path / "out", "vllm", TINY)
+    assert not found(tmp_path / "out")
+    assert name in found(spoilt(tmp_path / "out", change))
 
 
 def apart(config: dict[str, Any], tensors: dict[str, Tensor]) -> None:

@@ -386,6 +386,7 @@ FAMILIES: list[dict[str, Any]] = [
     {"_target_": "spectrain.drafters.kangaroo.Kangaroo"},
     {"_target_": "spectrain.drafters.causal.Causal", "num_layers": 2},
     {"_target_": "spectrain.drafters.pard.Pard", "num_layers": 2, "num_drafts": 3},
+    {"_target_": "spectrain.drafters.peagle.PEagle", "num_layers": 2, "num_drafts": 3},
     {"_target_": "spectrain.drafters.dflash.DFlash", "num_layers": 2, "block_size": 4},
     {"_target_": "spectrain.drafters.dflash.DFlash", "num_layers": 1, "loss": "forward_kl", "sample_from_anchor": True},
     {"_target_": "spectrain.drafters.dspark.DSpark", "num_layers": 1, "rank": 16},
@@ -415,7 +416,7 @@ def test_every_family_learns_what_it_learns_live(
     target = load_tiny() if adapts else request.getfixturevalue("tiny")
     torch.manual_seed(0)
     made: Drafter = build(family, target=target)
-    made.prepare(target, torch.ones(target.head.vocab_size, dtype=torch.int64))
+    made.prepare(target, torch.arange(target.head.vocab_size))
     source = Stored(str(tmp_path), supervised_only=supervised_only)
     if supervised_only and made.stages[0].final_reach is None:
         with pytest.raises(UserError, match="reads every position"):

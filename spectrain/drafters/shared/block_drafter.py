@@ -100,9 +100,7 @@ class BlockDrafter(VocabularyDrafter):
         for key in said.architecture or {}:
             if key not in LAYER:
                 raise UserError(f"drafter.architecture.{key}: there is no such key; valid are {', '.join(LAYER)}")
-        rows, mask = target.head.vocab_size, said.mask_token_id
-        if mask is not None and not 0 <= mask < rows:
-            raise UserError(f"drafter.mask_token_id={mask}: use an id below {rows}")
+        rows = target.head.vocab_size
         config = llama_config(target, said.architecture)
         layers = said.layers
         chosen = default_layers(target.num_layers, said.num_layers) if layers is None else sorted(set(layers))
@@ -114,7 +112,7 @@ class BlockDrafter(VocabularyDrafter):
         self.block_size, self.sample_from_anchor = said.block_size, said.sample_from_anchor
         self.causal, self.window, self.num_anchors = said.causal, said.window, said.num_anchors
         self.start, self.seed = said.start, said.seed
-        self.mask_token_id = unheard_token(target.tokenizer, rows) if mask is None else mask
+        self.mask_token_id = mask_row(target, said.mask_token_id)
         self.head, width = target.head, target.width
         self.embed_tokens = nn.Embedding(rows, width) if said.own_embedding else None
         self.fc = nn.Linear(len(chosen) * width, width, bias=False)
@@ -146,10 +144,7 @@ class BlockDrafter(VocabularyDrafter):
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Choose the draft vocabulary and, unless `start` is random, start with the last fused layer passed on as it is and
         the target's own final norm; the layers start at random: copies of the target's last ones learnt no faster."""
-        if token_counts[self.mask_token_id]:
-            raise UserError(
-                f"drafter.mask_token_id={self.mask_token_id}: the data holds this token; name one that no text holds"
-            )
+        check_unheard(self.mask_token_id, token_counts)
         ids = self.choose_vocabulary(token_counts)
         with torch.no_grad():
             if self.lm_head is not None:
@@ -331,6 +326,22 @@ def default_layers(num_layers: int, count: int) -> list[int]:
         return [num_layers // 2 + 1]
     after = (round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
     return sorted({min(max(layer, 0), num_layers - 1) + 1 for layer in after})
+
+
+def mask_row(target: Target, asked: int | None) -> int:
+    """The mask token's id: the one that was asked for, or one that no text of the target holds."""
+    rows = target.head.vocab_size
+    if asked is None:
+        return unheard_token(target.tokenizer, rows)
+    if not 0 <= asked < rows:
+        raise UserError(f"drafter.mask_token_id={asked}: use an id below {rows}")
+    return asked
+
+
+def check_unheard(mask: int, token_counts: Tensor) -> None:
+    """Stop where the data holds the mask token."""
+    if token_counts[mask]:
+        raise UserError(f"drafter.mask_token_id={mask}: the data holds this token; name one that no text holds")
 
 
 def unheard_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:

@@ -44,11 +44,11 @@ def llama_config(target: Target, changes: dict[str, Any] | None = None) -> Llama
 
 
 class Attention(nn.Module):
-    """Rotary attention over `in_width` inputs, with grouped key-value heads."""
+    """Rotary attention over `in_width` inputs, with grouped key-value heads; with a window over so many positions back."""
 
-    def __init__(self, config: LlamaConfig, in_width: int) -> None:
+    def __init__(self, config: LlamaConfig, in_width: int, window: int | None = None) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim, self.window = config.head_dim, window
         self.q_proj = nn.Linear(in_width, config.num_attention_heads * config.head_dim, bias=False)
         self.k_proj = nn.Linear(in_width, config.num_key_value_heads * config.head_dim, bias=False)
         self.v_proj = nn.Linear(in_width, config.num_key_value_heads * config.head_dim, bias=False)
@@ -66,18 +66,18 @@ class Attention(nn.Module):
 
     def causal(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...] | None = None) -> Tensor:
         """Attention in training: causal, in each of packed documents of these lengths by itself."""
-        return self.output(causal_attention(q, k, v, lengths))
+        return self.output(causal_attention(q, k, v, lengths, window=self.window))
 
     def cached(self, q: Tensor, k: Tensor, v: Tensor, cache: TreeCache, visible: Tensor | None, layer: int = 0) -> Tensor:
         """Attention in decoding: append to the cache, see its committed tokens and the nodes in `visible` [B, T, M], or
-        without it the new tokens up to the own one."""
+        without it the new tokens up to the own one. With a window the cache knows where new nodes stand (`place`)."""
         batch, _, length, _ = q.shape
         if visible is None and cache.is_empty:
             cache.append(layer, k, v)
             return self.causal(q, k, v)
         if visible is None:
             visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(batch, -1, -1)
-        return self.output(attend_cached(q, k, v, cache, visible, layer))
+        return self.output(attend_cached(q, k, v, cache, visible, layer, self.window, cache.positions))
 
 
 def attend_cached(
@@ -100,8 +100,8 @@ class NormedAttention(Attention):
     """Qwen3's: queries and keys are normed head by head before positions are rotated in. It may read keys and values of a
     context that has no queries."""
 
-    def __init__(self, config: LlamaConfig, in_width: int) -> None:
-        super().__init__(config, in_width)
+    def __init__(self, config: LlamaConfig, in_width: int, window: int | None = None) -> None:
+        super().__init__(config, in_width, window)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 

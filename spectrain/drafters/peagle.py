@@ -1,0 +1,163 @@
+"""P-EAGLE (arXiv 2602.01469): EAGLE-3's layers say all drafts in one pass, through masks behind the newest token.
+
+Shapes: B batch, T tokens, N = B T places, C masks, K drafts, D target width, V draft vocabulary, P fresh positions.
+Index t pairs the target's features at t with the embedding of token t + 1, and predicts token t + 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch
+from spectrain.models.attention import causal_attention
+from spectrain.settings.values import Count, Seed, Share, Steps, VocabularySize
+from spectrain.trees.base import DepthRollout, Draft
+
+from .abilities import DraftingCost, OnPolicy, SavedFiles
+from .base import Losses, TrainingState
+from .context import Context
+from .shared.block_drafter import check_unheard, mask_row
+from .shared.chains import Chains, Drop, chain_attention, sample_chains
+from .shared.eagle_layers import NORMS, EagleDrafter, EagleSettings, check_architecture
+from .shared.layers import Attention
+from .shared.losses import Loss
+from .shared.vocabulary import Supervision
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+
+NUM_DRAFTS = 8
+
+
+class PEagle(EagleDrafter):
+    """Behind the pair of the root stand `num_drafts` - 1 masks: a mask token's embedding beside one learned `mask_hidden` in
+    place of the target's features.
+
+    It is trained at every place and on masks behind some of them: depth d keeps a share max(keep^d, keep_least) of the
+    places, each only with the masks before it. All predictions weigh the same. `layers`, `window` and `architecture` are
+    EAGLE-3's, but for its variants that speak of a next step or of the embedding.
+    """
+
+    saved = SavedFiles(
+        shape=("vocab_size", "layers", "num_layers", "window", "mask_token_id", "own_embedding", "architecture"),
+        settings=lambda drafter: {"mask_token_id": drafter.mask_token_id},
+    )
+    abilities = replace(EagleDrafter.abilities, on_policy=OnPolicy())
+    cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
+
+    def __init__(
+        self,
+        target: Target,
+        num_drafts: Steps = NUM_DRAFTS,
+        vocab_size: VocabularySize = 32000,
+        layers: list[int] | None = None,
+        num_layers: Count = 4,
+        window: Count | None = None,  # how many positions back a token sees; None: all
+        loss: Loss = "forward_kl",
+        keep: Share = 0.7,
+        keep_least: Share = 0.2,
+        mask_token_id: int | None = None,  # None: one that no text of the target holds
+        own_embedding: bool = True,  # trained, the mask's row with it; otherwise the target's, frozen
+        start: Literal["target", "random"] = "target",
+        architecture: dict[str, Any] | None = None,
+        seed: Seed = 0,
+    ) -> None:
+        asked = check_architecture(architecture or {}, NORMS)
+        super().__init__(target, EagleSettings(num_layers, layers, vocab_size, window, start, own_embedding, asked))
+        if num_drafts < 2:
+            raise UserError(f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=eagle3 drafts one by one")
+        self.num_drafts, self.divergence = num_drafts, loss
+        self.drop = Drop(num_drafts, keep, keep_least, seed)
+        self.mask_token_id = mask_row(target, mask_token_id)
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """EAGLE-3's start; the data must not hold the mask token."""
+        check_unheard(self.mask_token_id, token_counts)
+        super().prepare(target, token_counts)
+
+    # Training
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        """Every place and its chain of masks in one forward. The d-th mask of place t is judged by what the target says at
+        t + d + 1, as the place itself is at t + 1."""
+        assert batch.features is not None
+        chains = sample_chains(batch, self.drop, state.step)
+        states = self._trained_states(batch, chains, state)
+        supervision = Supervision(self, batch)
+        rows = supervision.rows(0).flatten().nonzero()[:, 0]
+        places, own = torch.cat([rows, chains.anchors]), torch.arange(len(chains.depths), device=rows.device)
+        depths = torch.cat([torch.zeros_like(rows), chains.depths])
+        said = torch.cat([rows, batch.tokens.numel() + own])
+        answers = torch.cat([supervision.answers(0), supervision.row_of.flatten()[chains.answered]])
+        answers, order = answers.sort(stable=True)
+        depths, weights = depths[order], chains.weights(_documents(batch)[places])[order]
+        hidden = self.read_by_head(states[0, said[order]])
+        loss, right = supervision.judge(hidden, self.lm_head, answers, weights)
+        hits = torch.zeros(self.num_drafts, device=hidden.device).index_add(0, depths, right.float())
+        counts = torch.zeros_like(hits).index_add(0, depths, torch.ones_like(right, dtype=hits.dtype))
+        return Losses({self.divergence: loss}, hits, counts)
+
+    def _trained_states(self, batch: Batch, chains: Chains, state: TrainingState) -> Tensor:
+        """[1, N + C, D] the states of all places, then of all masks."""
+        assert batch.features is not None
+        length, count = batch.tokens.numel(), len(chains.depths)
+        lengths = batch.lengths or (batch.tokens.shape[1],) * len(batch.tokens)
+        masks = self.projected(self.mask_hidden).expand(-1, count, -1)
+        hidden = torch.cat([self.fuse(batch.features).flatten(0, 1)[None], masks], dim=1)
+        following = batch.tokens.roll(-1, dims=1).reshape(1, -1)  # what comes from beyond a document's end is never judged
+        tokens = torch.cat([following, following.new_full((1, count), self.mask_token_id)], dim=1)
+        positions = batch.positions.expand_as(batch.tokens).reshape(1, -1)
+        positions = torch.cat([positions, positions[:, chains.anchors] + chains.depths], dim=1)
+        rope = self.rotary(self.fc.weight, positions)
+
+        def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
+            (q, own_q), (k, own_k), (v, own_v) = (part.split([length, count], 2) for part in attention.project(x, rope))
+            places = causal_attention(q, k, v, lengths, window=self.window)
+            masks = chain_attention(own_q, own_k, own_v, (k, v), chains, self.window)
+            return attention.output(torch.cat([places, masks], dim=2))
+
+        states: Tensor = state.checkpointed(self.layered, tokens, hidden, attend)
+        return states
+
+    # Decoding
+
+    def draft(self, context: Context) -> Draft:
+        """One forward over the pairs that were just accepted, the last of them the root's, and the masks."""
+        if context.round == 0 or self.cache is None:
+            self.cache = context.new_cache(self.cache, self.num_layers, 1 + self.num_drafts)
+        fused, masks = context.fresh.fused(self.fused), self.num_drafts - 1
+        width = fused.shape[1] + masks
+        real = torch.arange(width, device=fused.device) < context.counts[:, None]
+        tokens = torch.where(real, F.pad(context.following, (0, masks)), self.mask_token_id)
+        fused = torch.where(real[..., None], F.pad(fused, (0, 0, 0, masks)), self.mask_hidden.to(fused.dtype))
+        output = self.run(tokens, self.projected(fused), self.cache.slots(width), self.cache, None)
+        self.cache.commit(None, context.counts)
+        asked = (context.counts - 1).clamp(min=0)[:, None] + torch.arange(self.num_drafts, device=fused.device)
+        states = output.gather(1, asked[..., None].expand(-1, -1, output.shape[-1]))
+        return Draft(_Behind(self, context.root, states))
+
+
+def _documents(batch: Batch) -> Tensor:
+    """[N] the number of the document of every place."""
+    lengths = batch.lengths or (batch.tokens.shape[1],) * len(batch.tokens)
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(batch.tokens.device)
+
+
+class _Behind(DepthRollout):
+    """One round: what a place says does not depend on the path, only on its depth."""
+
+    def __init__(self, drafter: PEagle, root: Tensor, states: Tensor) -> None:
+        super().__init__(root, states.shape[1])
+        self.draft_ids = drafter.draft_ids
+        self.said = drafter.log_q(states)  # [B, K, V]
+
+    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        return self.said.gather(1, depth[..., None].expand(-1, -1, self.said.shape[-1]))
