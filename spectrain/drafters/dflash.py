@@ -36,15 +36,15 @@ class DFlash(BlockDrafter):
     def __init__(
         self,
         target: Target,
-        block_size: Steps = 16,
+        block_size: Steps = 16,  # slots of a block, the anchor's among them
         num_layers: Count = 5,
         layers: list[int] | None = None,
         vocab_size: VocabularySize | None = None,  # None: the target's whole vocabulary
         loss: Loss = "cross_entropy",
         labels: Literal["data", "target"] = "data",  # of a cross-entropy: the data's tokens, or the target's likeliest
-        slot_weights: Literal["decay", "dpace"] = "decay",
+        slot_weights: Literal["decay", "dpace"] = "decay",  # later drafts count less, or by how likely they are reached
         decay: NotNegative = 7.0,  # in slots; 0 weighs all alike
-        dpace_alpha: Share = 0.5,
+        dpace_alpha: Share = 0.5,  # how little the chances of the drafts before it matter
         num_anchors: Count = 512,  # of a document
         sample_from_anchor: bool = False,
         causal: bool = False,  # inside the block
@@ -52,7 +52,7 @@ class DFlash(BlockDrafter):
         mask_token_id: int | None = None,  # None: one that no text of the target holds
         own_embedding: bool = False,  # trained, the mask's row with it; otherwise the target's, frozen
         architecture: dict[str, Any] | None = None,  # of its layers, where they differ from the target's
-        start: Literal["target", "random"] = "target",
+        start: Literal["target", "random"] = "target",  # fc and the final norm start as the target's, or at random
         seed: Seed = 0,
     ) -> None:
         super().__init__(

@@ -105,25 +105,25 @@ class DFlash2(BlockDrafter):
     def __init__(
         self,
         target: Target,
-        block_size: Steps = 16,
+        block_size: Steps = 16,  # slots of a block, the anchor's among them
         num_layers: Count = 5,
         layers: list[int] | None = None,
         vocab_size: VocabularySize | None = None,  # None: the target's whole vocabulary, as engines ask for
-        conv_kernel_size: Count = 2,
-        conv_group_size: Count = 16,
-        selector_rank: Count = 256,
+        conv_kernel_size: Count = 2,  # slots that a convolution sees, its own and those before it
+        conv_group_size: Count = 16,  # channels that share a dynamic kernel
+        selector_rank: Count = 256,  # of the codebooks
         selector_top_k: Count = 16,
         selector_weight: NotNegative = 1.0,
         loss: Loss = "forward_kl",
         decay: NotNegative = 7.0,  # in slots; 0 weighs all alike
         num_anchors: Count = 512,  # of a document
-        sample_from_anchor: bool = False,
+        sample_from_anchor: bool = False,  # slots draft the token after their own place
         causal: bool = False,  # inside the block
         window: Count | None = None,  # how many positions back a slot sees; None: all
         mask_token_id: int | None = None,  # None: one that no text of the target holds
         own_embedding: bool = False,  # trained, the mask's row with it; otherwise the target's, frozen
         architecture: dict[str, Any] | None = None,  # of its layers, where they differ from the target's
-        start: Literal["target", "random"] = "target",
+        start: Literal["target", "random"] = "target",  # fc and the final norm start as the target's, or at random
         seed: Seed = 0,
     ) -> None:
         if target.width % conv_group_size:

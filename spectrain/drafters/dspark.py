@@ -86,25 +86,25 @@ class DSpark(BlockDrafter):
     def __init__(
         self,
         target: Target,
-        block_size: Steps = 7,
+        block_size: Steps = 7,  # slots of a block, the anchor's among them
         num_layers: Count = 5,
         layers: list[int] | None = None,
         vocab_size: VocabularySize | None = None,  # None: the target's whole vocabulary
-        markov_head: Kind = "vanilla",
+        markov_head: Kind = "vanilla",  # what the token before a draft adds: as it is, gated, or through a cell
         rank: Count = 256,
-        confidence: bool = True,
+        confidence: bool = True,  # a head that says how often a draft is kept
         confidence_threshold: Share = 0.0,
-        ce: NotNegative = 0.1,
-        tv: NotNegative = 0.9,
+        ce: NotNegative = 0.1,  # weight of the cross-entropy with the data
+        tv: NotNegative = 0.9,  # weight of the total variation from the target
         decay: NotNegative = 4.0,  # in slots; 0 weighs all alike
         num_anchors: Count = 512,  # of a document
-        sample_from_anchor: bool = True,
+        sample_from_anchor: bool = True,  # slots draft the token after their own place
         causal: bool = False,  # inside the block
         window: Count | None = None,  # how many positions back a slot sees; None: all
         mask_token_id: int | None = None,  # None: one that no text of the target holds
         own_embedding: bool = False,  # trained, the mask's row with it; otherwise the target's, frozen
         architecture: dict[str, Any] | None = None,  # of its layers, where they differ from the target's
-        start: Literal["target", "random"] = "target",
+        start: Literal["target", "random"] = "target",  # fc and the final norm start as the target's, or at random
         seed: Seed = 0,
     ) -> None:
         super().__init__(

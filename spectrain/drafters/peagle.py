@@ -61,11 +61,11 @@ class PEagle(EagleDrafter):
         num_layers: Count = 4,
         window: Count | None = None,  # how many positions back a token sees; None: all
         loss: Loss = "forward_kl",
-        keep: Share = 0.7,
-        keep_least: Share = 0.2,
+        keep: Share = 0.7,  # share of the places that each further mask is trained behind
+        keep_least: Share = 0.2,  # the least such share
         mask_token_id: int | None = None,  # None: one that no text of the target holds
         own_embedding: bool = True,  # trained, the mask's row with it; otherwise the target's, frozen
-        start: Literal["target", "random"] = "target",
+        start: Literal["target", "random"] = "target",  # the head and fc start as the target's, or at random
         architecture: dict[str, Any] | None = None,
         seed: Seed = 0,
     ) -> None:

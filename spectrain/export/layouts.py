@@ -36,6 +36,8 @@ FORMATS: dict[str, tuple[Layout, ...]] = {
 }
 ALONE = "score it with spectrain eval, which needs no engine"
 NOWHERE = {
+    "dflash2": f"its layout is not written here yet, and only GPU builds of engines load it; {ALONE}, or train recipe=dflash",
+    "dspark": f"its layout is not written here yet, and only GPU builds of engines load it; {ALONE}, or train recipe=dflash",
     "hydra": f"no engine drafts with heads that read each other's tokens; {ALONE}, or train recipe=medusa1",
     "hybrid": f"no engine merges copies into a drafter's trees; {ALONE}, or export the drafter inside",
     "kangaroo": f"no engine drafts with an adapter behind an early exit; {ALONE}, or train recipe=eagle3",

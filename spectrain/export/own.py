@@ -33,7 +33,10 @@ SIZES = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "hea
 class Own(Layout):
     name = "spectrain"
     title = "spectrain's own layout"
-    families = ("eagle3", "peagle", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit", "dflash")
+    families = (
+        "eagle3", "peagle", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit", "dflash", "dspark",
+        "dflash2",
+    )  # fmt: skip
     says_all = True
 
     def recognises(self, files: Files) -> bool:
