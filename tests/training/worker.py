@@ -98,8 +98,23 @@ class Left(Exception):
     """Stands for a kill of all processes between two steps."""
 
 
-if __name__ == "__main__":
+def train_all(jobs: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # modules need not be looked through each time
-    for one in json.loads(sys.argv[1]):
+    for one in jobs:
         train(one)
+
+
+def launch() -> None:
+    """What torchrun does with its words, except that the processes are forked from this one, which has imported everything."""
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    config, _, (*_, jobs) = config_from_args(parse_args([*meeting, *sys.argv[1:]]))
+    config.start_method = "fork"
+    elastic_launch(config, train_all)(json.loads(jobs))
+
+
+if __name__ == "__main__":
+    train_all(json.loads(sys.argv[1]))
