@@ -1,7 +1,7 @@
 """Training on two processes: the same result as on one, however parameters are shared, and nothing hangs in silence.
 
-Processes are real ones with gloo between them, started by torchrun, or by what it calls where importing everything would take
-longer than the training.
+Processes are real ones with gloo between them, started by torchrun in the slow tests, and in the quick ones, where importing
+everything would take longer than training, as it starts them.
 """
 
 import importlib.util
@@ -34,14 +34,13 @@ SLOW = [(family, way) for way in ("ddp", "fsdp2", "zero2", "zero3") for family i
 def start(jobs: list[dict[str, Any]], folder: Path, shell: bool = False) -> tuple[int, str]:
     """Run the worker on two processes; its exit status and what it said on stderr. Nothing may be compiled on the way. From
     the shell each process imports everything, which takes as long as the quick tests' training."""
-    words = ["--nproc-per-node", "2", str(WORKER), json.dumps(jobs)]
     extensions = folder / "extensions"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(extensions)}
     if not shell:
-        status, _, said = commands.start(words, environment, program=worker.launch).wait(900)
+        status, _, said = commands.start([json.dumps(jobs)], environment, program=worker.launch).wait(900)
         assert not extensions.exists()
         return status, said
-    command = [sys.executable, "-m", "torch.distributed.run", *words]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(WORKER), json.dumps(jobs)]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:

@@ -3,8 +3,10 @@
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -105,15 +107,26 @@ def train_all(jobs: list[dict[str, Any]]) -> None:
         train(one)
 
 
-def launch() -> None:
-    """What torchrun does with its words, except that the processes are forked from this one, which has imported everything."""
-    from torch.distributed.launcher.api import elastic_launch
-    from torch.distributed.run import config_from_args, parse_args
+def as_rank(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
+    """One process of two, with the variables that torchrun sets."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    train_all(jobs)
 
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    config, _, (*_, jobs) = config_from_args(parse_args([*meeting, *sys.argv[1:]]))
-    config.start_method = "fork"
-    elastic_launch(config, train_all)(json.loads(jobs))
+
+def launch() -> None:
+    """Two processes as torchrun starts them, but forked from this one, which has imported everything, and left to themselves:
+    torchrun ends the others where one is killed, here they must."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=as_rank, args=(rank, port, json.loads(sys.argv[1]))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
 
 
 if __name__ == "__main__":
