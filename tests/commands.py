@@ -4,7 +4,7 @@ tests let a process do."""
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -16,7 +16,7 @@ IMPORTED = ["pytest", "hydra", "transformers.models.llama.modeling_llama", "spec
 
 @dataclass
 class Command:
-    """`spectrain` with some words, running; what it says goes to files."""
+    """`spectrain`, or another program, with some words, running; what it says goes to files."""
 
     process: BaseProcess
     said: "TemporaryDirectory[str]"
@@ -44,18 +44,30 @@ class Command:
         return out, err
 
 
-def start(words: Sequence[str], environment: Mapping[str, str] | None = None, cwd: Path | None = None) -> Command:
-    """Start `spectrain` with these words, in this directory and with these variables, by default those of this process."""
+def spectrain() -> None:
+    from spectrain.cli.main import main
+
+    main()
+
+
+def start(
+    words: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    program: Callable[[], None] = spectrain,
+) -> Command:
+    """Start a program with these words, in this directory and with these variables, by default those of this process."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     said = TemporaryDirectory(prefix="spectrain-said-")
-    arguments = (list(words), dict(os.environ if environment is None else environment), str(cwd or Path.cwd()), said.name)
+    variables = dict(os.environ if environment is None else environment)
+    arguments = (list(words), variables, str(cwd or Path.cwd()), said.name, program)
     process = context.Process(target=run, args=arguments)
     process.start()
     return Command(process, said)
 
 
-def run(words: list[str], environment: dict[str, str], cwd: str, said: str) -> None:
+def run(words: list[str], environment: dict[str, str], cwd: str, said: str, program: Callable[[], None]) -> None:
     """What the process does."""
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(Path(said, name), os.O_WRONLY | os.O_CREAT), number)
@@ -63,6 +75,4 @@ def run(words: list[str], environment: dict[str, str], cwd: str, said: str) -> N
     os.environ.update(environment)
     os.chdir(cwd)
     sys.argv = ["spectrain", *words]
-    from spectrain.cli.main import main
-
-    main()
+    program()

@@ -16,15 +16,19 @@ os.environ["HYDRA_FULL_ERROR"] = "1"
 
 import pytest
 
+from spectrain.decoding import calibration
 from spectrain.eval import memory
 from spectrain.models.loading import load_hf, load_smollm2, load_tiny
 from spectrain.models.target import Target
 from spectrain.settings.build import register_resolvers
+from spectrain.training import held_out
 from tests import sampling
 from tests.targets import cut_tiny
 
 register_resolvers()
 memory.TOKENS = 8  # enough for a peak; scoring takes 24
+calibration.measure_latency.__defaults__ = (1,)  # times that each size of tree is timed, of 5: no test compares them
+held_out.MOST, held_out.ANSWER = 2, 16  # conversations that trainings look at, of 8, and tokens of an answer, of 32
 torch.set_num_threads(1)
 
 

@@ -85,7 +85,7 @@ def same(
 ) -> Captured:
     """Check batches of several sizes and lengths, decoded one after another by one engine."""
     engine = Captured(target, rule, drafter, builder, rounds)
-    for count, limit, ignore_eos in ((3, 16, True), (1, 20, False), (2, 7, True), (3, 15, False), (1, 2, True)):
+    for count, limit, ignore_eos in ((3, 10, True), (1, 12, False), (2, 6, True), (3, 9, False), (1, 2, True)):
         rows = list(range(3, 3 + count))
         expected = decode(target, PROMPTS[:count], rule, limit, drafter, builder, rows, ignore_eos=ignore_eos)
         assert facts(engine.decode(PROMPTS[:count], limit, rows, ignore_eos)) == facts(expected)

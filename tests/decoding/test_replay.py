@@ -60,12 +60,12 @@ def test_a_recorder_looks_like_its_builder(builder: TreeBuilder) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_recording_changes_nothing_and_notes_every_round(tiny: Target, count: int) -> None:
+def test_recording_changes_nothing_and_notes_every_round(shallow: Target, count: int) -> None:
     """The output is the builder's own, which hears of every round; drafts and emitted tokens are those of the decoding."""
-    drafter, builder = Causal(tiny, num_layers=6), Noting(3)
+    drafter, builder = Causal(shallow, num_layers=2), Noting(3)
     recorder = Recorder(builder)
-    plain = decode(tiny, PROMPTS[:count], Greedy(), 14, drafter, Chain(3))
-    found = decode(tiny, PROMPTS[:count], Greedy(), 14, drafter, recorder)
+    plain = decode(shallow, PROMPTS[:count], Greedy(), 14, drafter, Chain(3))
+    found = decode(shallow, PROMPTS[:count], Greedy(), 14, drafter, recorder)
     assert [one.output for one in found] == [one.output for one in plain]
     assert len(builder.told) == max(len(one.accepted) for one in found)
     assert [[emitted for _, emitted in rounds] for rounds in recorder.rounds] == [one.accepted for one in found]
@@ -81,10 +81,10 @@ def test_recording_changes_nothing_and_notes_every_round(tiny: Target, count: in
             end += emitted
 
 
-def test_padding_is_not_drafted(tiny: Target) -> None:
+def test_padding_is_not_drafted(shallow: Target) -> None:
     """A chain that stops early is recorded as far as it was drafted."""
     recorder = Recorder(Chain(4, stop=0.3))
-    found = decode(tiny, PROMPTS, Greedy(), 14, Causal(tiny, num_layers=6), recorder)
+    found = decode(shallow, PROMPTS, Greedy(), 14, Causal(shallow, num_layers=2), recorder)
     depths = [[len(drafted) for drafted, _ in rounds] for rounds in recorder.rounds]
     assert depths == [one.depths for one in found] and len({depth for row in depths for depth in row}) > 1
 
@@ -137,23 +137,23 @@ def test_collate_pads_on_the_right() -> None:
 # Learning from them
 
 
-def make(family: str, tiny: Target, loss: Any = "forward_kl") -> Drafter:
+def make(family: str, shallow: Target, loss: Any = "forward_kl") -> Drafter:
     torch.manual_seed(1)
     if family == "causal":
-        return Causal(tiny, num_layers=6, loss=loss)
-    drafter = Eagle3(tiny, ttt_steps=3, vocab_size=512, loss=loss)
-    drafter.prepare(tiny, torch.randint(0, 1000, (tiny.head.vocab_size,)))
+        return Causal(shallow, num_layers=2, loss=loss)
+    drafter = Eagle3(shallow, ttt_steps=3, vocab_size=512, loss=loss)
+    drafter.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
     return drafter
 
 
-def replayed(tiny: Target, drafter: Drafter) -> Batch:
+def replayed(shallow: Target, drafter: Drafter) -> Batch:
     """Real drafts of a decoding, at least one of them rejected, with the target's features."""
     recorder = Recorder(Chain(4))
-    written = decode(tiny, PROMPTS, Greedy(), 14, drafter, recorder)
+    written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
     found = [replay for one, rounds in zip(written, recorder.rounds) for replay in replays(one, rounds, 2, Random(0))]
     batch = collate_replays(found)
     assert batch.distance is not None and (batch.distance >= 1).any() and (batch.distance == KEPT).any()
-    return Batch(batch.tokens, batch.loss_mask, tiny.features(batch.tokens, drafter.stages[0].layers), batch.distance)
+    return Batch(batch.tokens, batch.loss_mask, shallow.features(batch.tokens, drafter.stages[0].layers), batch.distance)
 
 
 def after(model: Target, text: list[int]) -> Tensor:
@@ -164,48 +164,48 @@ def after(model: Target, text: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_causal_loss_equals_brute_force(tiny: Target, loss: str) -> None:
+def test_causal_loss_equals_brute_force(shallow: Target, loss: str) -> None:
     """Half the forward KL where a token was kept, half of 0.8^k the reverse one k behind the first wrong one, p being what
     the target says after the drafted tokens."""
-    drafter = make("causal", tiny, loss)
+    drafter = make("causal", shallow, loss)
     assert isinstance(drafter, Causal)
-    batch = replayed(tiny, drafter)
+    batch = replayed(shallow, drafter)
     assert batch.distance is not None
     total, hits = torch.zeros(()), 0
     for b, t in batch.loss_mask.nonzero().tolist():
         text, k = batch.tokens[b, :t].tolist(), int(batch.distance[b, t])
-        p, q = after(tiny, text).softmax(-1), after(drafter.model, text).softmax(-1)
+        p, q = after(shallow, text).softmax(-1), after(drafter.model, text).softmax(-1)
         total = total + 0.5 * ((p * (p / q).log()).sum() if k < 0 else 0.8**k * (q * (q / p).log()).sum())
         hits += int(p.argmax() == q.argmax())
-    losses = drafter.loss(batch, tiny, TrainingState())
+    losses = drafter.loss(batch, shallow, TrainingState())
     torch.testing.assert_close(losses.total.detach(), total, rtol=1e-3, atol=1e-3)
     assert losses.hits.tolist() == [hits] and losses.counts.tolist() == [batch.num_supervised]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_supervised_rows_are_the_targets_after_the_draft(tiny: Target, loss: str) -> None:
+def test_supervised_rows_are_the_targets_after_the_draft(shallow: Target, loss: str) -> None:
     """Row by row, log p over the draft vocabulary is the target's after the drafted tokens, and the distance the token's."""
-    drafter = make("eagle3", tiny, loss)
+    drafter = make("eagle3", shallow, loss)
     assert isinstance(drafter, Eagle3)
-    batch = replayed(tiny, drafter)
+    batch = replayed(shallow, drafter)
     supervision = Supervision(drafter, batch)
     assert batch.distance is not None and supervision.distance is not None and supervision.target_log_probs is not None
     log_p = supervision.target_log_probs(slice(0, len(supervision.best)))
     places = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2]
     assert len(log_p) == len(places)
     for row, (b, t) in enumerate(places):
-        logits = after(tiny, batch.tokens[b, :t].tolist())
+        logits = after(shallow, batch.tokens[b, :t].tolist())
         torch.testing.assert_close(log_p[row], logits[drafter.draft_ids].log_softmax(-1), rtol=1e-3, atol=1e-3)
         assert int(supervision.best[row]) == int(logits.argmax())
         assert int(supervision.distance[row]) == int(batch.distance[b, t])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_eagle3_loss_equals_brute_force(tiny: Target, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eagle3_loss_equals_brute_force(shallow: Target, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every step the split loss of what the drafter says, where the right token can be drafted, weighted by the step."""
-    drafter = make("eagle3", tiny, loss)
+    drafter = make("eagle3", shallow, loss)
     assert isinstance(drafter, Eagle3)
-    batch = replayed(tiny, drafter)
+    batch = replayed(shallow, drafter)
     assert batch.distance is not None
     said: list[Tensor] = []
     judge = Supervision.judge
@@ -216,13 +216,13 @@ def test_eagle3_loss_equals_brute_force(tiny: Target, loss: str, monkeypatch: py
         return judge(self, hidden, lm_head, answers, row_weight)
 
     monkeypatch.setattr(Supervision, "judge", watched)
-    losses = drafter.loss(batch, tiny, TrainingState())
+    losses = drafter.loss(batch, shallow, TrainingState())
     total, outside = torch.zeros(()), 0
     for step, log_q in enumerate(said):
         places = [(b, t) for b, t in batch.loss_mask.nonzero().tolist() if t >= 2 + step]
         assert len(places) == len(log_q) == losses.counts[step]
         for (b, t), row in zip(places, log_q):
-            logits = after(tiny, batch.tokens[b, :t].tolist())
+            logits = after(shallow, batch.tokens[b, :t].tolist())
             if not drafter.t2d[logits.argmax()]:
                 outside += 1
                 continue
@@ -233,15 +233,15 @@ def test_eagle3_loss_equals_brute_force(tiny: Target, loss: str, monkeypatch: py
 
 
 @pytest.mark.parametrize("family", ["causal", "eagle3"])
-def test_with_nothing_rejected_it_is_half_the_forward_kl(tiny: Target, family: str) -> None:
+def test_with_nothing_rejected_it_is_half_the_forward_kl(shallow: Target, family: str) -> None:
     """Distances of kept tokens only: loss and gradient are half of those of forward_kl."""
     rows = torch.randint(3, 2000, (3, 20)).tolist()
     data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
     found = []
     for source in (Live(), Generated(0.0, "replay")):
-        drafter = make(family, tiny)
+        drafter = make(family, shallow)
         losses = drafter.loss(
-            source.batch(BatchRequest(data[[0, 1, 2]], tiny, drafter.stages[0].layers)), tiny, TrainingState()
+            source.batch(BatchRequest(data[[0, 1, 2]], shallow, drafter.stages[0].layers)), shallow, TrainingState()
         )
         losses.total.backward()
         found.append((losses.total.detach(), [p.grad for p in drafter.parameters() if p.grad is not None]))
@@ -251,17 +251,17 @@ def test_with_nothing_rejected_it_is_half_the_forward_kl(tiny: Target, family: s
 
 
 @pytest.mark.parametrize("family", ["causal", "eagle3"])
-def test_replayed_batches_train(tiny: Target, family: str) -> None:
+def test_replayed_batches_train(shallow: Target, family: str) -> None:
     """source.by=replay gives a batch with rejected tokens, a finite loss and a gradient for every parameter."""
     rows = torch.randint(3, 2000, (3, 20)).tolist()
     data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
-    drafter = make(family, tiny).train()
+    drafter = make(family, shallow).train()
     batch = Generated(1.0, "replay", max_new_tokens=12, block=3, seed=2).batch(
-        BatchRequest(data[[0, 1, 2]], tiny, drafter.stages[0].layers, step=0, drafter=drafter)
+        BatchRequest(data[[0, 1, 2]], shallow, drafter.stages[0].layers, step=0, drafter=drafter)
     )
     assert batch.distance is not None and int(batch.distance.max()) in (0, 1, 2)
     assert [row[:5] for row in batch.tokens.tolist()] == [row[:5] for row in rows] and not batch.loss_mask[:, :5].any()
-    losses = drafter.loss(batch, tiny, TrainingState())
+    losses = drafter.loss(batch, shallow, TrainingState())
     losses.total.backward()
     assert torch.isfinite(losses.total) and losses.total > 0
     for parameter in drafter.parameters():

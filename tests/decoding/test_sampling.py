@@ -68,16 +68,16 @@ class Truth:
 
 
 @pytest.fixture(scope="module")
-def truth(tiny: Target) -> Truth:
+def truth(shallow: Target) -> Truth:
     """Every continuation of a prompt under the target's three likeliest tokens, by plain forward passes."""
-    prompt: list[int] = tiny.tokenizer("The bees find the", add_special_tokens=False)["input_ids"]
+    prompt: list[int] = shallow.tokenizer("The bees find the", add_special_tokens=False)["input_ids"]
     rule = Recursive(top_k=TOP_K)
-    vocab = tiny.head.vocab_size
+    vocab = shallow.head.vocab_size
     joint: dict[Path, float] = {(): 1.0}
     guesses = torch.full((vocab, vocab), 0.0)
     for _ in range(LENGTH):
         paths = list(joint)
-        logits = tiny.run(torch.tensor([[*prompt, *path] for path in paths]), ForwardPlan(logits=True)).logits
+        logits = shallow.run(torch.tensor([[*prompt, *path] for path in paths]), ForwardPlan(logits=True)).logits
         assert logits is not None
         p = rule.shape(logits[:, -1]).double().softmax(-1)
         for path, weights in zip(paths, p):
@@ -98,14 +98,14 @@ def truth(tiny: Target) -> Truth:
 
 
 def decoded(
-    tiny: Target, truth: Truth, rule: AcceptanceRule, builder: TreeBuilder | None, batches: int = BATCHES
+    shallow: Target, truth: Truth, rule: AcceptanceRule, builder: TreeBuilder | None, batches: int = BATCHES
 ) -> list[Generation]:
     """The prompt continued once for each of many row keys."""
     generations = []
     for batch in range(batches):
         rows = list(range(batch * BATCH, (batch + 1) * BATCH))
         drafter = None if builder is None else truth.drafter
-        generations += decode(tiny, [truth.prompt] * BATCH, rule, LENGTH, drafter, builder, rows, ignore_eos=True)
+        generations += decode(shallow, [truth.prompt] * BATCH, rule, LENGTH, drafter, builder, rows, ignore_eos=True)
     return generations
 
 
@@ -153,10 +153,10 @@ PAIRS = [
 @pytest.mark.sweep(1, free=("rule", "builder"))
 @pytest.mark.parametrize("rule, builder", PAIRS)
 def test_drafted_decoding_draws_from_the_target(
-    tiny: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder
+    shallow: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder
 ) -> None:
     """Sequences decoded with a rough drafter have the target's joint distribution; drafts were both kept and rejected."""
-    generations = decoded(tiny, truth, settings(rule), builder)
+    generations = decoded(shallow, truth, settings(rule), builder)
     assert p_value(outputs_of(generations), truth.joint) > 1e-4
     kept = Counter(count for generation in generations for count in generation.accepted)
     assert min(kept[1], kept[2]) > 200
@@ -164,9 +164,9 @@ def test_drafted_decoding_draws_from_the_target(
 
 @pytest.mark.sweep(1, free=("rule",))
 @pytest.mark.parametrize("rule", [SpeculativeSampling, Block, Traversal])
-def test_plain_decoding_draws_from_the_target(tiny: Target, truth: Truth, rule: type[SamplingRule]) -> None:
+def test_plain_decoding_draws_from_the_target(shallow: Target, truth: Truth, rule: type[SamplingRule]) -> None:
     """Without a drafter, as the reference and guarded rounds decode, rules for drawn trees draw from the target too."""
-    assert p_value(outputs_of(decoded(tiny, truth, settings(rule), None)), truth.joint) > 1e-4
+    assert p_value(outputs_of(decoded(shallow, truth, settings(rule), None)), truth.joint) > 1e-4
 
 
 class OtherTemperature(Recursive):
@@ -188,6 +188,6 @@ WRONG = [
 
 @pytest.mark.sweep(1, free=("rule", "builder"))
 @pytest.mark.parametrize("rule, builder", WRONG)
-def test_a_wrong_rule_is_caught(tiny: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder) -> None:
+def test_a_wrong_rule_is_caught(shallow: Target, truth: Truth, rule: type[SamplingRule], builder: TreeBuilder) -> None:
     """The same test, on as many sequences, rejects a rule that is not lossless."""
-    assert p_value(outputs_of(decoded(tiny, truth, settings(rule), builder)), truth.joint) < 1e-6
+    assert p_value(outputs_of(decoded(shallow, truth, settings(rule), builder)), truth.joint) < 1e-6

@@ -19,12 +19,12 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 10], [100, 3, 44, 8]]
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_captured_and_eager_sessions_give_the_same(tiny: Target, drafted: bool) -> None:
+def test_captured_and_eager_sessions_give_the_same(shallow: Target, drafted: bool) -> None:
     """Warmed up or not, and again by what the first batch left; without capture nothing is held."""
-    drafter, builder = (Eagle3(tiny, vocab_size=512).eval(), Eagle2(3, 8, 3)) if drafted else (None, None)
+    drafter, builder = (Eagle3(shallow, vocab_size=512).eval(), Eagle2(3, 8, 3)) if drafted else (None, None)
     rule = Match(0.8, seed=4)
-    expected = facts(decode(tiny, PROMPTS, rule, 12, drafter, builder, [4, 9, 2]))
-    eager, captured = (Session(tiny, rule, drafter, builder, engine=engine) for engine in ("eager", "captured"))
+    expected = facts(decode(shallow, PROMPTS, rule, 12, drafter, builder, [4, 9, 2]))
+    eager, captured = (Session(shallow, rule, drafter, builder, engine=engine) for engine in ("eager", "captured"))
     assert captured.why_eager is None and eager.why_eager is not None
     for session in (eager, captured, captured):
         assert facts(session.decode(PROMPTS, 12, [4, 9, 2])) == expected
@@ -59,7 +59,7 @@ def test_guard_and_pruning_go_together(tiny: Target) -> None:
         assert one.nodes[:2] == [1, 1] and one.pruned[:2] == one.depths[:2] == [0, 0] and sum(one.pruned) > 0
 
 
-def test_preparing_searches_calibrates_and_refuses(tiny: Target) -> None:
+def test_preparing_searches_calibrates_and_refuses(shallow: Target) -> None:
     """Settings are searched and trees measured on the prompts that are asked for; a rule that would be wrong is refused."""
     asked = []
 
@@ -67,11 +67,11 @@ def test_preparing_searches_calibrates_and_refuses(tiny: Target) -> None:
         asked.append(1)
         return PROMPTS[:1]
 
-    drafter, builder = LayerSkipping(tiny, search_steps=2, answer_tokens=4), Static(depth=2, budget=4)
-    session = Session.prepare(tiny, drafter, builder, Greedy(), prompts, engine="eager")
+    drafter, builder = LayerSkipping(shallow, search_steps=2, answer_tokens=4), Static(depth=2, budget=4)
+    session = Session.prepare(shallow, drafter, builder, Greedy(), prompts, engine="eager")
     assert drafter.searched and len(builder.paths) == 3 and len(asked) == 2 and not drafter.training
-    assert [one.output for one in session.decode(PROMPTS, 6)] == [one.output for one in decode(tiny, PROMPTS, Greedy(), 6)]
-    Session.prepare(tiny, Ngram(tiny), Chain(2), Recursive(), prompts)
+    assert [one.output for one in session.decode(PROMPTS, 6)] == [one.output for one in decode(shallow, PROMPTS, Greedy(), 6)]
+    Session.prepare(shallow, Ngram(shallow), Chain(2), Recursive(), prompts)
     assert len(asked) == 2
     with pytest.raises(UserError, match="acceptance=recursive"):
-        Session.prepare(tiny, Eagle3(tiny, vocab_size=64), Chain(2), Recursive(), prompts)
+        Session.prepare(shallow, Eagle3(shallow, vocab_size=64), Chain(2), Recursive(), prompts)

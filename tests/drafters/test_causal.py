@@ -24,13 +24,13 @@ from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.loading import load_tiny
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import load_tensors, tensors_of
 from spectrain.trees import Chain, DySpec, Eagle2, Rollout, TreeBuilder
 from spectrain.trees.base import Prefix
 from tests.decoding.rounds import Keeping
+from tests.targets import cut_tiny
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -79,10 +79,10 @@ def test_cut_layers_are_evenly_spaced_copies(tiny: Target, count: int, kept: lis
         assert torch.equal(left.weight, right.weight)
 
 
-def test_a_cut_copy_shares_no_memory_with_the_target(tiny: Target) -> None:
+def test_a_cut_copy_shares_no_memory_with_the_target(shallow: Target) -> None:
     """Learning never writes into the target."""
-    theirs = {parameter.data_ptr() for parameter in tiny.parameters()}
-    assert theirs.isdisjoint(parameter.data_ptr() for parameter in Causal(tiny, num_layers=2).parameters())
+    theirs = {parameter.data_ptr() for parameter in shallow.parameters()}
+    assert theirs.isdisjoint(parameter.data_ptr() for parameter in Causal(shallow, num_layers=2).parameters())
 
 
 @pytest.mark.parametrize("count", [8, 9, -1])
@@ -92,10 +92,10 @@ def test_a_cut_that_cuts_nothing_is_refused(tiny: Target, count: int) -> None:
         cut_model(tiny, count)
 
 
-def test_zero_layers_are_refused(tiny: Target) -> None:
+def test_zero_layers_are_refused(shallow: Target) -> None:
     """drafter.num_layers=0 is a mistake, and not the default."""
     with pytest.raises(UserError, match=r"drafter\.num_layers=0"):
-        Causal(tiny, num_layers=0)
+        Causal(shallow, num_layers=0)
 
 
 def test_a_quarter_of_the_layers_by_default(tiny: Target) -> None:
@@ -137,11 +137,11 @@ def watching(builder: TreeBuilder) -> tuple[list[tuple[list[int], Tensor]], Tree
 @pytest.mark.parametrize(
     "builder", [Chain(4), Chain(3, "sampled", 0.7), Eagle2(3, 6, 2), DySpec(3, 6)], ids=["chain", "drawn", "eagle2", "dyspec"]
 )
-def test_what_is_drafted_is_what_is_trained(tiny: Target, builder: TreeBuilder, count: int) -> None:
+def test_what_is_drafted_is_what_is_trained(shallow: Target, builder: TreeBuilder, count: int) -> None:
     """After every node, over ragged rounds, the rollout's log q equals the training forward's over the whole text."""
-    drafter = Causal(tiny, num_layers=6)
+    drafter = Causal(shallow, num_layers=2)
     seen, builder = watching(builder)
-    written = decode(tiny, PROMPTS[:count], Greedy(), 16, drafter, builder, ignore_eos=True)
+    written = decode(shallow, PROMPTS[:count], Greedy(), 16, drafter, builder, ignore_eos=True)
     accepted = [one.accepted for one in written]
     assert max(map(max, accepted)) > 1 and min(map(len, accepted)) > 2 and (count == 1 or accepted[0] != accepted[1])
     assert len(seen) > 10
@@ -153,7 +153,7 @@ def test_what_is_drafted_is_what_is_trained(tiny: Target, builder: TreeBuilder, 
 
 def padded(rows: int) -> Target:
     """The tiny target with more rows of embeddings than its tokenizer has tokens."""
-    target = load_tiny()
+    target = cut_tiny(3)
     target.model.resize_token_embeddings(target.head.vocab_size + rows, mean_resizing=False)  # type: ignore[operator]
     with torch.no_grad():
         target.head.output.weight[-rows:] = 0
@@ -165,7 +165,7 @@ def padded(rows: int) -> Target:
 @pytest.mark.parametrize(("mine", "theirs"), [(2112, 0), (2048, 64), (2080, 64)])
 def test_padded_vocabularies(mine: int, theirs: int, builder: TreeBuilder) -> None:
     """With more or fewer rows than the target's, the output is the target's own and no id is drafted that either lacks."""
-    target = padded(theirs) if theirs else load_tiny()
+    target = padded(theirs) if theirs else cut_tiny(3)
     drafter = fresh(target, vocab_size=mine)
     with torch.no_grad():
         drafter.model.head.output.weight[2048:] = 100 * drafter.model.head.output.weight[:1]  # often the likeliest ones
@@ -178,10 +178,10 @@ def test_padded_vocabularies(mine: int, theirs: int, builder: TreeBuilder) -> No
     assert torch.isfinite(losses.total) and losses.total > 0
 
 
-def test_a_vocabulary_without_all_tokens_is_refused(tiny: Target) -> None:
+def test_a_vocabulary_without_all_tokens_is_refused(shallow: Target) -> None:
     """A drafter that has no embedding for a token of the tokenizer could not read what the target says."""
     with pytest.raises(UserError, match=r"drafter\.architecture.*vocab_size"):
-        fresh(tiny, vocab_size=2000)
+        fresh(shallow, vocab_size=2000)
 
 
 # Saving
@@ -198,7 +198,7 @@ def rebuilt(drafter: Causal, target: Target, **options: Any) -> Causal:
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_layers": 3},
+        {"num_layers": 2},
         {"architecture": ARCHITECTURE},
         {"architecture": {**ARCHITECTURE, "tie_word_embeddings": True}},
         {"architecture": {**ARCHITECTURE, "vocab_size": 32000, "max_position_embeddings": 2048}},
@@ -206,10 +206,10 @@ def rebuilt(drafter: Causal, target: Target, **options: Any) -> Causal:
     ],
     ids=["cut", "untied", "tied", "class defaults", "qwen2"],
 )
-def test_saved_settings_rebuild_the_drafter(tiny: Target, options: dict[str, Any]) -> None:
+def test_saved_settings_rebuild_the_drafter(shallow: Target, options: dict[str, Any]) -> None:
     """Settings and tensors alone give the same configuration, the same weights and the same logits."""
-    drafter = Causal(tiny, **options)
-    again = rebuilt(drafter, tiny, **options)
+    drafter = Causal(shallow, **options)
+    again = rebuilt(drafter, shallow, **options)
     mine, theirs = (made.model.config.to_dict() for made in (drafter, again))
     assert {key: value for key, value in mine.items() if value != theirs.get(key)}.keys() <= {
         "architectures",
@@ -223,22 +223,22 @@ def test_saved_settings_rebuild_the_drafter(tiny: Target, options: dict[str, Any
     )
 
 
-def test_saved_settings_need_no_other_directory(tiny: Target, tmp_path: Path) -> None:
+def test_saved_settings_need_no_other_directory(shallow: Target, tmp_path: Path) -> None:
     """A drafter that came from a directory loads when that directory is gone."""
-    fresh(tiny).model.save(tmp_path / "model")
-    drafter = Causal(tiny, model=str(tmp_path / "model"))
+    fresh(shallow).model.save(tmp_path / "model")
+    drafter = Causal(shallow, model=str(tmp_path / "model"))
     shutil.rmtree(tmp_path / "model")
-    again = rebuilt(drafter, tiny, model=str(tmp_path / "model"))
+    again = rebuilt(drafter, shallow, model=str(tmp_path / "model"))
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in drafter.state_dict().items())
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_tied_embeddings_are_saved_once(tiny: Target, tied: bool) -> None:
+def test_tied_embeddings_are_saved_once(shallow: Target, tied: bool) -> None:
     """Tied embeddings are one tensor of the file and stay tied after loading."""
-    drafter = fresh(tiny, tie_word_embeddings=tied)
+    drafter = fresh(shallow, tie_word_embeddings=tied)
     full = [name for name, tensor in tensors_of(drafter).items() if tensor.shape == (2048, 32)]
     assert len(full) == (1 if tied else 2)
-    head = rebuilt(drafter, tiny).model.head
+    head = rebuilt(drafter, shallow).model.head
     assert (head.output.weight is head.embedding.weight) == tied
 
 
@@ -258,12 +258,12 @@ def tokenizer_of(target: Target, folder: Path, swap: tuple[str, str] | None = No
     return PreTrainedTokenizerFast(tokenizer_file=str(file), **special)
 
 
-def test_the_same_tokenizer_passes(tiny: Target, tmp_path: Path) -> None:
+def test_the_same_tokenizer_passes(shallow: Target, tmp_path: Path) -> None:
     """A copy of the tokenizer is the target's, and so is that of a saved drafter, which loads as it was."""
-    check_tokenizer(tokenizer_of(tiny, tmp_path / "copy"), tiny.tokenizer, "copy")
-    drafter = fresh(tiny)
+    check_tokenizer(tokenizer_of(shallow, tmp_path / "copy"), shallow.tokenizer, "copy")
+    drafter = fresh(shallow)
     drafter.model.save(tmp_path / "model")
-    loaded = Causal(tiny, model=str(tmp_path / "model"))
+    loaded = Causal(shallow, model=str(tmp_path / "model"))
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in drafter.state_dict().items())
 
 
@@ -273,37 +273,37 @@ def other_tokens(target: Target) -> tuple[str, str]:
     return str(names[0]), str(names[1])
 
 
-def test_a_tokenizer_with_a_changed_id_is_refused(tiny: Target, tmp_path: Path) -> None:
+def test_a_tokenizer_with_a_changed_id_is_refused(shallow: Target, tmp_path: Path) -> None:
     """The tokens whose ids differ are named, with both ids."""
-    one, two = other_tokens(tiny)
+    one, two = other_tokens(shallow)
     with pytest.raises(UserError) as caught:
-        check_tokenizer(tokenizer_of(tiny, tmp_path, (one, two)), tiny.tokenizer, "DIR")
+        check_tokenizer(tokenizer_of(shallow, tmp_path, (one, two)), shallow.tokenizer, "DIR")
     assert str(caught.value).startswith("drafter.model=DIR: its tokenizer is not the target's")
     assert f"{one!r} is 4 against 3" in str(caught.value) and f"{two!r} is 3 against 4" in str(caught.value)
 
 
 @pytest.mark.parametrize("special", ["eos_token", "bos_token"])
-def test_a_tokenizer_with_another_special_token_is_refused(tiny: Target, tmp_path: Path, special: str) -> None:
+def test_a_tokenizer_with_another_special_token_is_refused(shallow: Target, tmp_path: Path, special: str) -> None:
     """Another end or beginning of text is named."""
     with pytest.raises(UserError, match=rf"{special} '<\|im_start\|>' against"):
-        check_tokenizer(tokenizer_of(tiny, tmp_path, **{special: "<|im_start|>"}), tiny.tokenizer, "DIR")
+        check_tokenizer(tokenizer_of(shallow, tmp_path, **{special: "<|im_start|>"}), shallow.tokenizer, "DIR")
 
 
-def test_a_tokenizer_with_one_token_more_is_refused(tiny: Target, tmp_path: Path) -> None:
+def test_a_tokenizer_with_one_token_more_is_refused(shallow: Target, tmp_path: Path) -> None:
     """A token that the target's lacks is named, as is one that only the target's has."""
-    more = tokenizer_of(tiny, tmp_path)
+    more = tokenizer_of(shallow, tmp_path)
     more.add_tokens(["<extra>"])
-    for mine, theirs in ((more, tiny.tokenizer), (tiny.tokenizer, more)):
+    for mine, theirs in ((more, shallow.tokenizer), (shallow.tokenizer, more)):
         with pytest.raises(UserError, match="'<extra>' is (2048|None) against (2048|None)"):
             check_tokenizer(mine, theirs, "DIR")
 
 
-def test_a_model_with_another_tokenizer_is_refused(tiny: Target, tmp_path: Path) -> None:
+def test_a_model_with_another_tokenizer_is_refused(shallow: Target, tmp_path: Path) -> None:
     """The check is made when a directory is loaded."""
-    fresh(tiny).model.save(tmp_path)
-    tokenizer_of(tiny, tmp_path, other_tokens(tiny)).save_pretrained(tmp_path)
+    fresh(shallow).model.save(tmp_path)
+    tokenizer_of(shallow, tmp_path, other_tokens(shallow)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"drafter\.model=.*its tokenizer is not the target's"):
-        Causal(tiny, model=str(tmp_path))
+        Causal(shallow, model=str(tmp_path))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -319,10 +319,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "said"), REFUSED, ids=[said for _, said in REFUSED])
-def test_bad_settings_are_refused(tiny: Target, options: dict[str, Any], said: str) -> None:
+def test_bad_settings_are_refused(shallow: Target, options: dict[str, Any], said: str) -> None:
     """A setting that cannot be met is refused under its own key."""
     with pytest.raises(UserError, match=said):
-        Causal(tiny, **options)
+        Causal(shallow, **options)
 
 
 # Training
@@ -352,33 +352,35 @@ def brute_force(target: Target, drafter: Causal, batch: Batch, temperature: floa
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("loss", ["cross_entropy", *DIVERGENCES])
-def test_the_loss_equals_brute_force(tiny: Target, loss: Any, temperature: float) -> None:
+def test_the_loss_equals_brute_force(shallow: Target, loss: Any, temperature: float) -> None:
     """Sum, hits and count are those of a loop over the assistant's tokens, both distributions at loss_temperature."""
-    drafter = Causal(tiny, num_layers=6, loss=loss, beta=0.3, loss_temperature=temperature)
-    batch = batch_of(tiny, drafter)
-    losses = drafter.loss(batch, tiny, TrainingState())
-    total, hits, count = brute_force(tiny, drafter, batch, temperature)
+    drafter = Causal(shallow, num_layers=2, loss=loss, beta=0.3, loss_temperature=temperature)
+    batch = batch_of(shallow, drafter)
+    losses = drafter.loss(batch, shallow, TrainingState())
+    total, hits, count = brute_force(shallow, drafter, batch, temperature)
     assert losses.terms.keys() == {loss}
     torch.testing.assert_close(losses.total.detach(), total, rtol=1e-4, atol=1e-3)
     assert losses.hits.tolist() == [hits] and losses.counts.tolist() == [count] == [batch.num_supervised]
 
 
-def test_many_rows_add_up(tiny: Target) -> None:
+def test_many_rows_add_up(shallow: Target) -> None:
     """More supervised tokens than are taken at once give the sum of their parts."""
-    drafter = fresh(tiny)
+    drafter = fresh(shallow)
     rows = torch.randint(3, 2000, (3, 500)).tolist()
     data = Dataset([Example(row, [i > 0 for i in range(500)]) for row in rows], 3, 0, 0)
-    whole = drafter.loss(Live().batch(BatchRequest(data[[0, 1, 2]], tiny, ("final",))), tiny, TrainingState())
-    parts = [drafter.loss(Live().batch(BatchRequest(data[[n]], tiny, ("final",))), tiny, TrainingState()) for n in range(3)]
+    whole = drafter.loss(Live().batch(BatchRequest(data[[0, 1, 2]], shallow, ("final",))), shallow, TrainingState())
+    parts = [
+        drafter.loss(Live().batch(BatchRequest(data[[n]], shallow, ("final",))), shallow, TrainingState()) for n in range(3)
+    ]
     torch.testing.assert_close(whole.total, torch.stack([part.total for part in parts]).sum(), rtol=1e-4, atol=1e-3)
     assert whole.counts.tolist() == [1497] and whole.hits.item() == sum(part.hits.item() for part in parts)
 
 
 @pytest.mark.parametrize("place", [2, 3, 4, 6, 8, 11, 12, 23])
-def test_prompt_tokens_carry_no_loss(tiny: Target, place: int) -> None:
+def test_prompt_tokens_carry_no_loss(shallow: Target, place: int) -> None:
     """The logits after token t - 1 get a gradient exactly where token t is the assistant's."""
-    drafter = fresh(tiny)
-    batch = batch_of(tiny, drafter)
+    drafter = fresh(shallow)
+    batch = batch_of(shallow, drafter)
     held: list[Tensor] = []
 
     def hold(module: Any, args: Any, output: Tensor) -> Tensor:
@@ -387,7 +389,7 @@ def test_prompt_tokens_carry_no_loss(tiny: Target, place: int) -> None:
         return output
 
     handle = drafter.model.decoder.norm.register_forward_hook(hold)
-    drafter.loss(batch, tiny, TrainingState()).total.backward()
+    drafter.loss(batch, shallow, TrainingState()).total.backward()
     handle.remove()
     assert held[0].grad is not None
     assert bool(held[0].grad[0, place - 1].abs().sum() > 0) == bool(batch.loss_mask[0, place])
@@ -396,7 +398,7 @@ def test_prompt_tokens_carry_no_loss(tiny: Target, place: int) -> None:
 @pytest.mark.parametrize("options", [{"num_layers": 2}, {"architecture": ARCHITECTURE}], ids=["cut", "fresh"])
 def test_gradients_do_not_reach_the_target(options: dict[str, Any]) -> None:
     """Even a target that could learn gets no gradient; every parameter of the drafter gets one."""
-    target = load_tiny()
+    target = cut_tiny(3)
     drafter = Causal(target, **options)
     target.requires_grad_(True)
     drafter.loss(batch_of(target, drafter), target, TrainingState()).total.backward()
@@ -407,10 +409,10 @@ def test_gradients_do_not_reach_the_target(options: dict[str, Any]) -> None:
 # As an assistant of transformers' own
 
 
-def test_transformers_drafts_with_it_the_same(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformers_drafts_with_it_the_same(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As assistant_model of generate, the saved drafter drafts in every round what it drafts here, and as much is kept."""
     depth, limit = 4, 16
-    drafter = Causal(tiny, num_layers=6).eval()
+    drafter = Causal(shallow, num_layers=2).eval()
     drafter.model.save(tmp_path)
     assistant: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     settings = assistant.generation_config
@@ -432,15 +434,15 @@ def test_transformers_drafts_with_it_the_same(tiny: Target, tmp_path: Path, monk
 
     monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", watched)
     monkeypatch.setattr(AssistedCandidateGenerator, "update_candidate_strategy", counted)
-    with plain_model(tiny) as model:
+    with plain_model(shallow) as model:
         assisted = [generate(model, prompt, limit, frozenset(), assistant_model=assistant) for prompt in PROMPTS]
-    assert assisted == [decode(tiny, [prompt], Greedy(), limit, ignore_eos=True)[0].output for prompt in PROMPTS]
+    assert assisted == [decode(shallow, [prompt], Greedy(), limit, ignore_eos=True)[0].output for prompt in PROMPTS]
     assert len(rounds) == len(kept) and {0} < set(kept)
     theirs, ours, drafted = torch.zeros(depth), torch.zeros(depth), 0
     for (text, candidates), count in zip(rounds, kept):
         assert candidates == decode(drafter.model, [text], Greedy(), depth, ignore_eos=True)[0].output[: len(candidates)]
         if len(candidates) == depth and text not in PROMPTS:  # in our engine a round begins behind a token of the target
-            (one,) = decode(tiny, [text[:-1]], Greedy(), depth + 2, drafter, Chain(depth), ignore_eos=True)
+            (one,) = decode(shallow, [text[:-1]], Greedy(), depth + 2, drafter, Chain(depth), ignore_eos=True)
             ours += torch.arange(depth) < one.accepted[0] - 1
             theirs += torch.arange(depth) < count
             drafted += 1

@@ -164,8 +164,8 @@ def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: T
     drafter.eval()
     kept = Keeping(builder)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (5, 9, 2)[:batch]]
-    expected = [decode(target, [prompt], Greedy(), 20)[0].output for prompt in prompts]
-    assert [found.output for found in decode(target, prompts, Greedy(), 20, drafter, kept)] == expected
+    expected = [decode(target, [prompt], Greedy(), 14)[0].output for prompt in prompts]
+    assert [found.output for found in decode(target, prompts, Greedy(), 14, drafter, kept)] == expected
     assert kept.trees
 
 

@@ -47,7 +47,7 @@ from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
 from tests.targets import cut_tiny
 
-MASKS, LIMIT = 3, 24
+MASKS, LIMIT = 3, 16
 STRATEGIES = ("quadratic", "linear")
 STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES)
 EVERY: tuple[Any, ...] = (*range(4), "final")

@@ -27,7 +27,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.loading import load_hf, load_tiny
+from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.training.state import trained_groups
 from spectrain.training.trainer import Trainer
@@ -35,6 +35,7 @@ from spectrain.trees import Auto, Cartesian, Cast, Chain, DySpec, Eagle2, Entrop
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import begun, proposed
+from tests.targets import cut_tiny
 
 HEADS = 3
 ADAPTATIONS: dict[str, dict[str, Any]] = {
@@ -78,10 +79,10 @@ def disturb(drafter: Medusa) -> None:
 # Heads
 
 
-def cyclic(tiny: Target, period: int = 11, base: int = 100) -> Batch:
+def cyclic(shallow: Target, period: int = 11, base: int = 100) -> Batch:
     """A cycle of tokens base, base + 1, .., with features that say where in the cycle an index is, and nothing else."""
     phase = torch.arange(30) % period
-    final = F.one_hot(phase, tiny.width).float()[None]
+    final = F.one_hot(phase, shallow.width).float()[None]
     tokens = (base + phase)[None]
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, :9] = False
@@ -90,14 +91,14 @@ def cyclic(tiny: Target, period: int = 11, base: int = 100) -> Batch:
 
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("offset", range(7))
-def test_head_k_is_taught_token_t_plus_2_plus_k(tiny: Target, offset: int, layers: int) -> None:
+def test_head_k_is_taught_token_t_plus_2_plus_k(shallow: Target, offset: int, layers: int) -> None:
     """A head that says token t + offset of a cycle is right everywhere where offset is 2 + k, and nowhere else."""
-    drafter = Medusa(tiny, num_heads=HEADS, num_layers=layers, vocab_size=256)
+    drafter = Medusa(shallow, num_heads=HEADS, num_layers=layers, vocab_size=256)
     with torch.no_grad():
         for head in drafter.heads:
             head.lm_head.weight.zero_()
             head.lm_head.weight[100 + (torch.arange(11) + offset) % 11, torch.arange(11)] = 30.0
-    losses = drafter.loss(cyclic(tiny), tiny, TrainingState())
+    losses = drafter.loss(cyclic(shallow), shallow, TrainingState())
     for k in range(HEADS):
         right = offset == 2 + k
         assert losses.counts[k] == 21 and losses.hits[k] == (21 if right else 0)
@@ -105,43 +106,43 @@ def test_head_k_is_taught_token_t_plus_2_plus_k(tiny: Target, offset: int, layer
 
 
 @pytest.mark.parametrize("place", [0, 4, 8, 9, 20, 29])
-def test_only_the_assistants_tokens_carry_loss(tiny: Target, place: int) -> None:
+def test_only_the_assistants_tokens_carry_loss(shallow: Target, place: int) -> None:
     """With fixed features, another token at a place changes the loss where the assistant wrote it and not in the prompt."""
-    drafter, batch = make(tiny, noise=1.0, vocab_size=2048), cyclic(tiny)
+    drafter, batch = make(shallow, noise=1.0, vocab_size=2048), cyclic(shallow)
     tokens = batch.tokens.clone()
     tokens[0, place] = 777
     found = [
-        drafter.loss(Batch(t, batch.loss_mask, batch.features), tiny, TrainingState()).total.item()
+        drafter.loss(Batch(t, batch.loss_mask, batch.features), shallow, TrainingState()).total.item()
         for t in (batch.tokens, tokens)
     ]
     assert (found[0] != found[1]) == bool(batch.loss_mask[0, place])
 
 
-def test_head_weights_are_powers_of_the_decay(tiny: Target) -> None:
+def test_head_weights_are_powers_of_the_decay(shallow: Target) -> None:
     """Head k counts head_decay ** (k + 1)."""
-    plain, decayed = make(tiny, noise=1.0, head_decay=1.0), make(tiny, noise=1.0, head_decay=0.5)
-    batch = batch_of(tiny, plain, 0)
-    terms, fewer = plain.loss(batch, tiny, TrainingState()).terms, decayed.loss(batch, tiny, TrainingState()).terms
+    plain, decayed = make(shallow, noise=1.0, head_decay=1.0), make(shallow, noise=1.0, head_decay=0.5)
+    batch = batch_of(shallow, plain, 0)
+    terms, fewer = plain.loss(batch, shallow, TrainingState()).terms, decayed.loss(batch, shallow, TrainingState()).terms
     for k in range(HEADS):
         assert fewer[f"head{k}"].item() == pytest.approx(0.5 ** (k + 1) * terms[f"head{k}"].item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_heads_start_as_the_targets_own(tiny: Target, layers: int) -> None:
+def test_heads_start_as_the_targets_own(shallow: Target, layers: int) -> None:
     """Before training every head's logits are the target's at the draft vocabulary."""
-    drafter = make(tiny, num_layers=layers)
-    final = tiny.features(torch.randint(3, 2000, (2, 9)), ("final",)).at("final")
+    drafter = make(shallow, num_layers=layers)
+    final = shallow.features(torch.randint(3, 2000, (2, 9)), ("final",)).at("final")
     for head in drafter.heads:
-        torch.testing.assert_close(head(final), tiny.head.logits(final)[..., drafter.draft_ids], rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(head(final), shallow.head.logits(final)[..., drafter.draft_ids], rtol=1e-5, atol=1e-4)
 
 
-def test_heads_share_no_parameter_and_grow_apart(tiny: Target, tmp_path: Path) -> None:
+def test_heads_share_no_parameter_and_grow_apart(shallow: Target, tmp_path: Path) -> None:
     """Every parameter has a storage of its own, also in stacked blocks, and one step makes all heads differ."""
-    drafter = make(tiny, num_layers=2)
+    drafter = make(shallow, num_layers=2)
     pointers = [parameter.data_ptr() for parameter in drafter.parameters()]
     assert len(set(pointers)) == len(pointers) == HEADS * 5
     assert drafter.heads[0].blocks[0] is not drafter.heads[0].blocks[1]
-    Trainer(lr=1e-3, max_steps=1).fit(drafter, tiny, dataset(), Live(), tmp_path)
+    Trainer(lr=1e-3, max_steps=1).fit(drafter, shallow, dataset(), Live(), tmp_path)
     for one, other in ((0, 1), (0, 2), (1, 2)):
         for name, parameter in drafter.heads[one].named_parameters():
             assert not torch.equal(parameter, drafter.heads[other].get_parameter(name)), name
@@ -156,9 +157,9 @@ def paths(tree: TokenTree, row: int) -> set[tuple[int, ...]]:
     return {tuple(tree.tokens[row, tree.ancestors[row, node]].tolist()[1:]) for node in nodes}
 
 
-def said(tiny: Target, drafter: Medusa, prompt: list[int]) -> Tensor:
+def said(shallow: Target, drafter: Medusa, prompt: list[int]) -> Tensor:
     """[K, V] log q of every head after a prompt."""
-    final = tiny.features(torch.tensor([prompt]), ("final",)).at("final")[0, -1]
+    final = shallow.features(torch.tensor([prompt]), ("final",)).at("final")[0, -1]
     return torch.stack([head(final) for head in drafter.heads]).log_softmax(-1)
 
 
@@ -166,17 +167,17 @@ SHAPE = [(0,), (1,), (4,), (0, 0), (0, 2), (4, 1), (0, 2, 0), (0, 2, 3)]
 
 
 @pytest.mark.parametrize("kind", ["chain", "static", "eagle2"])
-def test_tree_says_at_depth_d_what_head_d_says(tiny: Target, kind: str) -> None:
+def test_tree_says_at_depth_d_what_head_d_says(shallow: Target, kind: str) -> None:
     """Whatever the path, the tokens at a depth are that head's likeliest; a batch is what its rows are alone."""
-    drafter = make(tiny, noise=1.0)
+    drafter = make(shallow, noise=1.0)
     builder: TreeBuilder = {"chain": Chain(3), "static": Static(paths=[list(path) for path in SHAPE]),
                             "eagle2": Eagle2(depth=3, budget=6, top_k=5)}[kind]  # fmt: skip
     prompts = [[5, 6, 7, 8, 9], [40, 41]]
     with torch.no_grad():
-        tree = proposed(drafter, begun(tiny, prompts, drafter, builder), builder)
+        tree = proposed(drafter, begun(shallow, prompts, drafter, builder), builder)
     tree.check()
     for row, prompt in enumerate(prompts):
-        best = said(tiny, drafter, prompt).sort(descending=True)
+        best = said(shallow, drafter, prompt).sort(descending=True)
         tokens, log_q = drafter.draft_ids[best.indices].tolist(), best.values.tolist()
         chosen = {"chain": [(0,), (0, 0), (0, 0, 0)], "static": SHAPE}.get(kind)
         if chosen is None:  # the five likeliest paths of all
@@ -200,26 +201,26 @@ DEEP: list[TreeBuilder] = [
 
 
 @pytest.fixture(scope="module")
-def fitted(tiny: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Medusa, list[list[int]], list[list[int]]]:
+def fitted(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Medusa, list[list[int]], list[list[int]]]:
     """A drafter fitted to the target's greedy answers; the prompts; the answers."""
     torch.manual_seed(1)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (9, 4, 6)]
-    answers = [decode(tiny, [prompt], Greedy(), 24, ignore_eos=True)[0].output for prompt in prompts]
+    answers = [decode(shallow, [prompt], Greedy(), 24, ignore_eos=True)[0].output for prompt in prompts]
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
-    drafter = make(tiny, vocab_size=2048)
+    drafter = make(shallow, vocab_size=2048)
     run = tmp_path_factory.mktemp("fit")
-    Trainer(lr=3e-3, max_steps=40, warmup=0.0).fit(drafter, tiny, Dataset(rows, 3, 0, 0), Live(), run)
+    Trainer(lr=3e-3, max_steps=40, warmup=0.0).fit(drafter, shallow, Dataset(rows, 3, 0, 0), Live(), run)
     return drafter.eval(), prompts, answers
 
 
 @pytest.mark.sweep(4)
 @pytest.mark.parametrize("builder", DEEP, ids=lambda builder: builder.name)
 def test_trees_end_at_the_last_head_and_stay_lossless(
-    tiny: Target, fitted: tuple[Medusa, list[list[int]], list[list[int]]], builder: TreeBuilder
+    shallow: Target, fitted: tuple[Medusa, list[list[int]], list[list[int]]], builder: TreeBuilder
 ) -> None:
     """A builder that would go deeper stops at the number of heads, and the output is greedy decoding's."""
     drafter, prompts, answers = fitted
-    found = decode(tiny, prompts, Greedy(), 24, drafter, builder, ignore_eos=True)
+    found = decode(shallow, prompts, Greedy(), 24, drafter, builder, ignore_eos=True)
     assert [generation.output for generation in found] == answers
     assert builder.depth > HEADS and max(depth for generation in found for depth in generation.depths) == HEADS
     assert max(count for generation in found for count in generation.accepted) > 2
@@ -230,7 +231,7 @@ def test_trees_end_at_the_last_head_and_stay_lossless(
 
 def test_stages_and_their_groups() -> None:
     """Heads alone, with features, for heads_first of the steps; then, without, both, the target at its own rate."""
-    target = load_tiny()
+    target = cut_tiny(3)
     drafter = make(target, adapt="lora", heads_first=0.3, target_lr_scale=0.1)
     assert [stage_at(drafter.stages, step, 10) for step in range(10)] == [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]
     assert drafter.stages[0].layers == ("final",) and drafter.stages[1].layers == ()
@@ -247,7 +248,7 @@ def test_stages_and_their_groups() -> None:
 ])  # fmt: skip
 def test_schedule_weighs_the_heads(schedule: str, progress: float, factor: float) -> None:
     """In the second stage, from 0.4 to 1, heads count coefficient * schedule of what they count in the first."""
-    target = load_tiny()
+    target = cut_tiny(3)
     drafter = make(target, noise=1.0, adapt="lora", heads_first=0.4, heads_coefficient=0.3, schedule=schedule)
     state = TrainingState(progress=progress)
     alone, joint = (drafter.loss(batch_of(target, drafter, stage), target, state) for stage in (0, 1))
@@ -259,7 +260,7 @@ def test_schedule_weighs_the_heads(schedule: str, progress: float, factor: float
 
 def test_language_model_loss_is_the_datas_cross_entropy() -> None:
     """Without self-distillation the target's own loss is that of the assistant's tokens, summed."""
-    target = load_tiny()
+    target = cut_tiny(3)
     drafter = make(target, adapt="lora")
     disturb(drafter)
     batch = batch_of(target, drafter, 1)
@@ -272,7 +273,7 @@ def test_language_model_loss_is_the_datas_cross_entropy() -> None:
 
 def test_self_distillation_is_the_divergence_from_the_original() -> None:
     """0 while adapters are nothing, with a gradient for them from the heads; then sum p (log p - log q), p another copy's."""
-    target, original = load_tiny(), load_tiny()
+    target, original = cut_tiny(3), cut_tiny(3)
     drafter = make(target, noise=1.0, adapt="lora", self_distillation=True)
     batch = batch_of(target, drafter, 1)
     assert drafter.loss(batch, target, TrainingState()).terms["language_model"].item() == 0.0
@@ -290,7 +291,7 @@ def test_self_distillation_is_the_divergence_from_the_original() -> None:
 @ADAPTED
 def test_target_learns_in_the_second_stage_only(options: dict[str, Any], tmp_path: Path) -> None:
     """In stage 0 the target has no gradient and stays; in stage 1 what is adapted moves, and what is not stays till the end."""
-    target = load_tiny()
+    target = cut_tiny(3)
     drafter = make(target, **options)
     drafter_before = [parameter.detach().clone() for parameter in drafter.parameters()]
     trained_groups(drafter, target, 0)
@@ -315,7 +316,7 @@ def test_target_learns_in_the_second_stage_only(options: dict[str, Any], tmp_pat
 @ADAPTED
 def test_trained_target_decodes_as_it_is_saved(options: dict[str, Any], tmp_path: Path) -> None:
     """A target that had already decoded says, once trained, what its saved copy says, and not what it said before."""
-    target = load_tiny()
+    target = cut_tiny(3)
     target.pack()
     drafter = make(target, **options)
     tokens = torch.randint(3, 2000, (1, 12))
@@ -330,7 +331,7 @@ def test_trained_target_decodes_as_it_is_saved(options: dict[str, Any], tmp_path
 
 def test_warm_up_starts_anew_with_the_second_stage(tmp_path: Path) -> None:
     """Rates rise from the start of each stage on the same cosine, and the drafter is told how far training is."""
-    target = load_tiny()
+    target = cut_tiny(3)
     drafter = make(target, adapt="lora")
     trainer = Trainer(lr=1e-3, max_steps=10, warmup=0.2, log_every=1)
     with patch.object(Medusa, "loss", autospec=True, side_effect=Medusa.loss) as loss:
@@ -360,10 +361,10 @@ def test_resumed_equals_uninterrupted(options: dict[str, Any], tmp_path: Path, s
                 if at == step:
                     raise Killed
 
-            target = load_tiny()
+            target = cut_tiny(3)
             with pytest.raises(Killed):
                 trainer.fit(make(target, **options), target, dataset(), Live(), tmp_path / name, on_step=kill)
-        target = load_tiny()
+        target = cut_tiny(3)
         drafter = make(target, **options)
         trainer.fit(drafter, target, dataset(), Live(), tmp_path / name)
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
@@ -383,10 +384,10 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("options", "message"), WRONG)
-def test_wrong_settings_are_named(tiny: Target, options: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_named(shallow: Target, options: dict[str, Any], message: str) -> None:
     """A setting out of range, and self-distillation without adapters to switch off, are refused with what to write."""
     with pytest.raises(UserError, match=message):
-        Medusa(tiny, **options)
+        Medusa(shallow, **options)
 
 
 # A whole run

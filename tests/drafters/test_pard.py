@@ -26,7 +26,6 @@ from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
-from spectrain.models.loading import load_tiny
 from spectrain.models.plain import plain_model
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
@@ -35,6 +34,7 @@ from spectrain.trees.base import Draft, Prefix
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
+from tests.targets import cut_tiny
 
 DRAFTS, LIMIT = 4, 20
 ARCHITECTURE: dict[str, Any] = {
@@ -85,10 +85,10 @@ def logits_of(drafter: Pard, text: list[int], count: int) -> Tensor:
 @pytest.mark.parametrize(
     "num_drafts, keep, keep_least", [(4, 0.7, 0.2), (8, 0.7, 0.2), (6, 0.5, 0.5), (3, 1.0, 1.0), (5, 0.3, 0.05), (2, 0.7, 0.2)]
 )
-def test_masks_are_dropped_by_the_formula(tiny: Target, num_drafts: int, keep: float, keep_least: float) -> None:
+def test_masks_are_dropped_by_the_formula(shallow: Target, num_drafts: int, keep: float, keep_least: float) -> None:
     """Of n prefixes with an answer for some mask, max(keep^b, keep_least) n have b masks or more, rounded up."""
-    drafter = make(tiny, num_drafts=num_drafts, keep=keep, keep_least=keep_least)
-    batch = batch_of(tiny, drafter, [0, 1, 2, 3, 4])
+    drafter = make(shallow, num_drafts=num_drafts, keep=keep, keep_least=keep_least)
+    batch = batch_of(shallow, drafter, [0, 1, 2, 3, 4])
     for step in range(3):
         for mask, row in zip(batch.loss_mask, drafter.prefixes(batch, step)):
             possible = [end for end in range(len(mask) - 2) if mask[end + 2 : end + 1 + num_drafts].any()]
@@ -100,20 +100,20 @@ def test_masks_are_dropped_by_the_formula(tiny: Target, num_drafts: int, keep: f
                 assert sum(size >= depth for size in sizes) == math.ceil(share * len(possible))
 
 
-def test_corrections_teach_every_mask(tiny: Target) -> None:
+def test_corrections_teach_every_mask(shallow: Target) -> None:
     """Where single tokens carry loss, each is an answer at every depth, from a prefix of its own."""
-    drafter = make(tiny, keep=1.0)
+    drafter = make(shallow, keep=1.0)
     mask = torch.zeros(1, 26, dtype=torch.bool)
     mask[0, [8, 14, 23]] = True
     batch = Batch(torch.randint(3, 2000, (1, 26)), mask)
-    batch = replace(batch, features=tiny.features(batch.tokens, drafter.stages[0].layers))
-    assert drafter.loss(batch, tiny, TrainingState()).counts.tolist() == [3] * DRAFTS
+    batch = replace(batch, features=shallow.features(batch.tokens, drafter.stages[0].layers))
+    assert drafter.loss(batch, shallow, TrainingState()).counts.tolist() == [3] * DRAFTS
 
 
-def test_every_mask_that_is_kept_sees_the_chain_before_it(tiny: Target) -> None:
+def test_every_mask_that_is_kept_sees_the_chain_before_it(shallow: Target) -> None:
     """The masks of depth b + 1 stand behind some of the prefixes that have depth b: all of a block's are in the forward."""
-    drafter = make(tiny, num_drafts=6)
-    batch = batch_of(tiny, drafter, [0, 1, 2])
+    drafter = make(shallow, num_drafts=6)
+    batch = batch_of(shallow, drafter, [0, 1, 2])
     blocks = add_blocks(batch, drafter.prefixes(batch, 0))
     for row in range(3):
         for place in (blocks.numbers[row] > 0).nonzero()[:, 0].tolist():
@@ -124,32 +124,32 @@ def test_every_mask_that_is_kept_sees_the_chain_before_it(tiny: Target) -> None:
             assert int((blocks.visible[row, place] & (blocks.numbers[row] < 0)).sum()) == first
 
 
-def test_the_drop_is_drawn_for_a_sequence_and_a_step(tiny: Target) -> None:
+def test_the_drop_is_drawn_for_a_sequence_and_a_step(shallow: Target) -> None:
     """It doesn't depend on what else is in the batch, its order or padding; another step or seed draws another one."""
-    drafter = make(tiny, keep=0.5)
-    batch, drawn = batch_of(tiny, drafter, [0, 1, 2, 3, 4]), []
+    drafter = make(shallow, keep=0.5)
+    batch, drawn = batch_of(shallow, drafter, [0, 1, 2, 3, 4]), []
     for step in range(8):
         together = drafter.prefixes(batch, step)
         drawn.append(together)
         assert drafter.prefixes(batch, step) == together
-        assert [drafter.prefixes(batch_of(tiny, drafter, [row]), step)[0] for row in range(5)] == together
+        assert [drafter.prefixes(batch_of(shallow, drafter, [row]), step)[0] for row in range(5)] == together
         rows = [4, 1]
         padded = Batch(F.pad(batch.tokens[rows], (0, 7)), F.pad(batch.loss_mask[rows], (0, 7)))
         assert drafter.prefixes(padded, step) == [together[row] for row in rows]
     assert all(len({tuple(rows[row]) for rows in drawn}) > 4 for row in range(5))
-    other = make(tiny, keep=0.5, seed=1)
+    other = make(shallow, keep=0.5, seed=1)
     assert other.prefixes(batch, 7) != drawn[-1]
 
 
 # Training
 
 
-def independent_loss(tiny: Target, drafter: Pard, batch: Batch) -> tuple[Tensor, list[float], list[float]]:
+def independent_loss(shallow: Target, drafter: Pard, batch: Batch) -> tuple[Tensor, list[float], list[float]]:
     """The loss, hits and counts, from a forward for the text and one for every prefix and its masks."""
     losses, hits, counts = [], [0.0] * drafter.num_drafts, [0.0] * drafter.num_drafts
-    size = min(drafter.model.head.output.weight.shape[0], tiny.head.output.weight.shape[0])
+    size = min(drafter.model.head.output.weight.shape[0], shallow.head.output.weight.shape[0])
     for tokens, mask, prefixes in zip(batch.tokens.tolist(), batch.loss_mask.tolist(), drafter.prefixes(batch, 0)):
-        with plain_model(tiny) as model, torch.no_grad():
+        with plain_model(shallow) as model, torch.no_grad():
             wanted = model(torch.tensor([tokens])).logits[0, :, :size].log_softmax(-1)
         said = [(0, t + 1, row) for t, row in enumerate(logits_of(drafter, tokens, 0))]
         for end, count in prefixes:
@@ -171,12 +171,12 @@ def independent_loss(tiny: Target, drafter: Pard, batch: Batch) -> tuple[Tensor,
     {}, {"loss": "forward_kl"}, {"num_drafts": 2}, {"num_drafts": 6, "keep": 1.0, "loss": "forward_kl"},
     {"vocab_size": 2112, "loss": "forward_kl"}, {"num_layers": 2, "keep_least": 0.6},
 ], ids=["default", "kl", "one mask", "nothing dropped", "padded", "cut"])  # fmt: skip
-def test_loss_is_that_of_every_prefix_alone(tiny: Target, options: dict[str, Any]) -> None:
+def test_loss_is_that_of_every_prefix_alone(shallow: Target, options: dict[str, Any]) -> None:
     """Loss, hits and counts, and the gradient of every weight, equal those of a sum over prefixes, one forward each."""
-    drafter = make(tiny, **options)
-    batch = batch_of(tiny, drafter, [0, 2, 4])
-    losses = drafter.loss(batch, tiny, TrainingState())
-    total, hits, counts = independent_loss(tiny, drafter, batch)
+    drafter = make(shallow, **options)
+    batch = batch_of(shallow, drafter, [0, 2, 4])
+    losses = drafter.loss(batch, shallow, TrainingState())
+    total, hits, counts = independent_loss(shallow, drafter, batch)
     assert list(losses.terms) == [drafter.divergence]
     torch.testing.assert_close(losses.total.detach(), total.detach(), rtol=1e-4, atol=1e-4)
     assert losses.hits.tolist() == hits and losses.counts.tolist() == counts and min(counts) > 0
@@ -188,7 +188,7 @@ def test_loss_is_that_of_every_prefix_alone(tiny: Target, options: dict[str, Any
 
 def test_gradients_reach_the_drafter_only() -> None:
     """The small model and its mask have gradients that are not zero; the target has none."""
-    target = load_tiny()
+    target = cut_tiny(3)
     drafter = make(target, loss="forward_kl")
     drafter.loss(batch_of(target, drafter, [0, 1, 2]), target, TrainingState()).total.backward()
     named = dict(drafter.named_parameters())
@@ -259,7 +259,7 @@ BUILDERS: dict[str, TreeBuilder] = {
 }
 BUILDER = pytest.mark.parametrize("builder", list(BUILDERS.values()), ids=list(BUILDERS))
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "cut": {"num_layers": 6},
+    "cut": {"num_layers": 2},
     "small": {},
     "two": {"num_drafts": 2},
     "padded": {"vocab_size": 2112},
@@ -267,9 +267,9 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def greedy(tiny: Target) -> list[list[int]]:
+def greedy(shallow: Target) -> list[list[int]]:
     """The target's own answers."""
-    return [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
+    return [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
 
 
 @pytest.mark.sweep(1)
@@ -277,12 +277,12 @@ def greedy(tiny: Target) -> list[list[int]]:
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", ["cut", "small"])
 def test_drafts_are_the_small_models(
-    tiny: Target, greedy: list[list[int]], kind: str, count: int, builder: TreeBuilder
+    shallow: Target, greedy: list[list[int]], kind: str, count: int, builder: TreeBuilder
 ) -> None:
     """In every round of every row, done ones too, drafts are those of text and masks alone; and the output is greedy."""
-    drafter = make(tiny, **DRAFTERS[kind])
+    drafter = make(shallow, **DRAFTERS[kind])
     watching = Watching(builder)
-    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
+    found = decode(shallow, PROMPTS[:count], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
     assert [one.output for one in found] == greedy[:count]
     check_said(drafter, watching.seen)
     assert {depth for one in found for depth in one.depths} <= set(range(1, min(builder.depth, DRAFTS) + 1))
@@ -294,12 +294,12 @@ def test_drafts_are_the_small_models(
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("kind", list(DRAFTERS))
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_chain_holds_the_likeliest_token_of_every_place(tiny: Target, kind: str, count: int) -> None:
+def test_a_chain_holds_the_likeliest_token_of_every_place(shallow: Target, kind: str, count: int) -> None:
     """Draft d is the argmax at place d of text and masks, as many as there are places, and the output is greedy."""
-    drafter = make(tiny, **DRAFTERS[kind])
+    drafter = make(shallow, **DRAFTERS[kind])
     watching = Watching(Chain(9))
-    plain = [decode(tiny, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:count]]
-    found = decode(tiny, PROMPTS[:count], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
+    plain = [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS[:count]]
+    found = decode(shallow, PROMPTS[:count], Greedy(), LIMIT, drafter, watching, ignore_eos=True)
     assert [one.output for one in found] == plain and len(watching.trees) > 3
     for texts, tree in zip(watching.texts, watching.trees):
         assert tree.tokens.shape[1] == drafter.num_drafts + 1 and tree.valid.all()
@@ -312,11 +312,11 @@ def test_a_chain_holds_the_likeliest_token_of_every_place(tiny: Target, kind: st
 @pytest.mark.sweep(1)
 @BUILDER
 @pytest.mark.parametrize("count", [1, 3])
-def test_drafted_equals_matched_sampling(tiny: Target, count: int, builder: TreeBuilder) -> None:
+def test_drafted_equals_matched_sampling(shallow: Target, count: int, builder: TreeBuilder) -> None:
     """With the same seed, drafted sampling draws the tokens of autoregressive sampling."""
-    drafter, rule = make(tiny, num_layers=6), Match(temperature=0.3, top_k=50, seed=5)
-    plain = decode(tiny, PROMPTS[:count], rule, LIMIT, ignore_eos=True)
-    found = decode(tiny, PROMPTS[:count], rule, LIMIT, drafter, builder, ignore_eos=True)
+    drafter, rule = make(shallow, num_layers=2), Match(temperature=0.3, top_k=50, seed=5)
+    plain = decode(shallow, PROMPTS[:count], rule, LIMIT, ignore_eos=True)
+    found = decode(shallow, PROMPTS[:count], rule, LIMIT, drafter, builder, ignore_eos=True)
     assert [one.output for one in found] == [one.output for one in plain]
 
 
@@ -326,11 +326,11 @@ def test_drafted_equals_matched_sampling(tiny: Target, count: int, builder: Tree
     (Chain(3, "sampled", 0.7), SpeculativeSampling), (Chain(3, "sampled", 0.7), Recursive),
     (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
 ], ids=["chain", "recursive chain", "tree"])  # fmt: skip
-def test_drawn_children(tiny: Target, greedy: list[list[int]], count: int, drawn: TreeBuilder, rule: Any) -> None:
+def test_drawn_children(shallow: Target, greedy: list[list[int]], count: int, drawn: TreeBuilder, rule: Any) -> None:
     """Rules that weigh p against q: where p allows one token only the output is greedy; drafts are still the small model's."""
-    drafter = make(tiny, num_layers=6)
+    drafter = make(shallow, num_layers=2)
     watching = Watching(drawn)
-    found = decode(tiny, PROMPTS[:count], rule(top_k=1), LIMIT, drafter, watching, ignore_eos=True)
+    found = decode(shallow, PROMPTS[:count], rule(top_k=1), LIMIT, drafter, watching, ignore_eos=True)
     assert [one.output for one in found] == greedy[:count]
     check_said(drafter, watching.seen)
 
@@ -338,36 +338,36 @@ def test_drawn_children(tiny: Target, greedy: list[list[int]], count: int, drawn
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("pattern", [".d", "d..", "....ddd"])
-def test_rounds_without_a_draft(tiny: Target, greedy: list[list[int]], pattern: str, count: int) -> None:
+def test_rounds_without_a_draft(shallow: Target, greedy: list[list[int]], pattern: str, count: int) -> None:
     """Whichever rounds draft, the output is greedy, and what the rounds between them emitted has been read."""
-    drafter, switch = make(tiny, num_layers=6), Switch(pattern)
+    drafter, switch = make(shallow, num_layers=2), Switch(pattern)
     watching = Watching(Chain(3))
-    session = Session(tiny, Greedy(), drafter, watching, guard=cast(Guard, switch))
+    session = Session(shallow, Greedy(), drafter, watching, guard=cast(Guard, switch))
     found = session.decode(PROMPTS[:count], LIMIT, ignore_eos=True)
     assert [one.output for one in found] == greedy[:count]
     assert all((depth > 0) == drafted for one in found for depth, (drafted, _) in zip(one.depths, switch.recorded))
     check_said(drafter, watching.seen)
 
 
-def test_a_round_is_one_forward(tiny: Target) -> None:
+def test_a_round_is_one_forward(shallow: Target) -> None:
     """However deep the drafts, the small model runs once a round, and a second decode starts afresh."""
-    drafter, calls = make(tiny, num_layers=6), []
+    drafter, calls = make(shallow, num_layers=2), []
     drafter.model.layers[0].register_forward_hook(lambda module, args, output: calls.append(1))
-    together = decode(tiny, PROMPTS, Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
+    together = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
     assert len(calls) == max(len(one.accepted) for one in together)
     assert drafter.cost.passes(drafter, 3.0) == drafter.cost.passes(drafter, 1.0) == 1
     for row, one in enumerate(together):
-        (alone,) = decode(tiny, [PROMPTS[row]], Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
+        (alone,) = decode(shallow, [PROMPTS[row]], Greedy(), LIMIT, drafter, Chain(9), ignore_eos=True)
         assert (alone.output, alone.accepted, alone.depths) == (one.output, one.accepted, one.depths)
 
 
 @pytest.mark.parametrize("builder", [Sequoia(depth=6, budget=6), Auto(6, 6, 2), Cast(6, 6, 2)], ids=lambda b: b.name)
-def test_builders_that_need_calibration(tiny: Target, greedy: list[list[int]], builder: TreeBuilder) -> None:
+def test_builders_that_need_calibration(shallow: Target, greedy: list[list[int]], builder: TreeBuilder) -> None:
     """After calibration on this drafter every builder's output is greedy, from trees no deeper than its places."""
-    drafter = make(tiny, num_layers=6)
-    calibration = calibrate(tiny, drafter, [builder], Greedy(), PROMPTS[:1], 12)
+    drafter = make(shallow, num_layers=2)
+    calibration = calibrate(shallow, drafter, [builder], Greedy(), PROMPTS[:1], 12)
     assert calibration is not None and len(calibration.hits) <= DRAFTS
-    found = decode(tiny, PROMPTS, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    found = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
     assert [one.output for one in found] == greedy
     assert ("latency" not in builder.needs) <= max(depth for one in found for depth in one.depths) <= DRAFTS
 
@@ -376,32 +376,32 @@ def test_builders_that_need_calibration(tiny: Target, greedy: list[list[int]], b
 
 
 @pytest.mark.parametrize("options", [{"num_layers": 2}, {}, {"vocab_size": 2112}], ids=["cut", "architecture", "padded"])
-def test_reloaded_equals_saved(tiny: Target, tmp_path: Path, options: dict[str, Any]) -> None:
+def test_reloaded_equals_saved(shallow: Target, tmp_path: Path, options: dict[str, Any]) -> None:
     """From the saved settings and tensors alone come the same weights, bit by bit, and the same drafts."""
-    drafter = make(tiny, **options)
+    drafter = make(shallow, **options)
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=["drafter=pard", "target=tiny"])
     save_drafter(tmp_path, drafter, config)
     described = json.loads((tmp_path / "config.json").read_text())["drafter"]
     assert described.pop("choice") == "pard"
     torch.manual_seed(99)
-    other = Pard(load_tiny(), **{**described, "num_drafts": DRAFTS}).eval()
+    other = Pard(cut_tiny(3), **{**described, "num_drafts": DRAFTS}).eval()
     load_weights(other, tmp_path)
     first, second = drafter.state_dict(), other.state_dict()
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     trees = []
     for loaded in (drafter, other):
         watching = Watching(Chain(9))
-        decode(tiny, PROMPTS, Greedy(), 12, loaded, watching, ignore_eos=True)
+        decode(shallow, PROMPTS, Greedy(), 12, loaded, watching, ignore_eos=True)
         trees.append(watching.trees)
     assert all(torch.equal(one.tokens, same.tokens) for one, same in zip(*trees, strict=True))
 
 
-def test_the_mask_starts_near_the_mean_embedding(tiny: Target) -> None:
+def test_the_mask_starts_near_the_mean_embedding(shallow: Target) -> None:
     """Before it is prepared it is nothing; then it lies as far from the mean as noise of a tenth of the spread does."""
-    drafter = Pard(tiny, num_layers=1)
+    drafter = Pard(shallow, num_layers=1)
     assert not drafter.mask.any()
-    drafter.prepare(tiny, torch.zeros(2048))
+    drafter.prepare(shallow, torch.zeros(2048))
     weight = cast(nn.Embedding, drafter.model.head.embedding).weight.detach()
     apart = drafter.mask.detach() - weight.mean(0)
     assert 0.08 * weight.std() < apart.square().mean().sqrt() < 0.12 * weight.std()
@@ -415,10 +415,10 @@ def test_the_mask_starts_near_the_mean_embedding(tiny: Target) -> None:
     ({"keep_least": 0.0}, r"drafter\.keep_least=0\.0: use more than 0 and at most 1"),
     ({"keep_least": 1.1}, r"drafter\.keep_least=1\.1"),
     ({"num_layers": 2, "architecture": ARCHITECTURE}, r"drafter\.architecture: drafter\.num_layers says already"),
-    ({"num_layers": 8}, r"drafter\.num_layers=8: tiny has 8 layers"),
+    ({"num_layers": 3}, r"drafter\.num_layers=3: \S+ has 3 layers"),
     ({"architecture": {**ARCHITECTURE, "vocab_size": 2000}}, r"drafter\.architecture: its vocab_size is 2000"),
 ])  # fmt: skip
-def test_wrong_settings_are_refused(tiny: Target, options: dict[str, Any], sentence: str) -> None:
+def test_wrong_settings_are_refused(shallow: Target, options: dict[str, Any], sentence: str) -> None:
     """The key, the value and what to use."""
     with pytest.raises(UserError, match=sentence):
-        Pard(tiny, **options)
+        Pard(shallow, **options)

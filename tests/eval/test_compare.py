@@ -25,7 +25,7 @@ from spectrain.eval.report import print_comparison
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 
-TOKENS = 2000
+TOKENS = 1200
 COMMON = (
     *("data.limit=60", "data.held_out=0", "compare.batch=3", "compare.training_free=[ngram]", "tree=eagle2", "tree.depth=3"),
     *("eval.limit=3", "eval.max_new_tokens=8", "eval.oracle=false", "eval.repeats=1"),

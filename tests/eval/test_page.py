@@ -43,7 +43,9 @@ def scored(target: Target, drafter: Drafter, builder: TreeBuilder, run: Path) ->
     metrics = [{"step": step, "loss": 5 / step, "agreement": [0.1 * step, 0.05 * step]} for step in range(1, 6)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     (run / "config.yaml").write_text("drafter: {}\n")
-    evaluation = Evaluation(prompts=str(run / "prompts.jsonl"), max_new_tokens=16, baselines=("ngram",), calibration_limit=2)
+    evaluation = Evaluation(
+        prompts=str(run / "prompts.jsonl"), max_new_tokens=10, repeats=1, baselines=("ngram",), calibration_limit=2
+    )
     setting = {"target": "tiny", "recipe": drafter.__class__.__name__, "dtype": "float32", "device": "cpu"}
     evaluation.score(Candidate(target, drafter, builder, Greedy(), setting), run / "eval" / "few")
     return run / "eval" / "few"

@@ -36,7 +36,7 @@ from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import RuleForecast
 from spectrain.trees.token_tree import TokenTree
 
-LIMIT = 12
+LIMIT = 8
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
 ROWS = [
     {"id": "two", "category": "talk", "turns": ["Name a color.", "Name another color."]},

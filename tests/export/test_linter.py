@@ -279,6 +279,7 @@ MEASURED_MEDUSA: dict[str, tuple[str, Change]] = {
 def test_measured_faults_of_medusa(medusa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Square tensors, the order of heads and of rows show in no shape; nothing is found where nothing is wrong."""
     monkeypatch.setattr("spectrain.export.measure.NUM_PROMPTS", 3)
+    monkeypatch.setattr("spectrain.export.measure.NUM_TOKENS", 24)
     assert not lint(medusa, TINY)
     for case, (name, change) in MEASURED_MEDUSA.items():
         convert(medusa, tmp_path / case, "vllm", TINY)

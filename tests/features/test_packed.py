@@ -15,12 +15,12 @@ from spectrain.features.batch import Batch, collate
 from spectrain.features.live import Live
 from spectrain.models.attention import causal_attention, unrolled_attention
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
-from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.training.job import trained_groups
 from spectrain.training.on_policy import Generated
 from tests.drafters.test_contract import FAMILIES, VARIANTS, make, stages, trainable
 from tests.models.test_target import ARCHITECTURES, EVERY, LAYERS, VOCAB, build
+from tests.targets import cut_tiny
 
 LENGTHS = (11, 3, 24, 2, 17)
 
@@ -73,12 +73,12 @@ def test_loss_and_gradients_of_packed_documents_are_those_of_padded_ones(name: s
     """In every stage of every family."""
     if name == "early exit dropping":
         monkeypatch.setitem(VARIANTS, name, ("early_exit", {"max_dropout": 0.8, "self_distillation": True}))
-    probe = make(name, load_tiny())
+    probe = make(name, cut_tiny(3))
     if not trainable(probe) and not probe.abilities.target_training:  # a family without training
         return
     for stage in sorted(set(stages(probe, 8))):
-        padded, expected = gradients(name, load_tiny(), stage, packed=False)
-        found, actual = gradients(name, load_tiny(), stage, packed=True)
+        padded, expected = gradients(name, cut_tiny(3), stage, packed=False)
+        found, actual = gradients(name, cut_tiny(3), stage, packed=True)
         assert padded.counts.sum() > 0 and torch.equal(found.counts, padded.counts) and torch.equal(found.hits, padded.hits)
         for term, value in padded.terms.items():
             close(found.terms[term], value)
@@ -98,7 +98,7 @@ def test_replays_packed_equal_replays_padded(name: str) -> None:
             batch = collate_replays(list(map(Replay, request.examples, distances)), request.packed)
             return replace(batch, features=request.target.features(batch.tokens, request.layers, batch.lengths))
 
-    (padded, expected), (found, actual) = (gradients(name, load_tiny(), 0, packed, Replays()) for packed in (False, True))
+    (padded, expected), (found, actual) = (gradients(name, cut_tiny(3), 0, packed, Replays()) for packed in (False, True))
     close(found.total, padded.total)
     assert torch.equal(found.counts, padded.counts)
     for key, gradient in expected.items():
@@ -109,7 +109,7 @@ def test_replays_packed_equal_replays_padded(name: str) -> None:
 def test_generated_sequences_are_packed_too(by: Any) -> None:
     """What is written while training does not depend on how it is laid out."""
     (padded, _), (found, _) = (
-        gradients("causal", load_tiny(), 0, packed, Generated(fraction=0.6, by=by, max_new_tokens=6))
+        gradients("causal", cut_tiny(3), 0, packed, Generated(fraction=0.6, by=by, max_new_tokens=6))
         for packed in (False, True)
     )
     assert padded.counts.sum() > 0
@@ -117,9 +117,9 @@ def test_generated_sequences_are_packed_too(by: Any) -> None:
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_features_of_packed_documents_are_those_of_each_alone(architecture: str, tiny: Target) -> None:
+def test_features_of_packed_documents_are_those_of_each_alone(architecture: str, shallow: Target) -> None:
     """At every layer of every architecture, windows and softcaps included, where positions start anew in each document."""
-    target, _ = build(architecture, ARCHITECTURES[architecture], tiny)
+    target, _ = build(architecture, ARCHITECTURES[architecture], shallow)
     batch = collate(examples(VOCAB), packed=True)
     found = unpacked(target.features(batch.tokens, EVERY, batch.lengths).hidden)
     for document, (tokens, _) in zip(found, batch.sequences()):
@@ -127,9 +127,9 @@ def test_features_of_packed_documents_are_those_of_each_alone(architecture: str,
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3", "phi"])
-def test_documents_skip_layers_by_themselves(architecture: str, tiny: Target) -> None:
+def test_documents_skip_layers_by_themselves(architecture: str, shallow: Target) -> None:
     """Layers dropped for a packed document are those dropped for its row of the padded batch."""
-    target, _ = build(architecture, ARCHITECTURES[architecture], tiny)
+    target, _ = build(architecture, ARCHITECTURES[architecture], shallow)
     rows = examples(VOCAB)
     dropped = torch.rand(LAYERS, len(LENGTHS), generator=torch.Generator().manual_seed(1)) < 0.5
     dropped[1] = True
@@ -142,12 +142,12 @@ def test_documents_skip_layers_by_themselves(architecture: str, tiny: Target) ->
         close(document, row[: len(document)])
 
 
-def test_documents_cannot_see_each_other(tiny: Target) -> None:
+def test_documents_cannot_see_each_other(shallow: Target) -> None:
     """With one document's tokens changed, the features of all others are the same bits."""
     rows = examples()
     changed = [Example([token + 1 for token in row.tokens], row.mask) if n == 2 else row for n, row in enumerate(rows)]
     one, two = (collate(found, packed=True) for found in (rows, changed))
-    before, after = (unpacked(tiny.features(batch.tokens, EVERY, LENGTHS).hidden) for batch in (one, two))
+    before, after = (unpacked(shallow.features(batch.tokens, EVERY, LENGTHS).hidden) for batch in (one, two))
     assert [torch.equal(a, b) for a, b in zip(before, after)] == [True, True, False, True, True]
 
 
@@ -160,14 +160,14 @@ def test_nothing_is_predicted_across_a_border() -> None:
     assert packed.positions[0].tolist() == [n for length in LENGTHS for n in range(length)]
 
 
-def test_kept_features_are_kept_by_document(tiny: Target) -> None:
+def test_kept_features_are_kept_by_document(shallow: Target) -> None:
     """Features kept from a padded batch serve a packed one, and the other way about."""
     rows = examples()
     for first in (False, True):
         source = Live(keep_gb=1.0)
-        source.batch(BatchRequest(rows, tiny, (1, "final"), packed=first))
-        found = source.batch(BatchRequest(rows[::-1], tiny, (1, "final"), packed=not first))
-        fresh = Live().batch(BatchRequest(rows[::-1], tiny, (1, "final"), packed=not first))
+        source.batch(BatchRequest(rows, shallow, (1, "final"), packed=first))
+        found = source.batch(BatchRequest(rows[::-1], shallow, (1, "final"), packed=not first))
+        fresh = Live().batch(BatchRequest(rows[::-1], shallow, (1, "final"), packed=not first))
         assert found.features is not None and fresh.features is not None
         mask = torch.ones_like(found.tokens) > 0 if not first else found.tokens > 0
         close(found.features.hidden[mask], fresh.features.hidden[mask])

@@ -29,6 +29,7 @@ from spectrain.models.lora import inject_lora
 from spectrain.models.target import Target
 from spectrain.settings.build import build
 from spectrain.training.trainer import Trainer
+from tests.targets import cut_tiny
 
 LAYERS = (2, 5, "final")
 LIKE = torch.empty(0)
@@ -342,10 +343,10 @@ def dataset(count: int = 12) -> Dataset:
     return Dataset(examples(count), count, 0, 0)
 
 
-def drafter(tiny: Target, **options: Any) -> Eagle3:
+def drafter(shallow: Target, **options: Any) -> Eagle3:
     torch.manual_seed(0)
-    made = Eagle3(tiny, ttt_steps=2, **options)
-    made.prepare(tiny, torch.arange(tiny.head.vocab_size))
+    made = Eagle3(shallow, ttt_steps=2, **options)
+    made.prepare(shallow, torch.arange(shallow.head.vocab_size))
     return made
 
 
@@ -356,13 +357,13 @@ def prepare(source: Source, made: Drafter, target: Target, rows: list[Example]) 
     return told
 
 
-def trained(tiny: Target, source: Source, run: Path, on_step: Any = None, asked: bool = True) -> list[float]:
+def trained(shallow: Target, source: Source, run: Path, on_step: Any = None, asked: bool = True) -> list[float]:
     """Losses of two epochs and a half, a checkpoint every third step."""
-    trainer, made = Trainer(lr=1e-3, epochs=2.5, batch_tokens=60, log_every=1, save_every=3), drafter(tiny)
+    trainer, made = Trainer(lr=1e-3, epochs=2.5, batch_tokens=60, log_every=1, save_every=3), drafter(shallow)
     if asked:
-        source.prepare(tiny, made.stages[0].layers, made.stages[0].final_reach, dataset().examples)
+        source.prepare(shallow, made.stages[0].layers, made.stages[0].final_reach, dataset().examples)
     try:
-        trainer.fit(made, tiny, dataset(), source, run, on_step=on_step)
+        trainer.fit(made, shallow, dataset(), source, run, on_step=on_step)
     finally:
         source.flush()
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -370,9 +371,9 @@ def trained(tiny: Target, source: Source, run: Path, on_step: Any = None, asked:
     return losses
 
 
-def silent(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def silent(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """The target must not be run from here on."""
-    monkeypatch.setattr(tiny, "features", lambda *args: pytest.fail("the target was run"))
+    monkeypatch.setattr(shallow, "features", lambda *args: pytest.fail("the target was run"))
 
 
 FAMILIES: list[dict[str, Any]] = [
@@ -413,7 +414,7 @@ def test_every_family_learns_what_it_learns_live(
 ) -> None:
     """Loss and gradients from a float32 store, read back from disk, are those of source=live, bit for bit."""
     adapts = "adapt" in family
-    target = load_tiny() if adapts else request.getfixturevalue("tiny")
+    target = cut_tiny(3) if adapts else request.getfixturevalue("shallow")
     torch.manual_seed(0)
     made: Drafter = build(family, target=target)
     made.prepare(target, torch.arange(target.head.vocab_size))
@@ -447,29 +448,29 @@ def test_every_family_that_reads_features_is_compared() -> None:
     assert named == known | without
 
 
-def test_loss_curves_are_those_of_live(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_curves_are_those_of_live(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured at first use, read from disk, with supervised positions only: the same losses, bit for bit, as source=live."""
-    live = trained(tiny, Live(keep_gb=1.0), tmp_path / "live")
-    assert live == trained(tiny, Stored(str(tmp_path / "store")), tmp_path / "first")
-    assert live == trained(tiny, Stored(str(tmp_path / "thrifty"), supervised_only=True, shard_mb=0.02), tmp_path / "thrift")
+    live = trained(shallow, Live(keep_gb=1.0), tmp_path / "live")
+    assert live == trained(shallow, Stored(str(tmp_path / "store")), tmp_path / "first")
+    assert live == trained(shallow, Stored(str(tmp_path / "thrifty"), supervised_only=True, shard_mb=0.02), tmp_path / "thrift")
     assert len(list((tmp_path / "thrifty").glob("*.safetensors"))) > 4
-    silent(tiny, monkeypatch)
-    assert live == trained(tiny, Stored(str(tmp_path / "store"), capture=False), tmp_path / "second")
-    assert live == trained(tiny, Stored(str(tmp_path / "thrifty")), tmp_path / "third")
+    silent(shallow, monkeypatch)
+    assert live == trained(shallow, Stored(str(tmp_path / "store"), capture=False), tmp_path / "second")
+    assert live == trained(shallow, Stored(str(tmp_path / "thrifty")), tmp_path / "third")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
-def test_what_is_captured_trains_as_what_is_read(tiny: Target, tmp_path: Path, dtype: Any) -> None:
+def test_what_is_captured_trains_as_what_is_read(shallow: Target, tmp_path: Path, dtype: Any) -> None:
     """A run that captures sees the rounded features already, so that it equals the next."""
-    first = trained(tiny, Stored(str(tmp_path / "store"), dtype), tmp_path / "first")
-    assert first == trained(tiny, Stored(str(tmp_path / "store")), tmp_path / "second")
-    assert first != trained(tiny, Live(), tmp_path / "live")
+    first = trained(shallow, Stored(str(tmp_path / "store"), dtype), tmp_path / "first")
+    assert first == trained(shallow, Stored(str(tmp_path / "store")), tmp_path / "second")
+    assert first != trained(shallow, Live(), tmp_path / "live")
 
 
 @pytest.mark.parametrize("step", [2, 4, 7])
-def test_a_killed_run_goes_on_the_same(tiny: Target, tmp_path: Path, step: int) -> None:
+def test_a_killed_run_goes_on_the_same(shallow: Target, tmp_path: Path, step: int) -> None:
     """Killed while it captures and resumed with what was on disk by then, a run has the losses of one that was not killed."""
-    whole = trained(tiny, Stored(str(tmp_path / "store")), tmp_path / "whole")
+    whole = trained(shallow, Stored(str(tmp_path / "store")), tmp_path / "whole")
 
     class Killed(Exception):
         """Stands for a kill: nothing that waits is written."""
@@ -481,17 +482,19 @@ def test_a_killed_run_goes_on_the_same(tiny: Target, tmp_path: Path, step: int) 
 
     source = Stored(str(tmp_path / "other"))
     with pytest.raises(Killed):
-        trained(tiny, source, tmp_path / "cut", on_step=kill)
-    assert whole == trained(tiny, Stored(str(tmp_path / "other")), tmp_path / "cut")
+        trained(shallow, source, tmp_path / "cut", on_step=kill)
+    assert whole == trained(shallow, Stored(str(tmp_path / "other")), tmp_path / "cut")
 
 
-def test_a_damaged_shard_is_made_again_while_training(tiny: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_shard_is_made_again_while_training(
+    shallow: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One shard deleted and one corrupted: both are named, and the losses are what they were."""
-    first = trained(tiny, Stored(str(tmp_path / "store"), shard_mb=0.02), tmp_path / "first")
+    first = trained(shallow, Stored(str(tmp_path / "store"), shard_mb=0.02), tmp_path / "first")
     files = sorted((tmp_path / "store").glob("*.safetensors"))
     files[0].unlink()
     flip(files[1])
-    again = trained(tiny, Stored(str(tmp_path / "store")), tmp_path / "second")
+    again = trained(shallow, Stored(str(tmp_path / "store")), tmp_path / "second")
     told = capsys.readouterr().out
     assert files[0].name in told and files[1].name in told and files[2].name not in told
     assert again == pytest.approx(first, rel=1e-5)  # captured in the company of the damaged ones only, so to rounding
@@ -500,24 +503,26 @@ def test_a_damaged_shard_is_made_again_while_training(tiny: Target, tmp_path: Pa
     assert not store.lost and all(example in store for example in examples(12))
 
 
-def test_the_budget_is_told_before_anything_is_written(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_budget_is_told_before_anything_is_written(
+    shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens, bytes a token and gigabytes; too much for the budget or the disk stops, with nothing written."""
     path, rows = tmp_path / "store", examples(12)
     tokens = sum(len(example.tokens) for example in rows)
-    told = prepare(Stored(str(path)), drafter(tiny), tiny, [*rows, rows[0]])
-    assert f"12 sequences, {tokens} tokens of {4 * tiny.width * 4} bytes" in told and "0 are stored" in told
+    told = prepare(Stored(str(path)), drafter(shallow), shallow, [*rows, rows[0]])
+    assert f"12 sequences, {tokens} tokens of {4 * shallow.width * 4} bytes" in told and "0 are stored" in told
     with pytest.raises(UserError, match=r"source.max_gb=0.0003: the store needs .* source.dtype=int8"):
-        prepare(Stored(str(path), max_gb=0.0003), drafter(tiny), tiny, rows)
-    prepare(Stored(str(path), "int8", max_gb=0.0003), drafter(tiny), tiny, rows)
+        prepare(Stored(str(path), max_gb=0.0003), drafter(shallow), shallow, rows)
+    prepare(Stored(str(path), "int8", max_gb=0.0003), drafter(shallow), shallow, rows)
     with pytest.raises(UserError, match="are free; choose another disk"), monkeypatch.context() as patched:
         patched.setattr("shutil.disk_usage", lambda where: os.statvfs_result([0] * 10) and type("", (), {"free": 1000}))
-        prepare(Stored(str(path)), drafter(tiny), tiny, rows)
+        prepare(Stored(str(path)), drafter(shallow), shallow, rows)
     with pytest.raises(UserError, match="12 of 12 sequences are not in it"):
-        prepare(Stored(str(path), capture=False), drafter(tiny), tiny, rows)
+        prepare(Stored(str(path), capture=False), drafter(shallow), shallow, rows)
     assert not path.exists()
     tight = Stored(str(path), max_gb=1e-4)
     with pytest.raises(UserError, match="is full"):  # also where nobody asked before
-        trained(tiny, tight, tmp_path / "run", asked=False)
+        trained(shallow, tight, tmp_path / "run", asked=False)
     assert not path.exists()
 
 
@@ -553,13 +558,13 @@ def test_another_target_template_or_drafter_is_refused(tiny: Target, tmp_path: P
         prepare(Stored(path), build({"_target_": "spectrain.drafters.gated_lora.GatedLora"}, target=load_tiny()), tiny, rows)
 
 
-def test_what_is_missing_may_stop(tiny: Target, tmp_path: Path) -> None:
+def test_what_is_missing_may_stop(shallow: Target, tmp_path: Path) -> None:
     """With capture=false the target is not run."""
-    layers = drafter(tiny).layers
+    layers = drafter(shallow).layers
     source = Stored(str(tmp_path))
-    source.batch(BatchRequest(examples()[:3], tiny, layers))
+    source.batch(BatchRequest(examples()[:3], shallow, layers))
     source.flush()
     with pytest.raises(RunError, match="3 sequences of a batch are not in it"):
-        Stored(str(tmp_path), capture=False).batch(BatchRequest(examples(), tiny, layers))
-    plain = Stored(str(tmp_path), capture=False).batch(BatchRequest(examples(), tiny, ()))
+        Stored(str(tmp_path), capture=False).batch(BatchRequest(examples(), shallow, layers))
+    plain = Stored(str(tmp_path), capture=False).batch(BatchRequest(examples(), shallow, ()))
     assert plain.features is None and torch.equal(plain.tokens, collate(examples()).tokens)

@@ -23,7 +23,7 @@ from spectrain.settings.saved import read_object
 from spectrain.trees import Chain, Eagle2
 
 EACH = sorted(path.name for path in SHIPPED.iterdir())
-LIMIT = 24
+LIMIT = 14
 
 
 def composed(*overrides: str) -> Any:

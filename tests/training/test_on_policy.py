@@ -48,9 +48,9 @@ PROMPTS = [example.tokens[:length] for example, length in zip(dataset().examples
 EVERY = list(range(4))
 
 
-def make(tiny: Target) -> Causal:
-    """A drafter that is often right: the target without two of its layers."""
-    return Causal(tiny, num_layers=6)
+def make(shallow: Target) -> Causal:
+    """A drafter that is often right: the target without the last of its layers."""
+    return Causal(shallow, num_layers=2)
 
 
 def written(batch: Batch) -> list[list[int]]:
@@ -72,11 +72,13 @@ def greedy(target: Target, prompts: list[list[int]], limit: int = ANSWER) -> lis
 
 
 @pytest.mark.parametrize("by", [*WAYS, "replay"])
-def test_without_a_fraction_it_is_the_data(tiny: Target, by: Any) -> None:
+def test_without_a_fraction_it_is_the_data(shallow: Target, by: Any) -> None:
     """fraction=0 gives the tokens, the mask and the features of source=live; by=replay, nothing of it rejected."""
     layers = ("final",)
-    mine = Generated(0.0, by, max_new_tokens=10).batch(BatchRequest(dataset()[EVERY], tiny, layers, step=3, drafter=make(tiny)))
-    theirs = Live().batch(BatchRequest(dataset()[EVERY], tiny, layers))
+    mine = Generated(0.0, by, max_new_tokens=10).batch(
+        BatchRequest(dataset()[EVERY], shallow, layers, step=3, drafter=make(shallow))
+    )
+    theirs = Live().batch(BatchRequest(dataset()[EVERY], shallow, layers))
     assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.loss_mask, theirs.loss_mask)
     assert mine.features is not None and theirs.features is not None
     assert torch.equal(mine.features.hidden, theirs.features.hidden)
@@ -84,76 +86,76 @@ def test_without_a_fraction_it_is_the_data(tiny: Target, by: Any) -> None:
 
 
 @pytest.mark.parametrize("by", ["target", "drafter", "interleaved"])
-def test_a_cold_writer_writes_greedily(tiny: Target, by: Any) -> None:
+def test_a_cold_writer_writes_greedily(shallow: Target, by: Any) -> None:
     """Near temperature 0 each writes its greedy text; interleaved with top_k=1, that is the target's."""
-    drafter = make(tiny)
+    drafter = make(shallow)
     batch = Generated(1.0, by, temperature=COLD, top_k=1, max_new_tokens=10).batch(
-        BatchRequest(dataset()[EVERY], tiny, (), step=2, drafter=drafter)
+        BatchRequest(dataset()[EVERY], shallow, (), step=2, drafter=drafter)
     )
     assert [row[:length] for row, length in zip(batch.tokens.tolist(), LENGTHS)] == PROMPTS
-    assert written(batch) == greedy(drafter.model if by == "drafter" else tiny, PROMPTS)
-    assert greedy(drafter.model, PROMPTS) != greedy(tiny, PROMPTS)
+    assert written(batch) == greedy(drafter.model if by == "drafter" else shallow, PROMPTS)
+    assert greedy(drafter.model, PROMPTS) != greedy(shallow, PROMPTS)
     assert batch.features is None and batch.distance is None
 
 
 @pytest.mark.sweep(1, free=("by",))
 @pytest.mark.parametrize("by", [*WAYS, "replay"])
-def test_features_are_those_of_the_new_tokens(tiny: Target, by: Any) -> None:
+def test_features_are_those_of_the_new_tokens(shallow: Target, by: Any) -> None:
     """A drafter that reads features gets the target's over what was written."""
     batch = Generated(1.0, by, max_new_tokens=10).batch(
-        BatchRequest(dataset()[EVERY], tiny, (4, "final"), step=2, drafter=make(tiny))
+        BatchRequest(dataset()[EVERY], shallow, (2, "final"), step=2, drafter=make(shallow))
     )
     assert batch.features is not None and torch.equal(batch.features.tokens, batch.tokens)
     for row, tokens in enumerate(batch.tokens):
         length = int(batch.loss_mask[row].nonzero().max()) + 1
-        alone = tiny.features(tokens[None, :length], (4, "final"))
+        alone = shallow.features(tokens[None, :length], (2, "final"))
         torch.testing.assert_close(batch.features.hidden[row, :length], alone.hidden[0], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("by", WAYS)
 @pytest.mark.parametrize(("answers", "most", "expected"), [((4, 4, 4, 4), 7, 7), ((9, 9, 9, 9), 3, 3)])
-def test_answers_have_a_limit(tiny: Target, by: Any, answers: tuple[int, ...], most: int, expected: int) -> None:
+def test_answers_have_a_limit(shallow: Target, by: Any, answers: tuple[int, ...], most: int, expected: int) -> None:
     """An answer has max_new_tokens, whatever the data's length, unless it ends before."""
     batch = Generated(1.0, by, max_new_tokens=most).batch(
-        BatchRequest(dataset(answers)[EVERY], tiny, (), step=1, drafter=make(tiny))
+        BatchRequest(dataset(answers)[EVERY], shallow, (), step=1, drafter=make(shallow))
     )
     for answer in written(batch):
-        assert len(answer) == expected or (answer[-1] in tiny.stop_ids and len(answer) < expected)
+        assert len(answer) == expected or (answer[-1] in shallow.stop_ids and len(answer) < expected)
 
 
 @pytest.mark.parametrize("by", [*WAYS, "replay"])
-def test_a_prompt_that_nearly_fills_the_context_is_no_accident(tiny: Target, by: Any) -> None:
+def test_a_prompt_that_nearly_fills_the_context_is_no_accident(shallow: Target, by: Any) -> None:
     """Training does not stop at a conversation that the data cut right behind its prompt, at the target's longest."""
-    length = tiny.max_length
+    length = shallow.max_length
     data = Dataset([Example([5, 6] * (length // 2), [place == length - 1 for place in range(length)])], 1, 0, 0)
-    batch = Generated(1.0, by, max_new_tokens=10).batch(BatchRequest(data[[0]], tiny, (), step=0, drafter=make(tiny)))
+    batch = Generated(1.0, by, max_new_tokens=10).batch(BatchRequest(data[[0]], shallow, (), step=0, drafter=make(shallow)))
     assert batch.tokens[0, : length - 1].tolist() == data.examples[0].tokens[:-1]
 
 
-def rounds_of(tiny: Target, drafter: Causal, source: Generated, step: int) -> tuple[list[Generation], Recorder]:
+def rounds_of(shallow: Target, drafter: Causal, source: Generated, step: int) -> tuple[list[Generation], Recorder]:
     """The decoding that a source does in a step, with every round on record."""
     seed = source.seed + 1_000_003 * step
     recorder = Recorder(Chain(source.block, "sampled", source.temperature, seed))
     rule = Interleaved(source.temperature, source.top_k, seed)
     rows = [int(example.key[:7], 16) for example in dataset().examples]
-    return decode(tiny, PROMPTS, rule, ANSWER, drafter, recorder, rows), recorder
+    return decode(shallow, PROMPTS, rule, ANSWER, drafter, recorder, rows), recorder
 
 
 @pytest.mark.parametrize("top_k", [3, 25])
-def test_interleaved_keeps_what_is_among_the_top_k(tiny: Target, top_k: int) -> None:
+def test_interleaved_keeps_what_is_among_the_top_k(shallow: Target, top_k: int) -> None:
     """In every round the drafted tokens are the drafter's as long as they are among the target's top_k, and the one that it
     replaced is not."""
-    drafter, replaced, kept = make(tiny).eval(), 0, 0
+    drafter, replaced, kept = make(shallow).eval(), 0, 0
     source = Generated(1.0, "interleaved", top_k=top_k, block=3, max_new_tokens=10)
-    found, recorder = rounds_of(tiny, drafter, source, 4)
-    assert written(source.batch(BatchRequest(dataset()[EVERY], tiny, (), step=4, drafter=drafter))) == [
+    found, recorder = rounds_of(shallow, drafter, source, 4)
+    assert written(source.batch(BatchRequest(dataset()[EVERY], shallow, (), step=4, drafter=drafter))) == [
         one.output for one in found
     ]
     for one, rounds in zip(found, recorder.rounds):
         text = one.prompt + one.output
         end = len(one.prompt) + 1
         for drafted, count in rounds:
-            logits = tiny.run(torch.tensor([text[:end] + drafted]), ForwardPlan(logits=True)).logits
+            logits = shallow.run(torch.tensor([text[:end] + drafted]), ForwardPlan(logits=True)).logits
             assert logits is not None
             ranks = [int((logits[0, end - 1 + n] > logits[0, end - 1 + n, token]).sum()) for n, token in enumerate(drafted)]
             own = next((place for place, rank in enumerate(ranks) if rank >= top_k), len(drafted))
@@ -163,16 +165,16 @@ def test_interleaved_keeps_what_is_among_the_top_k(tiny: Target, top_k: int) -> 
     assert kept > 3 and replaced > 3
 
 
-def test_interleaved_with_every_token_allowed_is_the_drafters_text(tiny: Target) -> None:
+def test_interleaved_with_every_token_allowed_is_the_drafters_text(shallow: Target) -> None:
     """With top_k the whole vocabulary nothing is replaced: behind the prefill's token all are the drafter's own."""
-    drafter, block = make(tiny).eval(), 3
-    source = Generated(1.0, "interleaved", temperature=COLD, top_k=tiny.head.vocab_size, block=block, max_new_tokens=10)
-    found, _ = rounds_of(tiny, drafter, source, 0)
-    answers = written(source.batch(BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter)))
+    drafter, block = make(shallow).eval(), 3
+    source = Generated(1.0, "interleaved", temperature=COLD, top_k=shallow.head.vocab_size, block=block, max_new_tokens=10)
+    found, _ = rounds_of(shallow, drafter, source, 0)
+    answers = written(source.batch(BatchRequest(dataset()[EVERY], shallow, (), step=0, drafter=drafter)))
     assert answers == [one.output for one in found]
     for one in found:
         assert set(one.accepted) == {block}
-        assert one.output[:1] == greedy(tiny, [one.prompt], 2)[0][:1]
+        assert one.output[:1] == greedy(shallow, [one.prompt], 2)[0][:1]
         own = greedy(drafter.model, [one.prompt + one.output[:1]], len(one.output))[0]
         assert one.output[1:] == own[: len(one.output) - 1]
 
@@ -182,14 +184,14 @@ def test_interleaved_with_every_token_allowed_is_the_drafters_text(tiny: Target)
 
 @pytest.mark.sweep(1, free=("by",))
 @pytest.mark.parametrize("by", WAYS)
-def test_a_step_repeats_and_steps_differ(tiny: Target, by: Any) -> None:
+def test_a_step_repeats_and_steps_differ(shallow: Target, by: Any) -> None:
     """The same step gives the same batch from another source of the same seed; another step or seed gives another."""
-    drafter = make(tiny)
+    drafter = make(shallow)
 
     def tokens(seed: int, step: int) -> list[list[int]]:
         return written(
             Generated(1.0, by, temperature=2.0, seed=seed, max_new_tokens=10).batch(
-                BatchRequest(dataset()[EVERY], tiny, (), step=step, drafter=drafter)
+                BatchRequest(dataset()[EVERY], shallow, (), step=step, drafter=drafter)
             )
         )
 
@@ -201,16 +203,16 @@ def test_a_step_repeats_and_steps_differ(tiny: Target, by: Any) -> None:
 
 @pytest.mark.sweep(1, free=("by",))
 @pytest.mark.parametrize("by", WAYS)
-def test_an_answer_does_not_depend_on_its_batch(tiny: Target, by: Any) -> None:
+def test_an_answer_does_not_depend_on_its_batch(shallow: Target, by: Any) -> None:
     """Each sequence's draws are its own: alone in a batch it is written the same, and no two share their draws."""
-    drafter, source = make(tiny), Generated(1.0, by, temperature=2.0, max_new_tokens=10)
-    together = written(source.batch(BatchRequest(dataset()[EVERY], tiny, (), step=1, drafter=drafter)))
+    drafter, source = make(shallow), Generated(1.0, by, temperature=2.0, max_new_tokens=10)
+    together = written(source.batch(BatchRequest(dataset()[EVERY], shallow, (), step=1, drafter=drafter)))
     for index in EVERY:
-        alone = source.batch(BatchRequest(dataset()[[index]], tiny, (), step=1, drafter=drafter))
+        alone = source.batch(BatchRequest(dataset()[[index]], shallow, (), step=1, drafter=drafter))
         assert alone.tokens[0, LENGTHS[index] :].tolist() == together[index]
     one = dataset().examples[1]
     other = Example([*one.tokens[:-1], 5], one.mask)  # the same prompt
-    twins = source.batch(BatchRequest([one, other], tiny, (), step=1, drafter=drafter)).tokens
+    twins = source.batch(BatchRequest([one, other], shallow, (), step=1, drafter=drafter)).tokens
     assert not torch.equal(twins[0], twins[1])
 
 
@@ -222,10 +224,10 @@ class Marked(Generated):
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.9])
-def test_a_fraction_of_the_sequences_is_new(tiny: Target, fraction: float) -> None:
+def test_a_fraction_of_the_sequences_is_new(shallow: Target, fraction: float) -> None:
     """Each sequence is drawn by itself: the number of new ones in a batch of 4 has the binomial's mean and variance."""
-    source, data, drafter = Marked(fraction), dataset(), make(tiny)
-    batches = [source.batch(BatchRequest(data[EVERY], tiny, (), step=step, drafter=drafter)) for step in range(400)]
+    source, data, drafter = Marked(fraction), dataset(), make(shallow)
+    batches = [source.batch(BatchRequest(data[EVERY], shallow, (), step=step, drafter=drafter)) for step in range(400)]
     new = torch.stack([(batch.tokens[:, 0] == 7) for batch in batches]).float()
     assert new.mean().item() == pytest.approx(fraction, abs=0.04)
     assert new.sum(1).var().item() == pytest.approx(4 * fraction * (1 - fraction), rel=0.25)
@@ -236,18 +238,18 @@ def test_a_fraction_of_the_sequences_is_new(tiny: Target, fraction: float) -> No
             assert old == (flags[row] == 0)
 
 
-def test_only_what_was_drawn_is_written(tiny: Target) -> None:
+def test_only_what_was_drawn_is_written(shallow: Target) -> None:
     """In a mixed batch the other sequences are the data's, in their order."""
-    drafter, data = make(tiny), dataset()
+    drafter, data = make(shallow), dataset()
     for step in range(10):
         batch = Generated(0.5, "target", temperature=COLD, max_new_tokens=10).batch(
-            BatchRequest(data[EVERY], tiny, (), step=step, drafter=drafter)
+            BatchRequest(data[EVERY], shallow, (), step=step, drafter=drafter)
         )
-        marked = Marked(0.5).batch(BatchRequest(data[EVERY], tiny, (), step=step, drafter=drafter))
+        marked = Marked(0.5).batch(BatchRequest(data[EVERY], shallow, (), step=step, drafter=drafter))
         for row, example in enumerate(data.examples):
             expected = example.tokens
             if marked.tokens[row, 0] == 7:
-                expected = PROMPTS[row] + greedy(tiny, [PROMPTS[row]])[0]
+                expected = PROMPTS[row] + greedy(shallow, [PROMPTS[row]])[0]
             assert batch.tokens[row, : len(expected)].tolist() == expected
 
 
@@ -257,34 +259,34 @@ def test_only_what_was_drawn_is_written(tiny: Target) -> None:
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("by", [*WAYS, "replay"])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_drafters_mode_is_restored(tiny: Target, by: Any, training: bool) -> None:
+def test_the_drafters_mode_is_restored(shallow: Target, by: Any, training: bool) -> None:
     """It writes in evaluation mode, and comes back as it was."""
-    drafter, modes = make(tiny).train(training), []
+    drafter, modes = make(shallow).train(training), []
     handle = drafter.model.decoder.register_forward_hook(lambda *_: modes.append(drafter.training))
-    Generated(1.0, by, max_new_tokens=10).batch(BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter))
+    Generated(1.0, by, max_new_tokens=10).batch(BatchRequest(dataset()[EVERY], shallow, (), step=0, drafter=drafter))
     handle.remove()
     assert drafter.training is training and drafter.model.model.training is training
     assert not any(modes) and bool(modes) == (by != "target")
 
 
-def test_the_mode_is_restored_after_an_error(tiny: Target) -> None:
+def test_the_mode_is_restored_after_an_error(shallow: Target) -> None:
     """An error while writing leaves the drafter in training mode."""
-    drafter = make(tiny).train()
+    drafter = make(shallow).train()
     with pytest.raises(KeyError), evaluating(drafter):
         assert not drafter.training
         raise KeyError
     assert drafter.training
 
 
-def test_a_family_that_cannot_write_is_refused(tiny: Target) -> None:
+def test_a_family_that_cannot_write_is_refused(shallow: Target) -> None:
     """source.by=drafter wants a drafter that is a model by itself; the other ways take any."""
-    drafter = Eagle3(tiny, vocab_size=2048)
+    drafter = Eagle3(shallow, vocab_size=2048)
     with pytest.raises(UserError, match=r"source\.by=drafter: this family cannot write"):
-        Generated(1.0, "drafter", max_new_tokens=10).batch(BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter))
+        Generated(1.0, "drafter", max_new_tokens=10).batch(BatchRequest(dataset()[EVERY], shallow, (), step=0, drafter=drafter))
     batch = Generated(1.0, "interleaved", temperature=COLD, top_k=1, max_new_tokens=10).batch(
-        BatchRequest(dataset()[EVERY], tiny, (), step=0, drafter=drafter)
+        BatchRequest(dataset()[EVERY], shallow, (), step=0, drafter=drafter)
     )
-    assert written(batch) == greedy(tiny, PROMPTS)
+    assert written(batch) == greedy(shallow, PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -300,11 +302,11 @@ def test_bad_settings_are_refused(key: str, value: Any) -> None:
 # Training
 
 
-def fit(tiny: Target, run: Path, source: Source, kill: int | None = None) -> Causal:
+def fit(shallow: Target, run: Path, source: Source, kill: int | None = None) -> Causal:
     """Six steps over small batches; with `kill`, broken off after that step and gone on with by a fresh drafter."""
     trainer = Trainer(lr=1e-3, max_steps=6, batch_tokens=60, log_every=1, save_every=2)
     torch.manual_seed(3)
-    drafter = Causal(tiny, num_layers=2)
+    drafter = Causal(shallow, num_layers=2)
 
     def stop(step: int) -> None:
         if step == kill:
@@ -312,17 +314,19 @@ def fit(tiny: Target, run: Path, source: Source, kill: int | None = None) -> Cau
 
     if kill is not None:
         with pytest.raises(InterruptedError):
-            trainer.fit(drafter, tiny, dataset(), source, run, on_step=stop)
-        drafter = Causal(tiny, num_layers=2)
-    trainer.fit(drafter, tiny, dataset(), source, run)
+            trainer.fit(drafter, shallow, dataset(), source, run, on_step=stop)
+        drafter = Causal(shallow, num_layers=2)
+    trainer.fit(drafter, shallow, dataset(), source, run)
     return drafter
 
 
 @pytest.mark.parametrize("by", [*WAYS, "replay"])
-def test_trainings_repeat_and_resume(tiny: Target, tmp_path: Path, by: Any) -> None:
+def test_trainings_repeat_and_resume(shallow: Target, tmp_path: Path, by: Any) -> None:
     """Two runs of one seed end in identical weights, and so does one that was killed on the way."""
-    runs = [fit(tiny, tmp_path / str(n), Generated(0.7, by, max_new_tokens=6), kill) for n, kill in enumerate((None, None, 3))]
-    other = fit(tiny, tmp_path / "live", Live())
+    runs = [
+        fit(shallow, tmp_path / str(n), Generated(0.7, by, max_new_tokens=6), kill) for n, kill in enumerate((None, None, 3))
+    ]
+    other = fit(shallow, tmp_path / "live", Live())
     for name, value in runs[0].state_dict().items():
         assert torch.equal(value, runs[1].state_dict()[name]) and torch.equal(value, runs[2].state_dict()[name]), name
     assert any(not torch.equal(value, other.state_dict()[name]) for name, value in runs[0].state_dict().items())

@@ -1,6 +1,7 @@
 """Training on two processes: the same result as on one, however parameters are shared, and nothing hangs in silence.
 
-Processes are real ones, started by torchrun, with gloo between them.
+Processes are real ones with gloo between them, started by torchrun in the slow tests, and in the quick ones, where importing
+everything would take longer than training, as it starts them.
 """
 
 import importlib.util
@@ -19,6 +20,8 @@ import torch
 from safetensors.torch import load_file
 
 from spectrain.errors import UserError
+from tests import commands
+from tests.training import worker
 from tests.training.worker import train
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -28,11 +31,16 @@ SLOW = [(family, way) for way in ("ddp", "fsdp2", "zero2", "zero3") for family i
         if (family, way) not in QUICK and (family, way) != ("early_exit", "fsdp2")]  # fmt: skip
 
 
-def start(jobs: list[dict[str, Any]], folder: Path) -> tuple[int, str]:
-    """Run the worker on two processes; its exit status and what it said on stderr. Nothing may be compiled on the way."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(WORKER), json.dumps(jobs)]
+def start(jobs: list[dict[str, Any]], folder: Path, shell: bool = False) -> tuple[int, str]:
+    """Run the worker on two processes; its exit status and what it said on stderr. Nothing may be compiled on the way. From
+    the shell each process imports everything, which takes as long as the quick tests' training."""
     extensions = folder / "extensions"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(extensions)}
+    if not shell:
+        status, _, said = commands.start([json.dumps(jobs)], environment, program=worker.launch).wait(900)
+        assert not extensions.exists()
+        return status, said
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(WORKER), json.dumps(jobs)]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -151,7 +159,9 @@ def test_a_target_on_two_processes(trained: Jobs, way: str) -> None:
 def test_every_family_shares_parameters_in_every_way(alone: Jobs) -> None:
     """The rest of the families and ways; early exits have no weights of their own for FSDP2 to shard."""
     ways = possible(SLOW)
-    status, said = start([alone.job(family, way, {"batch_tokens": 64, "sharding": way}) for family, way in ways], alone.folder)
+    status, said = start(
+        [alone.job(family, way, {"batch_tokens": 64, "sharding": way}) for family, way in ways], alone.folder, True
+    )
     assert status == 0, said[-4000:]
     for family, way in ways:
         assert_same(alone.run(family, "one"), alone.run(family, way))
@@ -177,7 +187,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(trained: Jobs, family: str, way:
 def test_other_ways_resume(alone: Jobs) -> None:
     """The same in other ways, and of drafters all of whose weights are their own."""
     ways = possible(SLOWLY_RESUMED)
-    status, said = start([job for family, way in ways for job in alone.interrupted(family, way)], alone.folder)
+    status, said = start([job for family, way in ways for job in alone.interrupted(family, way)], alone.folder, shell=True)
     assert status == 0, said[-4000:]
     for family, way in ways:
         assert_resumed(alone, family, way)

@@ -3,8 +3,10 @@
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -99,8 +101,34 @@ class Left(Exception):
     """Stands for a kill of all processes between two steps."""
 
 
-if __name__ == "__main__":
+def train_all(jobs: list[dict[str, Any]]) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # modules need not be looked through each time
-    for one in json.loads(sys.argv[1]):
+    for one in jobs:
         train(one)
+
+
+def as_rank(rank: int, port: int, jobs: list[dict[str, Any]]) -> None:
+    """One process of two, with the variables that torchrun sets."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    train_all(jobs)
+
+
+def launch() -> None:
+    """Two processes as torchrun starts them, but forked from this one, which has imported everything, and left to themselves:
+    torchrun ends the others where one is killed, here they must."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=as_rank, args=(rank, port, json.loads(sys.argv[1]))) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
+
+
+if __name__ == "__main__":
+    train_all(json.loads(sys.argv[1]))
