@@ -341,7 +341,7 @@ def most_likely(final: Tensor, head: Projection, chunk: int | None = None) -> tu
     best = torch.empty(len(final), dtype=torch.int64, device=final.device)
     log_z = torch.empty(len(final), dtype=torch.promote_types(head.weight.dtype, torch.float32), device=final.device)
     with torch.no_grad():
-        for rows in _chunks(len(final), chunk):
+        for rows in chunks(len(final), chunk):
             logits = head.logits(final[rows])
             best[rows], log_z[rows] = logits.argmax(-1), logits.logsumexp(-1)
     return best, log_z
@@ -356,7 +356,7 @@ def target_over(
     As log p of the rows that are asked for, renormalised unless it shall carry its `own_mass`. Rows that are one chunk are
     worked out at once, for the logits that tell the most likely token hold those entries.
     """
-    if len(_chunks(len(final), chunk)) > 1:
+    if len(chunks(len(final), chunk)) > 1:
         best, log_z = most_likely(final, head, chunk)
         return best, HeadTarget(final, head.entries(entries), log_z if own_mass else None)
     logits = head.logits(final)
@@ -369,13 +369,14 @@ def target_over(
 def total_entropy(log_probs: Callable[[slice], Tensor], count: int, chunk: int | None = None) -> Tensor | float:
     """-sum p log p over the `count` rows of a target, from log p [r, V] of a chunk at a time."""
     total: Tensor | float = 0.0
-    for rows in _chunks(count, chunk):
+    for rows in chunks(count, chunk):
         log_p = log_probs(rows)
         total = total - (log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum()
     return total
 
 
-def _chunks(count: int, chunk: int | None) -> list[slice]:
+def chunks(count: int, chunk: int | None = None) -> list[slice]:
+    """Rows whose logits may exist at one time, of so many."""
     chunk = CHUNK if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"chunk={chunk}: use 1 or more")
@@ -400,7 +401,7 @@ def linear_divergence(
     if divergence is not None and not callable(labels):
         raise ValueError("a divergence needs the whole log p: labels=tokens and labels=TopK are for divergence=None")
     assert row_weight is None or not row_weight.requires_grad, "row weights are constants"
-    job = _Job(head, labels, divergence, row_weight, per_row, _chunks(len(hidden), chunk), torch.is_grad_enabled())
+    job = _Job(head, labels, divergence, row_weight, per_row, chunks(len(hidden), chunk), torch.is_grad_enabled())
     return Judged(*_LinearDivergence.apply(hidden, head.weight, head.bias, job))
 
 

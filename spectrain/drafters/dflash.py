@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
+from spectrain.kernels.linear_divergence import chunks
 from spectrain.settings.values import Count, NotNegative, Seed, Share, Steps, VocabularySize
 from spectrain.trees.base import DepthRollout, Rollout
 
@@ -83,8 +84,8 @@ class DFlash(BlockDrafter):
         """[A, K] the weights of D-PACE."""
         right = asked.supervision.slots[asked.answers]
         rows = [
-            self.projection.logits(hidden).log_softmax(-1).gather(-1, slot[:, None])[:, 0].exp()
-            for hidden, slot in zip(asked.hidden.split(CHUNK), right.split(CHUNK))
+            self.projection.logits(asked.hidden[some]).log_softmax(-1).gather(-1, right[some, None])[:, 0].exp()
+            for some in chunks(len(right))
         ]
         chances = torch.ones(asked.judged.shape, device=right.device)
         chances[asked.judged] = torch.cat(rows)[asked.order.argsort()] if rows else chances[asked.judged]
@@ -95,9 +96,6 @@ class DFlash(BlockDrafter):
 
     def rollout(self, root: Tensor, states: Tensor) -> Rollout:
         return _Slots(self, root, states)
-
-
-CHUNK = 2048  # rows whose logits exist at one time
 
 
 class _Slots(DepthRollout):

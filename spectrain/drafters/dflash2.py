@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
+from spectrain.kernels.linear_divergence import chunks
 from spectrain.settings.values import Count, NotNegative, Seed, Steps, VocabularySize
 from spectrain.trees.base import DepthRollout, Rollout
 
@@ -28,7 +29,6 @@ from .shared.vocabulary import Supervision
 if TYPE_CHECKING:
     from spectrain.models.target import Target
 
-CHUNK = 2048  # rows whose candidates are scored at one time
 IMPOSSIBLE = -1e4  # log of the chance of what is no candidate: finite, so that 0 times it is 0
 
 
@@ -152,8 +152,8 @@ class DFlash2(BlockDrafter):
         before, labels = asked.of(asked.previous), supervision.slots[asked.answers]
         weights = weights * self.t2d[supervision.best[asked.answers]]
         terms, right = [], []
-        for rows in range(0, len(labels), CHUNK):
-            part = (tensor[rows : rows + CHUNK] for tensor in (asked.hidden, before, labels, weights))
+        for rows in chunks(len(labels)):
+            part = (tensor[rows] for tensor in (asked.hidden, before, labels, weights))
             loss, chosen = checkpoint(self._choose, *part, use_reentrant=False)
             terms.append(loss)
             right.append(chosen)
