@@ -13,7 +13,7 @@ from typing import Any
 
 from spectrain.settings.keys import COMPARE_KEYS, REGENERATE_KEYS, TRAIN_KEYS
 
-from .overrides import allow_new_keys, config_groups
+from .overrides import FIRST, allow_new_keys, config_groups
 
 Task = Callable[[Any], Any]
 
@@ -221,7 +221,7 @@ def hydra_mistake(error: Exception) -> str | None:
         return f"{missing[1]}={missing[2]}: there is no such choice; {nearest(missing[2], options)}"
     if (unsaid := re.search(r"You must specify '(\w+)'", text)) and unsaid[1] == "drafter":
         recipes = sorted(path.stem for path in (Path(__file__).parents[1] / "conf" / "recipe").glob("*.yaml"))
-        return f"recipe: say what to train, as in recipe={recipes[0]}; there are {', '.join(recipes)}"
+        return f"recipe: say what to train, as in recipe={FIRST['recipe']}; there are {', '.join(recipes)}"
     if sweep := re.search(r"Ambiguous value for argument '\+*([^=]+)=(.*?)'\n", text):
         return (
             f"{sweep[1]}={sweep[2]}: values that a comma parts are a sweep, which wants -m; a list stands in brackets, and a "

@@ -21,6 +21,8 @@ ALONE, VALUED = SAID["hydra"]["alone"], SAID["hydra"]["valued"]
 SHOWN = ("job", "hydra", "all")
 SETTING = re.compile(r"(?:\+\+|\+|~)?([\w./@:]*)=(.*)", re.DOTALL)
 
+FIRST = {"recipe": "eagle3"}  # the choice to begin with, where it is not the first of its group
+
 
 def as_settings(name: str, words: list[str]) -> list[str]:
     """The words of a command with what stands for a setting written as one, and with what goes without saying."""
@@ -164,7 +166,8 @@ def check_choice(group: str, value: str, folders: list[Path], sweeps: bool) -> N
 def meant(command: str, word: str, known: list[str], folders: list[Path]) -> str:
     """What a word without = may have been."""
     if word in known:
-        return f", as in {word}={next(iter(choice_files(word, folders)), 'VALUE')}"
+        example = FIRST.get(word) or next(iter(choice_files(word, folders)), "VALUE")
+        return f", as in {word}={example}"
     if "run" in known and (command in ("eval", "chat", "export") or Path(word).is_dir()):
         return f"; write run={word}"
     recipe = word if "recipe" in known and word in choice_files("recipe", folders) else None

@@ -89,7 +89,7 @@ class Eagle3(EagleDrafter):
     def _unroll(self, batch: Batch, hidden: Tensor, step: int, before: list[Held]) -> tuple[Tensor, Held]:
         """One draft step over hidden states [B, T, D], behind the keys and values of the steps before; its own with it."""
         tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
-        rope = self.rotary(self.fc.weight, batch.positions + step)
+        rope = self.rotary(self.fc.weight.detach(), batch.positions + step)
         held: Held = []
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:

@@ -116,7 +116,7 @@ class PEagle(EagleDrafter):
         tokens = torch.cat([following, following.new_full((1, count), self.mask_token_id)], dim=1)
         positions = batch.positions.expand_as(batch.tokens).reshape(1, -1)
         positions = torch.cat([positions, positions[:, chains.anchors] + chains.depths], dim=1)
-        rope = self.rotary(self.fc.weight, positions)
+        rope = self.rotary(self.fc.weight.detach(), positions)
 
         def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
             (q, own_q), (k, own_k), (v, own_v) = (part.split([length, count], 2) for part in attention.project(x, rope))

@@ -128,7 +128,7 @@ def test_finished_runs_are_joined(compared: Path, tmp_path: Path) -> None:
 
 
 MISTAKES = {
-    "recipes=eagle": "nearest is eagle3",
+    "recipes=eagle": "the nearest are peagle, eagle3",
     "compare.second=4": "seconds",
     "compare.seconds=0": "more than 0",
     "drafter.rank=4": "drafter",

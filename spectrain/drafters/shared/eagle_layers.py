@@ -194,7 +194,7 @@ class EagleDrafter(VocabularyDrafter):
 
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
         """The output state [B, F, D] of new nodes, appended to the cache behind what it holds."""
-        rope = self.rotary(self.fc.weight, positions)
+        rope = self.rotary(self.fc.weight.detach(), positions)
         if self.window is not None:
             cache.place(positions)
 
