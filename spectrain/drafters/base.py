@@ -73,6 +73,13 @@ class Losses:
     hits: Tensor  # [K] draft tokens equal to the target's most likely one, by draft step
     counts: Tensor  # [K] draft tokens judged
 
+    @classmethod
+    def by_depth(cls, terms: dict[str, Tensor], right: Tensor, depths: Tensor, num_steps: int) -> Losses:
+        """Of drafts [R] of these draft steps, which are right or not."""
+        hits = torch.zeros(num_steps, device=right.device).index_add(0, depths, right.float())
+        counts = torch.zeros_like(hits).index_add(0, depths, torch.ones_like(right, dtype=hits.dtype))
+        return cls(terms, hits, counts)
+
     @property
     def total(self) -> Tensor:
         return sum(self.terms.values())  # type: ignore[return-value]

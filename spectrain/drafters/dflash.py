@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import chunks
 from spectrain.settings.values import Count, NotNegative, Seed, Share, Steps, VocabularySize
-from spectrain.trees.base import DepthRollout, Rollout
+from spectrain.trees.base import Marginals, Rollout
 
 from .base import Losses
 from .shared.block_drafter import BlockDrafter, BlockSettings, Judging
 from .shared.losses import Loss
-from .shared.vocabulary import Supervision
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -70,9 +68,6 @@ class DFlash(BlockDrafter):
 
     # Training
 
-    def supervision(self, batch: Batch) -> Supervision:
-        return Supervision(self, batch, labels=self.labels)
-
     def judge(self, asked: Judging) -> Losses:
         dpace = self.slot_weights == "dpace"
         row_weight = asked.normalised(self._dpace(asked)) if dpace else asked.decaying(self.decay)
@@ -95,16 +90,5 @@ class DFlash(BlockDrafter):
     # Decoding
 
     def rollout(self, root: Tensor, states: Tensor) -> Rollout:
-        return _Slots(self, root, states)
-
-
-class _Slots(DepthRollout):
-    """One round: what a slot says does not depend on the path, so a tree's paths are products of marginals."""
-
-    def __init__(self, drafter: DFlash, root: Tensor, states: Tensor) -> None:
-        super().__init__(root, states.shape[1])
-        self.draft_ids = drafter.draft_ids
-        self.log_q = drafter.log_q(drafter.product(states))  # [B, K, V]
-
-    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        return self.log_q.gather(1, depth[..., None].expand(-1, -1, self.log_q.shape[-1]))
+        """What a slot says does not depend on the path, so a tree's paths are products of marginals."""
+        return Marginals(root, self.log_q(self.product(states)), self.draft_ids)

@@ -16,15 +16,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import chunks
 from spectrain.settings.values import Count, NotNegative, Seed, Steps, VocabularySize
-from spectrain.trees.base import DepthRollout, Rollout
+from spectrain.trees.base import DepthRollout, Rollout, at_depth
 
 from .base import Losses
 from .shared.block_drafter import Attend, BlockDrafter, BlockLayer, BlockSettings, Judging, Rope
 from .shared.losses import Loss
-from .shared.vocabulary import Supervision
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -143,9 +141,6 @@ class DFlash2(BlockDrafter):
 
     # Training
 
-    def supervision(self, batch: Batch) -> Supervision:
-        return Supervision(self, batch, labels="target")
-
     def judge(self, asked: Judging) -> Losses:
         weights, supervision = asked.decaying(self.decay), asked.supervision
         judged = supervision.judge_by(self.projection, asked.hidden, asked.answers, weights)
@@ -200,11 +195,8 @@ class _Selected(DepthRollout):
         self.unary, self.candidates = logits.topk(drafter.selector_top_k, dim=-1)  # [B, K, C]
 
     def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        def at(slots: Tensor) -> Tensor:
-            return slots.gather(1, depth[..., None].expand(-1, -1, slots.shape[-1]))
-
-        candidates = at(self.candidates)
-        added = self.drafter.candidate_selector(at(self.states), tokens, self.ids[candidates])
-        log_q = (at(self.unary) + added.float()).log_softmax(-1)
+        candidates = at_depth(self.candidates, depth)
+        added = self.drafter.candidate_selector(at_depth(self.states, depth), tokens, self.ids[candidates])
+        log_q = (at_depth(self.unary, depth) + added.float()).log_softmax(-1)
         every = log_q.new_full((*tokens.shape, self.vocab_size), IMPOSSIBLE)
         return every.scatter(-1, candidates, log_q)

@@ -13,15 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import linear_divergence
 from spectrain.settings.values import Count, NotNegative, Seed, Share, Steps, VocabularySize
-from spectrain.trees.base import DepthRollout, Rollout
+from spectrain.trees.base import DepthRollout, Rollout, at_depth
 
 from .base import Losses
 from .shared.block_drafter import BlockDrafter, BlockSettings, Judging
 from .shared.losses import acceptance_rate
-from .shared.vocabulary import Supervision
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -127,9 +125,6 @@ class DSpark(BlockDrafter):
 
     # Training
 
-    def supervision(self, batch: Batch) -> Supervision:
-        return Supervision(self, batch, labels="target")
-
     def judge(self, asked: Judging) -> Losses:
         """All terms in one pass through the output layer, to which [h ; m] and [W ; W2] make the Markov head belong."""
         embedded = self.markov.markov_w1(asked.previous)
@@ -193,13 +188,10 @@ class _Markov(DepthRollout):
     def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
         drafter, count = self.drafter, tokens.shape[1]
 
-        def at(slots: Tensor) -> Tensor:
-            return slots.gather(1, depth[..., None].expand(-1, -1, slots.shape[-1]))
-
-        hidden, embedded = at(self.states), drafter.markov.markov_w1(tokens)
+        hidden, embedded = at_depth(self.states, depth), drafter.markov.markov_w1(tokens)
         read, state = drafter.markov(hidden, embedded, self.carried[:, -count:])
         self.carried = torch.cat([self.carried[:, :-count], state], dim=1)
         if drafter.cuts and drafter.confidence_head is not None:
             said = drafter.confidence_head(torch.cat([hidden, embedded], dim=-1))
             self.closed = said.sigmoid() < drafter.confidence_threshold
-        return drafter.log_q(at(self.products) + drafter.markov.markov_w2(read).float())
+        return drafter.log_q(at_depth(self.products, depth) + drafter.markov.markov_w2(read).float())

@@ -107,9 +107,7 @@ class Eagle3(EagleDrafter):
         step = torch.cat([torch.full_like(found, number) for number, found in enumerate(answers)])[order]
         hidden = self.read_by_head(torch.cat(states).index_select(0, order))
         loss, right = supervision.judge(hidden, self.lm_head, answer, self.step_decay**step)
-        hits = torch.zeros(self.ttt_steps, device=hidden.device).index_add(0, step, right.float())
-        counts = torch.zeros_like(hits).index_add(0, step, torch.ones_like(right, dtype=hits.dtype))
-        return Losses({self.divergence: loss}, hits, counts)
+        return Losses.by_depth({self.divergence: loss}, right, step, self.ttt_steps)
 
     # Decoding
 

@@ -17,7 +17,7 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.randomness import MASKED_PREFIXES, sequence_generator
 from spectrain.settings.values import Steps
-from spectrain.trees.base import DepthRollout, Draft
+from spectrain.trees.base import Draft, Marginals
 
 from .abilities import Abilities, Capture, DraftingCost, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
@@ -111,10 +111,8 @@ class Pard(Drafter):
         )
         tokens = self.divergence == "cross_entropy"
         likeliest = most_likely(final, theirs)[0] if tokens else judged.labels
-        right = (judged.best == likeliest).float()
-        hits = torch.zeros(self.num_drafts, device=right.device).index_add(0, depths, right)
-        counts = torch.zeros_like(hits).index_add(0, depths, torch.ones_like(right))
-        return Losses({self.divergence: judged.loss}, hits, counts)
+        right = judged.best == likeliest
+        return Losses.by_depth({self.divergence: judged.loss}, right, depths, self.num_drafts)
 
     def prefixes(self, batch: Batch, step: int) -> list[list[tuple[int, int]]]:
         """Every prefix with an answer for one of its masks, with as many of these as the conditional drop leaves it."""
@@ -148,15 +146,4 @@ class Pard(Drafter):
         asked = behind[:, None] + torch.arange(self.num_drafts, device=device)
         final = seen.at("final").gather(1, asked[..., None].expand(-1, -1, self.model.width))
         log_q = self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
-        return Draft(_Places(context.root, log_q))
-
-
-class _Places(DepthRollout):
-    """One round: what a place says does not depend on the path, only on its depth."""
-
-    def __init__(self, root: Tensor, log_q: Tensor) -> None:
-        super().__init__(root, log_q.shape[1])
-        self.log_q = log_q  # [B, K, V]
-
-    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        return self.log_q.gather(1, depth[..., None].expand(-1, -1, self.log_q.shape[-1]))
+        return Draft(Marginals(context.root, log_q))

@@ -17,7 +17,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.attention import causal_attention
 from spectrain.settings.values import Count, Seed, Share, Steps, VocabularySize
-from spectrain.trees.base import DepthRollout, Draft
+from spectrain.trees.base import Draft, Marginals
 
 from .abilities import DraftingCost, OnPolicy, SavedFiles
 from .base import Losses, TrainingState
@@ -101,9 +101,7 @@ class PEagle(EagleDrafter):
         depths, weights = depths[order], chains.weights(_documents(batch)[places])[order]
         hidden = self.read_by_head(states[0, said[order]])
         loss, right = supervision.judge(hidden, self.lm_head, answers, weights)
-        hits = torch.zeros(self.num_drafts, device=hidden.device).index_add(0, depths, right.float())
-        counts = torch.zeros_like(hits).index_add(0, depths, torch.ones_like(right, dtype=hits.dtype))
-        return Losses({self.divergence: loss}, hits, counts)
+        return Losses.by_depth({self.divergence: loss}, right, depths, self.num_drafts)
 
     def _trained_states(self, batch: Batch, chains: Chains, state: TrainingState) -> Tensor:
         """[1, N + C, D] the states of all places, then of all masks."""
@@ -142,22 +140,10 @@ class PEagle(EagleDrafter):
         self.cache.commit(None, context.counts)
         asked = (context.counts - 1).clamp(min=0)[:, None] + torch.arange(self.num_drafts, device=fused.device)
         states = output.gather(1, asked[..., None].expand(-1, -1, output.shape[-1]))
-        return Draft(_Behind(self, context.root, states))
+        return Draft(Marginals(context.root, self.log_q(states), self.draft_ids))
 
 
 def _documents(batch: Batch) -> Tensor:
     """[N] the number of the document of every place."""
     lengths = batch.lengths or (batch.tokens.shape[1],) * len(batch.tokens)
     return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(batch.tokens.device)
-
-
-class _Behind(DepthRollout):
-    """One round: what a place says does not depend on the path, only on its depth."""
-
-    def __init__(self, drafter: PEagle, root: Tensor, states: Tensor) -> None:
-        super().__init__(root, states.shape[1])
-        self.draft_ids = drafter.draft_ids
-        self.said = drafter.log_q(states)  # [B, K, V]
-
-    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        return self.said.gather(1, depth[..., None].expand(-1, -1, self.said.shape[-1]))

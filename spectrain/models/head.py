@@ -42,6 +42,10 @@ class Head:
         """[...] -> [..., D]"""
         return self.embedding(tokens)
 
+    def embeddings(self, device: torch.device) -> Tensor:
+        """Of every token, [V, D], looked up on a device, for some models scale what they look up."""
+        return self.embed(torch.arange(self.vocab_size, device=device))
+
     def logits(self, final: Tensor, rows: Tensor | None = None) -> Tensor:
         """Logits [..., V] in float32 from "final" features; with `rows`, of these vocabulary entries only."""
         if rows is None:
@@ -49,5 +53,9 @@ class Head:
         else:
             bias = self.output.bias
             logits = F.linear(final, self.output.weight[rows], None if bias is None else bias[rows])
-        logits = logits.float() * self.scale
+        return self.capped(logits.float())
+
+    def capped(self, product: Tensor) -> Tensor:
+        """Products of the output layer [..., V], in float32, scaled and capped."""
+        logits = product * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap

@@ -133,6 +133,22 @@ class DepthRollout(Rollout):
         return self.after(depth.clamp(max=self.depth_limit - 1), tokens)  # below it nothing is asked, and nothing will be used
 
 
+class Marginals(DepthRollout):
+    """One round of a drafter that has said all before it is asked: a node's distribution is that of its depth."""
+
+    def __init__(self, root: Tensor, log_q: Tensor, draft_ids: Tensor | None = None) -> None:
+        super().__init__(root, log_q.shape[1])
+        self.log_q, self.draft_ids = log_q, draft_ids  # [B, K, V]
+
+    def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
+        return at_depth(self.log_q, depth)
+
+
+def at_depth(said: Tensor, depth: Tensor) -> Tensor:
+    """What is said of each depth, [B, K, ..], for nodes of these depths [B, F]."""
+    return said.gather(1, depth[..., None].expand(-1, -1, said.shape[-1]))
+
+
 @dataclass(frozen=True)
 class Round:
     """What a round cost and gave, for builders that learn from it."""

@@ -6,9 +6,10 @@ R judged drafts.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from ..abilities import Capture, DraftingCost, OnPolicy, SavedFiles
 from ..base import Losses, Stage, TrainingState
 from ..context import Context
 from .anchors import Anchors, block_attention, sample_anchors
-from .layers import Mlp, NormedAttention, attend_cached, llama_config, norm_scale, rotary
+from .layers import Mlp, NormedAttention, attend_cached, llama_config, rotary, start_as_target
 from .vocabulary import Supervision, VocabularyDrafter
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class BlockDrafter(VocabularyDrafter):
     )  # fmt: skip
     abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)), on_policy=OnPolicy())
     cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
+    labels: Literal["data", "target"] = "target"  # of a cross-entropy, and what counts as right
 
     def __init__(self, target: Target, said: BlockSettings, layer: Callable[[Any], BlockLayer] = BlockLayer) -> None:
         super().__init__()
@@ -151,14 +153,9 @@ class BlockDrafter(VocabularyDrafter):
                 for mine, theirs in zip(self.lm_head.parameters(), self.head.output.parameters()):
                     mine.copy_(theirs[ids])
             if self.embed_tokens is not None:
-                every = torch.arange(self.head.vocab_size, device=target.device)
-                self.embed_tokens.weight.copy_(self.head.embed(every))
-            if self.start == "target":
-                self.fc.weight.zero_()
-                self.fc.weight[:, -target.width :].fill_diagonal_(1.0)
-                scale = norm_scale(target)
-                if scale is not None:
-                    self.norm.weight.copy_(scale)
+                self.embed_tokens.weight.copy_(self.head.embeddings(target.device))
+        if self.start == "target":
+            start_as_target(self.fc, self.norm, target)
 
     # Training
 
@@ -172,7 +169,7 @@ class BlockDrafter(VocabularyDrafter):
         assert batch.features is not None
         anchors = sample_anchors(batch, self.num_anchors, self.seed, state.step)
         hidden = self._trained_states(batch, anchors, state)[:, self.first :]
-        supervision = self.supervision(batch)
+        supervision = Supervision(self, batch, labels=self.labels)
         rows = supervision.row_of.flatten()
         depths = torch.arange(self.num_drafts, device=rows.device)
         places = anchors.places[:, None] + depths
@@ -180,11 +177,9 @@ class BlockDrafter(VocabularyDrafter):
         judged = (answers >= 0).long().cumprod(1).bool()
         return self.judge(Judging(self, supervision, batch, anchors, hidden, answers, judged, depths.expand_as(answers)))
 
-    def supervision(self, batch: Batch) -> Supervision:
-        return Supervision(self, batch)
-
+    @abstractmethod
     def judge(self, asked: Judging) -> Losses:
-        raise NotImplementedError
+        """The losses of the drafts that are judged."""
 
     def _trained_states(self, batch: Batch, anchors: Anchors, state: TrainingState) -> Tensor:
         """[A, S, W] the normed states of every block."""
@@ -230,9 +225,9 @@ class BlockDrafter(VocabularyDrafter):
             self.cache = context.new_cache(self.cache, len(self.blocks), 1 + self.block_size)
         return Draft(self.rollout(context.root, self._decoded_states(context, self.cache)[:, self.first :]))
 
+    @abstractmethod
     def rollout(self, root: Tensor, states: Tensor) -> Rollout:
         """How to draft below the roots [B] from the states [B, K, W] of the drafting slots."""
-        raise NotImplementedError
 
     def _decoded_states(self, context: Context, cache: TreeCache) -> Tensor:
         """[B, S, W] the normed states of the block behind each root; of what was run, the cache keeps the context alone."""
@@ -265,8 +260,7 @@ class BlockDrafter(VocabularyDrafter):
 
     def logits(self, product: Tensor) -> Tensor:
         """Products [.., V] with the target's scale and cap."""
-        logits = product * self.head.scale
-        return logits if self.head.softcap is None else torch.tanh(logits / self.head.softcap) * self.head.softcap
+        return self.head.capped(product)
 
     def log_q(self, product: Tensor) -> Tensor:
         """Products [.., V] -> log q [.., V]."""
@@ -314,9 +308,7 @@ class Judging:
     def losses(self, terms: dict[str, Tensor], best: Tensor) -> Losses:
         """With the first choices [R], draft ids, that are the target's likeliest counted by depth."""
         right = self.drafter.draft_ids[best] == self.supervision.best[self.answers]
-        hits = torch.zeros(self.drafter.num_drafts, device=right.device).index_add(0, self.depths, right.float())
-        counts = torch.zeros_like(hits).index_add(0, self.depths, torch.ones_like(right, dtype=hits.dtype))
-        return Losses(terms, hits, counts)
+        return Losses.by_depth(terms, right, self.depths, self.drafter.num_drafts)
 
 
 def default_layers(num_layers: int, count: int) -> list[int]:

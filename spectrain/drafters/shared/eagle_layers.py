@@ -20,7 +20,7 @@ from spectrain.models.kv_cache import TreeCache
 
 from ..abilities import Capture
 from ..base import Stage
-from .layers import Attention, Mlp, NormedAttention, llama_config, norm_scale, rotary
+from .layers import Attention, Mlp, NormedAttention, llama_config, rotary, start_as_target
 from .vocabulary import VocabularyDrafter
 
 if TYPE_CHECKING:
@@ -134,17 +134,12 @@ class EagleDrafter(VocabularyDrafter):
         ids = self.choose_vocabulary(token_counts)
         if self.embed_tokens is not None:
             with torch.no_grad():
-                every = torch.arange(self.head.vocab_size, device=target.device)
-                self.embed_tokens.weight.copy_(self.head.embed(every))
+                self.embed_tokens.weight.copy_(self.head.embeddings(target.device))
         if self.start == "random":
             return
         with torch.no_grad():
             self.lm_head.weight.copy_(self.head.output.weight[ids])
-            self.fc.weight.zero_()
-            self.fc.weight[:, -target.width :].fill_diagonal_(1.0)
-            scale = norm_scale(target)
-            if scale is not None:
-                self.norm.weight.copy_(scale)
+        start_as_target(self.fc, self.norm, target)
 
     @property
     def stages(self) -> list[Stage]:

@@ -167,6 +167,16 @@ def rotary(config: LlamaConfig) -> Callable[[Tensor, Tensor], tuple[Tensor, Tens
 
 
 @torch.no_grad()
+def start_as_target(fc: nn.Linear, norm: nn.RMSNorm, target: Target) -> None:
+    """Pass the last of the fused layers on, as it is, and norm as the target's final norm does."""
+    fc.weight.zero_()
+    fc.weight[:, -target.width :].fill_diagonal_(1.0)
+    scale = norm_scale(target)
+    if scale is not None:
+        norm.weight.copy_(scale)
+
+
+@torch.no_grad()
 def norm_scale(target: Target) -> Tensor | None:
     """What the target's final norm multiplies by, [W], however it is stored; None where it is no RMS norm."""
     ones = torch.ones(1, 1, target.width, device=target.device, dtype=target.dtype)
