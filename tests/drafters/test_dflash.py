@@ -293,6 +293,7 @@ def test_a_batch_without_anchors_costs_nothing(shallow: Target) -> None:
     losses = drafter.loss(batch, shallow, TrainingState())
     losses.total.backward()
     assert float(losses.total.detach()) == 0 and not losses.counts.any()
+    assert all(weight.grad is not None and not weight.grad.any() for weight in drafter.parameters())
 
 
 # Decoding
