@@ -2,7 +2,7 @@
 
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,7 +12,7 @@ from spectrain.eval.systems import Decoder, System
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 
-NEAR_TIE = 1e-4
+NEAR_TIE = 1e-4  # between logits that are computed in float32
 
 
 @dataclass
@@ -76,10 +76,10 @@ def _compare(
         prefix = wanted[:position]
         tied = not system.rule.is_random  # a sampled token is decided by noise as well: equal logits excuse nothing
         gap = logit_gap(target, turn.drafted.prompt + prefix) if tied else None
-        if gap is None or gap >= NEAR_TIE or position >= len(wanted):
-            found.differences.append({**where, "gap": gap})
+        if gap is None or not gap.is_tie or position >= len(wanted):
+            found.differences.append({**where, "gap": None if gap is None else gap.size})
             return
-        found.near_ties.append({**where, "gap": gap})
+        found.near_ties.append({**where, "gap": gap.size, "rounding": gap.rounding})
         prefix = wanted[: position + 1]
         left = max_new_tokens - len(prefix)
         if left < 1 or prefix[-1] in target.stop_ids:
@@ -98,10 +98,23 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
     return None if len(left) == len(right) else min(len(left), len(right))
 
 
-def logit_gap(target: Target, context: list[int]) -> float:
-    """The target's best logit minus its second best after `context`, computed in float64."""
+class LogitGap(NamedTuple):
+    """How far apart the two best logits are, and below what distance the target's own arithmetic tells them apart by chance."""
+
+    size: float
+    rounding: float
+
+    @property
+    def is_tie(self) -> bool:
+        return self.size < self.rounding
+
+
+def logit_gap(target: Target, context: list[int]) -> LogitGap:
+    """The target's best logit minus its second best after `context`, computed in float64. Two logits are told apart by chance
+    within twice the largest error that the target's own have there, which in bfloat16 is a few tenths."""
     with plain_model(target) as model, torch.inference_mode():
+        rounded = model(torch.tensor([context], device=target.device)).logits[0, -1].double().cpu()
         exact = copy.deepcopy(model).to("cpu", torch.float64)
         logits = exact(torch.tensor([context])).logits[0, -1].double()
     best = logits.topk(2).values
-    return float(best[0] - best[1])
+    return LogitGap(float(best[0] - best[1]), max(NEAR_TIE, 2 * float((rounded - logits).abs().max())))

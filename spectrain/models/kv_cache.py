@@ -94,8 +94,9 @@ class TreeCache(Cache):
         softcap: float | None = None,
     ) -> Tensor:
         """Append keys and values [B, H, N, D] of new nodes, and let their queries see what `visibility` says."""
-        held = self.append(layer, keys, values)
-        return tree_attention(queries, *held, visibility, scale, window, softcap)
+        held_keys, held_values = self.append(layer, keys, values)
+        seen = tree_attention(queries.to(held_keys.dtype), held_keys, held_values, visibility, scale, window, softcap)
+        return seen.to(queries.dtype)
 
     def attend_new(
         self,
@@ -118,11 +119,12 @@ class TreeCache(Cache):
         batch, heads, num_nodes, width = keys.shape
         if self.storage is None:
             shape = (len(self.layers), 2, batch, self.max_length, heads, width)
-            self.storage = torch.zeros(shape, dtype=keys.dtype, device=keys.device)
+            self.storage = torch.zeros(shape, dtype=held_dtype(keys), device=keys.device)
         if (batch, heads, width) != (*self.storage.shape[2:3], *self.storage.shape[4:]) or values.shape != keys.shape:
             raise UserError("target: its layers differ in key-value shape, which the static cache does not support")
         end = self.reach(num_nodes) + self.pending + num_nodes
         store = self.storage[layer]
+        keys, values = keys.to(store.dtype), values.to(store.dtype)
         if batch == 1 and self.bound is None:
             store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
             store[1, :, end - num_nodes : end] = values.transpose(1, 2)
@@ -185,6 +187,12 @@ class TreeCache(Cache):
             self.longest -= 0 if self.bound is not None else committed
         self.pending = 0
         self.positions = None
+
+
+def held_dtype(keys: Tensor) -> torch.dtype:
+    """What keys are held and attended to in: of half precision on a CPU float64, so that the sums over keys are the same, once
+    they are rounded, in whatever order the keys lie. Half precision makes of one different bit different logits."""
+    return torch.float64 if keys.device.type == "cpu" and keys.dtype in (torch.bfloat16, torch.float16) else keys.dtype
 
 
 class _Layer(CacheLayerMixin):

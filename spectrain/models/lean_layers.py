@@ -23,7 +23,7 @@ LIKE_LLAMA = ("LlamaDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")  # 
 
 
 def lean_layers(layers: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Forward]]:
-    """The layers that can run so, each with what runs in its place: float32 on packed linears, where nothing listens inside."""
+    """The layers that can run so, each with what runs in its place: on packed linears, where nothing listens inside."""
     rotation = Rotation()
     for layer in layers:
         if type(layer).__name__ in LIKE_LLAMA and _is_plain(layer):
@@ -47,7 +47,7 @@ def _is_plain(layer: Any) -> bool:
         return False
     if attention.q_proj.forward.shared is None or mlp.gate_proj.forward.shared is None:
         return False
-    if norms[0].weight.dtype != torch.float32 or attention.config._attn_implementation != ATTENTION:
+    if norms[0].weight.dtype not in (torch.float32, torch.bfloat16) or attention.config._attn_implementation != ATTENTION:
         return False
     if any("forward" in vars(module) for module in (layer, attention, mlp, *norms)):
         return False
@@ -71,7 +71,9 @@ class Rotation:
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+    return norm.weight * F.rms_norm(x, (x.shape[-1],), None, norm.variance_epsilon)  # rounded before the weight, as theirs is
 
 
 def _siblings(linear: Any) -> SharedInput:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from spectrain.errors import UserError
 
 from .attention import ATTENTION
+from .prepacked import SMALL, has_bfloat16
 from .sharding import Sharding, load_network
 from .target import Target
 
@@ -23,14 +24,24 @@ TINY = Path(__file__).parents[1] / "data" / "tiny"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def default_dtype(device: str, dtype: str = "auto") -> torch.dtype:
-    """bfloat16 on a GPU, float32 on a CPU, unless `dtype` names one."""
+def default_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
+    """bfloat16 where the device multiplies it and a model is large enough to gain, else float32, unless `dtype` names one.
+
+    Measured on a Xeon with AMX, one thread, SmolLM2-135M behind 120 tokens: 1 row 82 -> 57 ms, 16 rows 136 -> 65 ms.
+    """
     if dtype == "auto":
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+        gains = device.startswith("cuda") or (device == "cpu" and has_bfloat16() and _is_large(config.get_text_config()))
+        return torch.bfloat16 if gains else torch.float32
     if dtype not in ("float32", "bfloat16", "float16"):
         raise UserError(f"target.dtype={dtype}: use auto, float32, bfloat16 or float16")
     value: torch.dtype = getattr(torch, dtype)
     return value
+
+
+def _is_large(config: Any) -> bool:
+    """Whether a product with a layer's weights takes longer than starting one."""
+    width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or config.hidden_size
+    return bool(width * inner > SMALL)
 
 
 def default_device(device: str = "auto") -> str:
@@ -88,7 +99,7 @@ def load_hf(
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(model, trust_remote_code, required=network is load_network)
         options = {"attn_implementation": ATTENTION, "trust_remote_code": trust_remote_code}
-        made = network(model, config, place, sharding, dtype=default_dtype(place, dtype), **options)
+        made = network(model, config, place, sharding, dtype=default_dtype(place, config, dtype), **options)
     where = str(path.resolve()) if local else model
     return Target(made, tokenizer, name or (path.name if local else model), where, sharding)
 

@@ -5,19 +5,39 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from .attention import ATTENTION
 from .prepacked import is_packed, pack_linears, unpack_linears
 from .target import Target
 
+EXACT = "sdpa_exact"
+
+
+def _sdpa_exact(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """transformers' sdpa; of single tokens in float64, rounded once."""
+    dtype = query.dtype
+    if query.shape[2] == 1:
+        query, key, value = query.double(), key.double(), value.double()
+    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)[0].to(dtype), None
+
+
+AttentionInterface.register(EXACT, _sdpa_exact)
+AttentionMaskInterface.register(EXACT, sdpa_mask)
+
 
 @contextmanager
 def plain_model(target: Target) -> Iterator[Any]:
-    """The target without anything of ours: transformers' attention and cache, torch's linears."""
+    """The target without anything of ours: transformers' attention and cache, torch's linears. In half precision on a CPU
+    single tokens attend in float64, as they do here."""
     model: Any = target.model
     packed = any(is_packed(module) for module in model.modules())
     unpack_linears(model)
-    model.set_attn_implementation("sdpa")
+    wide = target.device.type != "cpu" or target.dtype in (torch.float32, torch.float64)
+    model.set_attn_implementation("sdpa" if wide else EXACT)
     try:
         yield model
     finally:

@@ -9,7 +9,9 @@ this project, autoregressive and drafted, run on these linears.
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -23,31 +25,48 @@ from .replaced_forward import set_forward
 
 SMALL = 1 << 18  # weights: with so few, and FEW rows, the default BLAS is done before oneDNN has begun (Xeon: 8 us against 25)
 FEW = 64
+ALIKE = 32  # rows of bfloat16 up to which oneDNN gives a row the same bits whatever stands beside it (AMX, 128 to 11,008 wide)
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
+_rows_alike = ContextVar("rows_alike", default=False)
+
+
+@contextmanager
+def rows_alike() -> Iterator[None]:
+    """For so long a row's products do not depend on how many rows there are: a tree's node gets the bits of a token alone."""
+    before = _rows_alike.set(True)
+    try:
+        yield
+    finally:
+        _rows_alike.reset(before)
+
+
 class _TrainedLinear(torch.autograd.Function):
-    """A linear whose forward and backward products all go through oneDNN."""
+    """A linear whose forward and backward products all go through oneDNN, in `dtype`; gradients come in their operands' own."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(input, weight)
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.types = input.dtype, weight.dtype
         ctx.has_bias = bias is not None
-        return product(input, weight, bias)
+        input, weight = input.to(dtype), weight.to(dtype)
+        ctx.save_for_backward(input, weight)
+        return product(input, weight, None if bias is None else bias.to(dtype))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
+        of_input, of_weight = ctx.types
         gradient = gradients[0].reshape(-1, weight.shape[0]).contiguous()
         for_input = for_weight = for_bias = None
         if ctx.needs_input_grad[0]:
-            for_input = product(gradient, weight.t()).view(input.shape)
+            for_input = product(gradient, weight.t()).view(input.shape).to(of_input)
         if ctx.needs_input_grad[1]:
             # contiguous: oneDNN multiplies rows with gaps between them a hundred times slower
-            for_weight = product(gradient.t(), input.reshape(-1, weight.shape[1]).contiguous().t())
+            for_weight = product(gradient.t(), input.reshape(-1, weight.shape[1]).contiguous().t()).to(of_weight)
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            for_bias = gradient.sum(0)
-        return for_input, for_weight, for_bias
+            for_bias = gradient.sum(0, dtype=of_weight)
+        return for_input, for_weight, for_bias, None
 
 
 class PackedWeights:
@@ -80,6 +99,9 @@ class PackedWeights:
         if self._is_small(self.packed) and input.numel() <= FEW * input.shape[-1]:
             return F.linear(input, self.packed, bias)
         if self.packed.dtype == input.dtype:
+            rows = input.reshape(-1, input.shape[-1])
+            if input.dtype == torch.bfloat16 and len(rows) > ALIKE and _rows_alike.get():
+                return torch.cat([product(part, self.packed, bias) for part in rows.split(ALIKE)]).view(*input.shape[:-1], -1)
             return product(input, self.packed, bias)
         output = product(input.to(self.packed.dtype), self.packed).to(input.dtype)
         return output if bias is None else output + bias
@@ -119,13 +141,16 @@ class PackedLinear:
 
     def __call__(self, input: Tensor) -> Tensor:
         weight, bias = self.linear.weight, self.linear.bias
-        if input.dtype != weight.dtype or weight.dtype not in packable() or weight.device.type != "cpu" or not input.numel():
+        cast = torch.is_autocast_enabled("cpu")
+        dtype = torch.get_autocast_dtype("cpu") if cast else weight.dtype
+        if dtype not in packable() or weight.device.type != "cpu" or not input.numel():
             return F.linear(input, weight, bias)
-        if torch.is_grad_enabled() and (
-            input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-        ):
+        learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (input, weight, bias))
+        if learns and (cast or input.dtype == weight.dtype):
             self.forget()  # the weight may be about to change
-            return _TrainedLinear.apply(input, weight, bias) if weight.dtype == torch.float32 else F.linear(input, weight, bias)
+            return _TrainedLinear.apply(input, weight, bias, dtype)
+        if learns or input.dtype != weight.dtype:
+            return F.linear(input, weight, bias)
         if self.shared is not None:
             return self.shared.output(self.linear, input)
         return self.weights.product(input)

@@ -29,7 +29,7 @@ from .forward_plan import TEXT, ForwardPlan, LayerSpan, Part, Sublayer
 from .head import Head
 from .kv_cache import TreeCache
 from .lean_layers import lean_layers
-from .prepacked import pack_linears
+from .prepacked import pack_linears, rows_alike
 from .replaced_forward import Forward, adding_nothing, checkpointed, for_kept, passing_on, replaced
 from .sharding import Sharding
 
@@ -148,6 +148,8 @@ class Target(nn.Module):
             if plan.recompute and plan.grad and plan.cache is None:
                 layers = [self.layers[index] for index in working]
                 stack.enter_context(replaced([(layer, checkpointed(layer)) for layer in layers]))
+            if visibility is not None:
+                stack.enter_context(rows_alike())
             stack.enter_context(running(plan.cache, visibility, plan.span.attending(self.num_layers)))
             output = self.decoder(
                 input_ids=tokens,

@@ -71,7 +71,7 @@ def dry_run(config: Any, device: torch.device, dataset: Dataset, batches: list[l
     with tracker, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the real run will say them
         target, drafter = built(config, tracker, dataset)
-        shared = _OneProcess(drafter, target, precision(trainer, tracker))
+        shared = _OneProcess(drafter, target, trainer.autocast(target, device))
         job = Job(trainer, drafter, target, _Tracked(tracker), shared, num_steps)
         stages = [stage_at(drafter.stages, step, num_steps) for step in range(num_steps)]
         flops: Counter[str] = Counter()
@@ -159,14 +159,6 @@ def length(example: Example) -> int:
 def slots(batch: list[Example], packed: bool) -> int:
     """Places for tokens in a batch, padding included."""
     return sum(map(length, batch)) if packed else len(batch) * max(map(length, batch))
-
-
-def precision(trainer: Trainer, tracker: MemoryTracker) -> torch.dtype | None:
-    """What autocast computes in on the planned device; None without autocast."""
-    chosen = trainer.mixed_precision
-    if chosen == "auto":
-        chosen = "bf16" if tracker.device.type == "cuda" else "no"
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(chosen)
 
 
 def vocabularies(target: Target, drafter: Drafter) -> set[int]:

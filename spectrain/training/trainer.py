@@ -61,7 +61,7 @@ class Trainer:
     ema: Below1 | None = None  # average weights over steps, as in 0.999: the average is measured and saved
     keep_checkpoints: int = 2  # how many of the newest stay
     log_every: int = 10  # steps between two lines of metrics.jsonl
-    mixed_precision: str = "auto"  # bf16 or no; auto: bf16 on a GPU
+    mixed_precision: str = "auto"  # bf16 or no; auto: bf16 on a GPU, and on a CPU where the target is in bfloat16
     sharding: Sharding = "auto"  # how processes hold the drafter and its optimiser together
     gradient_checkpointing: bool = False  # less memory for more time: parts are run again in the backward pass
     max_skipped: int = 5  # steps in a row whose gradient is not finite, before the run stops
@@ -102,12 +102,18 @@ class Trainer:
         )
 
     def accelerator(self) -> Accelerator:
-        """bf16 autocast on a GPU, float32 on a CPU, unless `mixed_precision` says otherwise."""
+        """The processes of this launch."""
+        return connect(self.sharding)
+
+    def autocast(self, target: Target, device: torch.device) -> torch.dtype | None:
+        """What products are computed in, None for the weights' own type: bfloat16 on a GPU, unless accelerate's file says
+        otherwise, and on a CPU beside a target in bfloat16; `mixed_precision` may say otherwise."""
         precision = self.mixed_precision
-        if precision == "auto":  # what accelerate's file says, else what the device is good at
-            launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16")
-            precision = launched if torch.cuda.is_available() else "no"
-        return connect(precision, self.sharding)
+        if precision == "auto" and device.type == "cuda":
+            precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "bf16")
+        if precision == "auto":
+            precision = "bf16" if target.dtype == torch.bfloat16 else "no"
+        return torch.bfloat16 if precision == "bf16" else None
 
     @property
     def batching(self) -> Batching:
@@ -149,7 +155,8 @@ class Trainer:
         """
         run.mkdir(parents=True, exist_ok=True)
         accelerator = self.accelerator()
-        shared = parallel(accelerator, self.sharding, accelerator.num_processes if target.sharding == "tensor" else 1)
+        copies = accelerator.num_processes if target.sharding == "tensor" else 1
+        shared = parallel(accelerator, self.sharding, copies, self.autocast(target, accelerator.device))
         job = Job(self, drafter, target, source, shared, self.num_steps(dataset, shared.data_count))
         torch.manual_seed(self.seed)
         self._refuse(job)

@@ -12,7 +12,7 @@ from spectrain.drafters.context import Context
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
+from spectrain.eval.identity import first_difference, logit_gap
 from spectrain.features.batch import Batch
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
@@ -87,7 +87,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, *ids: int) -> None:
 def assert_same(target: Target, prompt: list[int], output: list[int], wanted: list[int]) -> None:
     """Two greedy outputs are equal, but for a first difference between two nearly equal logits."""
     position = first_difference(output, wanted)
-    assert position is None or logit_gap(target, prompt + wanted[:position]) < NEAR_TIE
+    assert position is None or logit_gap(target, prompt + wanted[:position]).is_tie
 
 
 def assert_counted(generation: Generation, limit: int, stop_ids: frozenset[int]) -> None:

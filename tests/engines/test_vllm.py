@@ -31,7 +31,7 @@ from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.eval.identity import NEAR_TIE, first_difference, logit_gap
+from spectrain.eval.identity import first_difference, logit_gap
 from spectrain.eval.prompts import read_prompts
 from spectrain.export.converter import read_drafter
 from spectrain.export.measure import instantiate
@@ -148,7 +148,7 @@ def assert_same(target: Target, prompts: list[list[int]], found: list[list[int]]
     for prompt, left, right in zip(prompts, found, wanted, strict=True):
         position = first_difference(left, right[: len(left)])
         if position is not None:
-            assert logit_gap(target, prompt + right[:position]) < NEAR_TIE, (position, left, right)
+            assert logit_gap(target, prompt + right[:position]).is_tie, (position, left, right)
             differing += 1
     return len(prompts) - differing
 

@@ -144,7 +144,7 @@ def test_identity_catches_a_wrong_drafter(shallow: Target, tmp_path: Path, rule:
 
 def test_a_near_tie_goes_on_from_the_reference(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where every gap is called a tie, each difference is listed and the comparison still reaches the end."""
-    monkeypatch.setattr(identity, "logit_gap", lambda target, context: 0.0)
+    monkeypatch.setattr(identity, "logit_gap", lambda target, context: identity.LogitGap(0.0, 1.0))
     lossless = evaluation(tmp_path).score(
         Candidate(shallow, WrongNgram(shallow), Chain(3), Greedy(), SETTING), tmp_path / "out"
     )["lossless"]

@@ -15,7 +15,7 @@ from spectrain.drafters.causal import Causal
 from spectrain.models import prepacked
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
-from spectrain.models.prepacked import has_bfloat16, is_packed, pack_linears, unpack_linears
+from spectrain.models.prepacked import has_bfloat16, is_packed, pack_linears, packable, rows_alike, unpack_linears
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 
@@ -266,3 +266,33 @@ def test_a_target_is_never_rounded(shallow: Target, monkeypatch: pytest.MonkeyPa
     assert found[0].output == plain[0].output and max(found[0].accepted) > 1
     forwards = lambda module: [vars(one)["forward"] for one in module.modules() if isinstance(one, nn.Linear)]  # noqa: E731
     assert not any(one.weights.rounded for one in forwards(target)) and all(one.weights.rounded for one in forwards(drafter))
+
+
+@needs_onednn
+def test_under_autocast_products_are_in_its_type() -> None:
+    """Output and gradients are float32's within bfloat16's rounding, and gradients come in the weights' own type."""
+    if torch.bfloat16 not in packable():
+        pytest.skip("oneDNN does not multiply bfloat16 here")
+    linear = packed(nn.Linear(64, 48))
+    input, judge = torch.randn(5, 64, requires_grad=True), torch.randn(5, 48)
+    operands = (input, linear.weight, linear.bias)
+    wanted = torch.autograd.grad((F.linear(*operands) * judge).sum(), operands)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = linear(input)
+        found = torch.autograd.grad((output * judge).sum(), operands)
+    assert output.dtype == torch.bfloat16
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, atol=0.1, rtol=2e-2)
+
+
+@pytest.mark.skipif(not has_bfloat16(), reason="this processor does not multiply bfloat16")
+def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
+    """One to forty rows, of weights as wide as a layer's of a small and of a large model."""
+    for width in (96, 576, 4864):
+        linear = packed(nn.Linear(width, 640).to(torch.bfloat16))
+        input = torch.randn(2, 20, width).bfloat16()
+        with torch.no_grad(), rows_alike():
+            alone = torch.cat([linear(row[None]) for row in input.flatten(0, 1)])
+            assert torch.equal(linear(input).flatten(0, 1), alone)
+            assert all(torch.equal(linear(input[0, :rows]), alone[:rows]) for rows in range(1, 21))

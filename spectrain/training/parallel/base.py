@@ -23,8 +23,8 @@ class Parallel(ABC):
     whole = True  # every process holds all of the drafter while it trains, so that it can write too
     plain = True  # as ordinary tensors, and torch's own optimiser with all of its state
 
-    def __init__(self, accelerator: Accelerator, copies: int = 1) -> None:
-        self.accelerator = accelerator
+    def __init__(self, accelerator: Accelerator, copies: int = 1, autocast: torch.dtype | None = None) -> None:
+        self.accelerator, self.autocast = accelerator, autocast
         self.rank, self.count = accelerator.process_index, accelerator.num_processes
         self.copies = copies  # neighbouring processes that see the same data, for they run the target together
         self.data_rank, self.data_count = self.rank // copies, self.count // copies

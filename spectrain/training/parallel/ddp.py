@@ -37,7 +37,8 @@ class Replicated(Parallel):
 
     def loss(self, batch: Batch, state: TrainingState, last: bool) -> Losses:
         wrapped = isinstance(self.model, nn.parallel.DistributedDataParallel)
-        with self.accelerator.autocast(), self.model.no_sync() if wrapped and not last else nullcontext():
+        autocast = torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None)
+        with autocast, self.model.no_sync() if wrapped and not last else nullcontext():
             losses: Losses = self.model(
                 batch, self.target, state
             )  # which is where DDP reads whether gradients will be averaged

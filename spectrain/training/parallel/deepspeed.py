@@ -21,8 +21,8 @@ class Zero(Parallel):
 
     in_place = plain = False
 
-    def __init__(self, accelerator: Accelerator, stage: int, copies: int = 1) -> None:
-        super().__init__(accelerator, copies)
+    def __init__(self, accelerator: Accelerator, stage: int, copies: int = 1, autocast: torch.dtype | None = None) -> None:
+        super().__init__(accelerator, copies, autocast)
         self.name, self.stage, self.whole = f"zero{stage}", stage, stage == 2
 
     def share(self, drafter: Drafter, target: Target) -> None:
@@ -48,7 +48,7 @@ class Zero(Parallel):
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "torch_autocast": {
-                "enabled": self.accelerator.mixed_precision == "bf16",
+                "enabled": self.autocast is not None,
                 "dtype": "bfloat16",
                 "lower_precision_safe_modules": [],
             },  # gradients are averaged in float32

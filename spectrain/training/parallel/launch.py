@@ -56,7 +56,7 @@ def asked_for(sharding: Sharding) -> Sharding:
     return launched or ("ddp" if sharding == "auto" else sharding)
 
 
-def connect(mixed_precision: str, sharding: Sharding) -> Accelerator:
+def connect(sharding: Sharding) -> Accelerator:
     """The processes of this launch; stops where they were started but cannot find one another."""
     asked_for(sharding)
     if "MASTER_ADDR" in os.environ and "RANK" not in os.environ:
@@ -65,21 +65,21 @@ def connect(mixed_precision: str, sharding: Sharding) -> Accelerator:
             "torchrun --nproc-per-node N -m spectrain train ..."
         )
     with _without("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):  # or accelerate would set out to do it itself
-        accelerator = Accelerator(mixed_precision=mixed_precision, cpu=not torch.cuda.is_available())
+        accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())  # autocast is the trainer's
     expected = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != expected:
         raise RunError(f"launch: {expected} processes were started, {accelerator.num_processes} are connected; use torchrun")
     return accelerator
 
 
-def parallel(accelerator: Accelerator, sharding: Sharding, copies: int = 1) -> Parallel:
-    """The way to share that was asked for; `copies` neighbouring processes see the same data."""
+def parallel(accelerator: Accelerator, sharding: Sharding, copies: int = 1, autocast: torch.dtype | None = None) -> Parallel:
+    """The way to share that was asked for; `copies` neighbouring processes see the same data; products are in `autocast`."""
     way = asked_for(sharding)
     if way != "ddp" and not dist.is_initialized():  # a single process that was started by hand
         _alone(accelerator.device)
     if way == "fsdp2":
-        return FullyShard(accelerator, copies)
-    return Replicated(accelerator, copies) if way == "ddp" else Zero(accelerator, int(way[-1]), copies)
+        return FullyShard(accelerator, copies, autocast)
+    return Replicated(accelerator, copies, autocast) if way == "ddp" else Zero(accelerator, int(way[-1]), copies, autocast)
 
 
 def _is_set(name: str) -> bool:

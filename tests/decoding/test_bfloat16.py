@@ -1,0 +1,87 @@
+"""In bfloat16, where one bit makes other logits: what is drafted is the target's own to the last bit all the same."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.session import Session
+from spectrain.drafters.ngram import Ngram
+from spectrain.eval.identity import logit_gap
+from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.loading import default_dtype
+from spectrain.models.plain import generate, plain_model
+from spectrain.models.prepacked import has_bfloat16
+from spectrain.models.target import Target
+from spectrain.trees.chain import Chain
+from spectrain.trees.token_tree import TokenTree
+
+CONFIG = LlamaConfig(
+    vocab_size=96, hidden_size=128, intermediate_size=320, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+on_amx = pytest.mark.skipif(not has_bfloat16(), reason="this processor does not multiply bfloat16")
+
+
+@pytest.fixture(scope="module")
+def rounded(tiny: Target) -> Target:
+    """A target with random weights in bfloat16."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG, attn_implementation="spectrain", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    target = Target(model, tiny.tokenizer, "rounded", "")
+    target.pack()
+    return target
+
+
+@on_amx
+def test_a_node_has_the_bits_of_a_token_alone(rounded: Target) -> None:
+    """Logits of a tree of 40 nodes, of two sequences at once, are those of every path decoded one by one."""
+    torch.manual_seed(1)
+    prompts, lengths = torch.randint(3, 96, (2, 30)), torch.tensor([30, 21])
+    parents = torch.tensor([-1, *(int(torch.randint(max(0, node - 4), node, ())) for node in range(1, 40))])
+    tree = TokenTree.of(torch.randint(3, 96, (2, 40)), parents.expand(2, -1))
+    with torch.inference_mode():
+        cache = rounded.new_cache(2, 128)
+        rounded.prefill(prompts, lengths, cache, ())
+        logits = rounded.verify(tree, cache).logits
+        for row in range(2):
+            for leaf in (17, 31, 39):
+                path = tree.ancestors[row, leaf].nonzero()[:, 0]
+                cache = rounded.new_cache(2, 128)
+                rounded.prefill(prompts, lengths, cache, ())
+                for node in path.tolist():
+                    alone = rounded.run(tree.tokens[:, node : node + 1], ForwardPlan(logits=True, cache=cache))
+                    cache.commit(None, torch.ones(2, dtype=torch.int64))
+                    assert alone.logits is not None and logits is not None
+                    assert torch.equal(alone.logits[row, 0], logits[row, node])
+
+
+@on_amx
+def test_drafted_equals_generate(rounded: Target) -> None:
+    """Token by token, for a chain that copies and goes wrong often, and autoregressively."""
+    prompts = [[5, 6, 7, 5, 6, 7, 5], list(range(3, 60))]
+    with plain_model(rounded) as model:
+        wanted = [generate(model, prompt, 40, frozenset()) for prompt in prompts]
+    assert len({token for output in wanted for token in output}) > 10
+    for drafter, builder in ((None, None), (Ngram(rounded, longest=2), Chain(4))):
+        session = Session(rounded, Greedy(), drafter, builder)
+        assert [made.output for made in session.decode(prompts, 40, ignore_eos=True)] == wanted
+
+
+def test_a_near_tie_is_as_wide_as_the_rounding(rounded: Target, shallow: Target) -> None:
+    """Logits of bfloat16 are told apart by chance within a few hundredths or tenths, those of float32 within the least."""
+    context = list(range(3, 30))
+    assert logit_gap(shallow, context).rounding == pytest.approx(1e-4, rel=2)
+    assert 1e-3 < logit_gap(rounded, context).rounding < 2
+
+
+def test_small_models_stay_in_float32() -> None:
+    """On a CPU; larger ones go where the processor is quick; what is asked for is done."""
+    large = LlamaConfig(hidden_size=576, intermediate_size=1536)
+    assert default_dtype("cpu", CONFIG) == torch.float32
+    assert default_dtype("cpu", large) == (torch.bfloat16 if has_bfloat16() else torch.float32)
+    assert default_dtype("cuda:0", CONFIG) == torch.bfloat16
+    assert default_dtype("cpu", large, "float32") == torch.float32
