@@ -28,7 +28,7 @@ from spectrain.trees import Auto, Chain, Eagle2
 
 TRAINING_FREE: dict[str, type[Drafter]] = {"ngram": Ngram, "lookahead": Lookahead, "retrieval": Retrieval}
 OURS = ("auto", "copies", "chain", "shipped", "untrained", *TRAINING_FREE)
-BESIDE = ("copies", "retrieval", "chain", "shipped", "untrained", "ngram")  # unless something else is asked for
+BESIDE = ("auto", "copies", "retrieval", "chain", "shipped", "untrained", "ngram")  # unless something else is asked for
 COPYING = {"copies", "retrieval"}  # those that may copy from a store
 OWN = "own"  # the store of what a run was trained on
 TRANSFORMERS = ("generate", "prompt_lookup", "assistant", "early_exit")
