@@ -1,0 +1,149 @@
+"""EAGLE-3 trained here and by the speculators library, on the same tokens in as many passes: acceptance, tokens a second.
+
+    python scripts/against_speculators.py [--work DIR] [--out FILE] [--seeds 3] [--passes 1] [--prompts 16]
+
+Needs an environment with both (make .venv-engines/installed). The target is tiny, with embedded conversations up to --limit,
+batches of 512 packed tokens and three unrolled steps. The library has its defaults: Muon with AdamW beside it, its rates, its
+warm-up and linear decay, its norms; attention in torch's eager code, for its own wants a GPU. Both are scored by this project
+on the same held-out prompts, by chains of three and by trees. Seconds are of the processor, the target's features included.
+"""
+
+import argparse
+import json
+import time
+from itertools import islice
+from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from speculators.losses import resolve_loss_config
+from speculators.models.eagle3 import Eagle3DraftModel
+from speculators.train.optimizers import build_optimizers
+from transformers import LlamaConfig, get_linear_schedule_with_warmup
+
+import spectrain
+from spectrain.data.dataset import Batching, Dataset
+from spectrain.data.readers import Embedded
+from spectrain.features.batch import Batch, collate
+from spectrain.models.loading import load_tiny
+from spectrain.models.target import Target
+from spectrain.provenance import provenance
+
+STEPS, BATCH, LAYERS = 3, 512, (2, 4, 5)
+THEIR_OPTIMIZER = SimpleNamespace(
+    optimizer="muon", lr=1e-3, weight_decay=0.01, muon_lr=1e-3, muon_momentum=0.95, muon_weight_decay=0.1, muon_ns_steps=5,
+    muon_adjust_lr_fn="match_rms_adamw",
+)  # fmt: skip
+TREES: dict[str, dict[str, Any]] = {"chain": {"tree": "chain", "tree.depth": 3}, "tree": {"tree": "eagle2", "tree.depth": 5}}
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--work", type=Path, default=Path("runs/against-speculators"))
+    arguments.add_argument("--out", type=Path, default=None)
+    for name, default in (("seeds", 3), ("passes", 1), ("prompts", 16), ("limit", 320)):
+        arguments.add_argument(f"--{name}", type=int, default=default)
+    asked = arguments.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for seed in range(asked.seeds):
+        for by in (train_ours, train_theirs) if seed % 2 == 0 else (train_theirs, train_ours):
+            folder = asked.work / f"{by.__name__}-{asked.passes}-{seed}"
+            tokens, seconds = by(folder, seed, asked.passes, asked.limit)
+            row = {"by": by.__name__, "seed": seed, "tokens": tokens, "tokens_a_second": round(tokens / seconds)}
+            rows.append(row | {tree: scored(folder / "drafter", tree, asked.prompts) for tree in TREES})
+            print(json.dumps(rows[-1]), flush=True)
+    found: dict[str, Any] = {"setting": {key: value for key, value in vars(asked).items() if key not in ("work", "out")}}
+    for key in ("chain", "tree", "tokens_a_second"):
+        ours, theirs = (mean(row[key] for row in rows if row["by"] == by) for by in ("train_ours", "train_theirs"))
+        found[key] = {"ours": ours, "theirs": theirs, "ratio": ours / theirs}
+    found |= {"rows": rows, "provenance": provenance()}
+    print(json.dumps({key: found[key] for key in ("chain", "tree", "tokens_a_second")}, indent=1))
+    if asked.out is not None:
+        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def train_ours(folder: Path, seed: int, passes: int, limit: int) -> tuple[int, float]:
+    """The recipe with the library's batches; tokens trained on, and seconds of the processor."""
+    began = time.process_time()
+    spectrain.train("eagle3", run=folder, target="tiny", eval="none", **{
+        "drafter.ttt_steps": STEPS, "data.limit": limit, "data.held_out": 0, "trainer.epochs": passes,
+        "trainer.batch_tokens": BATCH, "trainer.packing": True, "trainer.seed": seed,
+    })  # fmt: skip
+    seconds = time.process_time() - began
+    return json.loads((folder / "drafter" / "config.json").read_text())["training"]["tokens"], seconds
+
+
+def train_theirs(folder: Path, seed: int, passes: int, limit: int) -> tuple[int, float]:
+    """The library's model, loss, optimisers and schedule over the same batches."""
+    began = time.process_time()
+    target = load_tiny()
+    target.pack()
+    data: Dataset = Embedded(limit=limit, max_length=512).dataset(target.tokenizer)
+    batching = Batching(BATCH, seed, packed=True)
+    num_steps = passes * data.num_batches(batching)
+    torch.manual_seed(seed)
+    model = library_model(target)
+    loss_config: Any = resolve_loss_config("kl_div", "eager")
+    optimizers = build_optimizers(model, THEIR_OPTIMIZER)
+    schedules = [get_linear_schedule_with_warmup(one, round(0.01 * num_steps), num_steps) for one in optimizers]
+    tokens = 0
+    for examples in islice(data.stream(batching), num_steps):
+        batch = collate(examples, packed=True)
+        tokens += batch.tokens.numel()
+        _, loss, _ = model(**shifted(batch, target), ttt_steps=STEPS, loss_config=loss_config)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for one in (*optimizers, *schedules):
+            one.step()
+        model.zero_grad()
+    seconds = time.process_time() - began
+    model.save_pretrained(folder / "drafter")
+    return tokens, seconds
+
+
+def library_model(target: Target) -> Any:
+    """The library's EAGLE-3 for a target, over its whole vocabulary, with the defaults of its command line."""
+    said = target.model.config.to_diff_dict()
+    config = LlamaConfig(**{key: value for key, value in said.items() if key not in ("model_type", "architectures")})
+    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
+    every = target.head.vocab_size
+    return Eagle3DraftModel.from_training_args(
+        config, t2d=torch.ones(every, dtype=torch.bool), d2t=torch.zeros(every, dtype=torch.int64), draft_vocab_size=every,
+        ttt_steps=STEPS, verifier_name_or_path=target.path, target_layer_ids=list(LAYERS), draft_attn_impl="eager",
+        norm_before_residual=True, norm_before_fc=True, norm_output=True,
+    )  # fmt: skip
+
+
+def shifted(batch: Batch, target: Target) -> dict[str, Any]:
+    """A batch as the library's trainer hands it in: features at t beside token t + 1, document by document."""
+    assert batch.lengths is not None
+    features = target.features(batch.tokens, (*LAYERS, target.num_layers), batch.lengths)
+    last = features.at(target.num_layers)
+    ends = torch.tensor(batch.lengths).cumsum(0)
+    follows = torch.ones(batch.tokens.shape[1], dtype=torch.bool)  # the places that a place of the same document follows
+    follows[ends - 1] = False
+    here = follows.nonzero()[:, 0]
+    documents = torch.repeat_interleave(torch.arange(len(ends)), torch.tensor(batch.lengths))
+    return {
+        "hidden_states": features.fused(LAYERS)[:, here], "input_ids": batch.tokens[:, here + 1],
+        "document_ids": documents[None, here], "loss_mask": batch.loss_mask[:, here + 1],
+        "position_ids": batch.positions[:, here + 1], "verifier_last_hidden_states": last[:, here + 1],
+    }  # fmt: skip
+
+
+def scored(drafter: Path, tree: str, prompts: int) -> float:
+    """Tokens a forward over held-out prompts."""
+    target = spectrain.Target.from_pretrained("tiny")
+    found = spectrain.Drafter.from_pretrained(drafter, target, **TREES[tree])
+    summary = spectrain.evaluate(
+        target, found, limit=prompts, max_new_tokens=64, baselines=[], oracle=False, report=False, repeats=1
+    )
+    assert summary["lossless"]["identical"] == summary["lossless"]["checked"]
+    return float(summary["acceptance_length"]["pooled"])
+
+
+if __name__ == "__main__":
+    main()
