@@ -54,7 +54,7 @@ def write_drafter(drafter: Portable, layout: Layout, target: TargetFiles | None,
     if layout.says_all:
         return
     kept: dict[str, Any] = {
-        "drafter": {key: value for key, value in drafter.drafter.items() if key not in SAID_BY_LAYOUT},
+        "drafter": {key: value for key, value in drafter.drafter.items() if key not in (*SAID_BY_LAYOUT, *layout.says)},
         "description": named({k: drafter.description[k] for k in KEPT if drafter.description.get(k)}),
         "spectrain_version": versions().get("spectrain"),
     }

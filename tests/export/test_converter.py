@@ -64,6 +64,8 @@ def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
 
 
 DFLASH = {"block_size": 5, "num_layers": 2}
+DSPARK = {**DFLASH, "rank": 8}
+DFLASH2 = {**DFLASH, "selector_rank": 8}
 CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "eagle3": (lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256), ("vllm", "sglang", "spectrain")),
     "eagle3, other layers": (
@@ -83,13 +85,13 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
         ),
         ("vllm", "spectrain"),
     ),
-    "peagle": (lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256, num_layers=2), ("vllm", "spectrain")),
+    "peagle": (lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256, num_layers=2), ("vllm", "flat", "spectrain")),
     "peagle, other settings": (
         lambda path, tiny: ours(
             path, tiny, "peagle", vocab_size=256, num_layers=1, num_drafts=4, own_embedding=False, window=32, layers=[1, 3],
             architecture={"qk_norm": True, "norm_before_residual": True, "fc_norm": True},
         ),
-        ("vllm", "spectrain"),
+        ("vllm", "flat", "spectrain"),
     ),
     "medusa": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=2048), ("vllm", "medusa", "spectrain")),
     "medusa, cut vocabulary": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=256), ("vllm", "spectrain")),
@@ -113,6 +115,31 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "dflash, cut vocabulary": (lambda path, tiny: ours(path, tiny, "dflash", vocab_size=256, **DFLASH), ("vllm", "spectrain")),
     "dflash, own embedding": (
         lambda path, tiny: ours(path, tiny, "dflash", own_embedding=True, window=12, **DFLASH), ("vllm", "spectrain")),
+    "dspark": (lambda path, tiny: ours(path, tiny, "dspark", **DSPARK), ("vllm", "sglang", "spectrain")),
+    "dspark, gated, in a window": (
+        lambda path, tiny: ours(
+            path, tiny, "dspark", markov_head="gated", causal=True, window=12, layers=[1, 3, 8], confidence=False, **DSPARK
+        ),
+        ("vllm", "sglang", "spectrain"),
+    ),
+    "dspark, a cell, cut vocabulary": (
+        lambda path, tiny: ours(
+            path, tiny, "dspark", markov_head="rnn", sample_from_anchor=False, vocab_size=256, own_embedding=True, **DSPARK
+        ),
+        ("vllm", "spectrain"),
+    ),
+    "dflash2": (lambda path, tiny: ours(path, tiny, "dflash2", **DFLASH2), ("vllm", "sglang", "spectrain")),
+    "dflash2, other settings": (
+        lambda path, tiny: ours(
+            path, tiny, "dflash2", own_embedding=True, window=12, conv_kernel_size=3, selector_top_k=5, **DFLASH2
+        ),
+        ("vllm", "spectrain"),
+    ),
+    "a flat P-EAGLE": (foreign.peagle, ("vllm", "flat", "spectrain")),
+    "DeepSpec's DSpark": (foreign.deepspec_dspark, ("vllm", "sglang", "spectrain")),
+    "speculators' DSpark": (foreign.speculators_dspark, ("vllm", "spectrain")),
+    "z-lab's DFlash2": (foreign.zlab_dflash2, ("vllm", "sglang", "spectrain")),
+    "speculators' DFlash2": (foreign.speculators_dflash2, ("vllm", "spectrain")),
     "z-lab": (foreign.zlab, ("vllm", "sglang", "spectrain")),
     "speculators' DFlash": (foreign.speculators_dflash, ("vllm", "spectrain")),
 }  # fmt: skip
@@ -169,14 +196,15 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, window=8), "sglang", ("window", "vllm")),
     "head norms for SGLang": (
         lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, architecture={"qk_norm": True}), "sglang", ("qk_norm",)),
-    "P-EAGLE for SGLang": (lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256), "sglang", ("peagle", "vllm")),
+    "P-EAGLE for SGLang": (
+        lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256), "sglang", ("P-EAGLE", "vllm or flat")),
     "Medusa for SGLang": (foreign.medusa, "sglang", ("medusa", "vllm")),
     "Hydra": (lambda path, tiny: ours(path, tiny, "hydra", vocab_size=256), "vllm", ("hydra", "spectrain eval")),
     "Kangaroo": (lambda path, tiny: ours(path, tiny, "kangaroo"), "hf", ("kangaroo", "spectrain eval")),
     "gated LoRA for vLLM": (
         lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), "vllm", ("gated_lora", "peft")),
     "DFlash for transformers": (
-        lambda path, tiny: ours(path, tiny, "dflash", **DFLASH), "hf", ("muse_glimmer_assistant", "vllm or sglang")),
+        lambda path, tiny: ours(path, tiny, "dflash", **DFLASH), "hf", ("muse_glimmer_assistant", "vllm or sglang or flat")),
     "a shifted block for vLLM": (
         lambda path, tiny: ours(path, tiny, "dflash", sample_from_anchor=True, **DFLASH), "vllm",
         ("sample_from_anchor", "one token off", "spectrain eval")),
@@ -195,6 +223,17 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         lambda path, tiny: ours(path, tiny, "dflash", causal=True, **DFLASH), "sglang", ("drafter.causal",)),
     "the embedding as a layer for SGLang": (
         lambda path, tiny: ours(path, tiny, "dflash", layers=[0, 4], **DFLASH), "sglang", ("target_layer_ids", "--to vllm")),
+    "a shifted DFlash2": (
+        lambda path, tiny: ours(path, tiny, "dflash2", sample_from_anchor=True, **DFLASH2), "vllm", ("sample_from_anchor",)),
+    "a cut DFlash2": (
+        lambda path, tiny: ours(path, tiny, "dflash2", vocab_size=256, **DFLASH2), "vllm", ("256 of 2048", "DFlash2")),
+    "a DSpark whose anchor drafts nothing, for SGLang": (
+        lambda path, tiny: ours(path, tiny, "dspark", sample_from_anchor=False, **DSPARK), "sglang",
+        ("sample_from_anchor=false", "--to vllm")),
+    "a DSpark with a window both ways": (
+        lambda path, tiny: ours(path, tiny, "dspark", window=12, **DSPARK), "vllm", ("window=12", "causal=true")),
+    "DSpark for transformers": (
+        lambda path, tiny: ours(path, tiny, "dspark", **DSPARK), "hf", ("dspark", "vllm or sglang or flat")),
     "an untrained early exit": (lambda path, tiny: ours(path, tiny, "early_exit"), "hf", ("assistant_early_exit",)),
 }  # fmt: skip
 
