@@ -69,6 +69,16 @@ def heads_said(drafter: Portable) -> dict[str, Any]:
     return {**DSPARK.said(drafter.drafter), "confidence_head_with_markov": True}
 
 
+def cell_from_the_anchor(said: dict[str, Any]) -> str | None:
+    """What is wrong with a Markov head's cell in blocks whose anchor drafts nothing; None where nothing is."""
+    if said.get("markov_head") == "rnn" and not said["sample_from_anchor"]:
+        return (
+            "markov_head=rnn and sample_from_anchor=false: the speculators library runs the cell over slot 0 too, which drafts "
+            "nothing, and drafter=dspark does not"
+        )
+    return None
+
+
 def markov_findings(files: Files) -> Iterator[Finding]:
     """What readers of DSpark take differently."""
     kind = files.config.get("markov_head_type", "vanilla")

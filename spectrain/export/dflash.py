@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from spectrain.drafters.shared.block_drafter import default_layers
 from spectrain.errors import UserError
 
-from .block_families import DFLASH, BlockFamily
+from .block_families import DFLASH, BlockFamily, cell_from_the_anchor
 from .block_settings import BlockConfig, plain, settings_from, spread, theirs
 from .eagle3 import IGNORED, same
 from .fused_settings import Settings
@@ -106,6 +106,9 @@ class DFlashLayout(Layout):
         wide = config.get("target_hidden_size")
         if wide is not None and wide != config["hidden_size"]:
             return f"target_hidden_size={wide}: {drafter} is as wide as its target, not {config['hidden_size']}"
+        said = self.settings(files)
+        if why := cell_from_the_anchor({**said.parts, "sample_from_anchor": said.sample_from_anchor}):
+            return why
         if (files.directory / "mask_embedding.pt").exists():
             return f"mask_embedding.pt is an embedding of the mask alone, for which {drafter} has no place"
         return None
@@ -202,6 +205,8 @@ class DFlashLayout(Layout):
                 f"lm_head.bias: output layers of engines' {self.family.title} have no bias, and the target's has one; train "
                 "with drafter.vocab_size=null"
             )
+        if why := cell_from_the_anchor(drafter.drafter):
+            raise UserError(f"{why}; train with drafter.markov_head=gated")
         if not self.family.is_cropped and len(drafter.tensors["d2t"]) < len(drafter.tensors["t2d"]):
             raise UserError(
                 f"d2t: it drafts {len(drafter.tensors['d2t'])} of {len(drafter.tensors['t2d'])} tokens, and every reader of "

@@ -122,10 +122,10 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
         ),
         ("vllm", "sglang", "spectrain"),
     ),
-    "dspark, a cell, cut vocabulary": (
-        lambda path, tiny: ours(
-            path, tiny, "dspark", markov_head="rnn", sample_from_anchor=False, vocab_size=256, own_embedding=True, **DSPARK
-        ),
+    "dspark, a cell": (
+        lambda path, tiny: ours(path, tiny, "dspark", markov_head="rnn", **DSPARK), ("vllm", "sglang", "spectrain")),
+    "dspark, cut vocabulary": (
+        lambda path, tiny: ours(path, tiny, "dspark", sample_from_anchor=False, vocab_size=256, own_embedding=True, **DSPARK),
         ("vllm", "spectrain"),
     ),
     "dflash2": (lambda path, tiny: ours(path, tiny, "dflash2", **DFLASH2), ("vllm", "sglang", "spectrain")),
@@ -232,6 +232,9 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         ("sample_from_anchor=false", "--to vllm")),
     "a DSpark with a window both ways": (
         lambda path, tiny: ours(path, tiny, "dspark", window=12, **DSPARK), "vllm", ("window=12", "causal=true")),
+    "a DSpark whose cell would begin at the anchor": (
+        lambda path, tiny: ours(path, tiny, "dspark", sample_from_anchor=False, markov_head="rnn", **DSPARK), "vllm",
+        ("markov_head=rnn", "slot 0")),
     "DSpark for transformers": (
         lambda path, tiny: ours(path, tiny, "dspark", **DSPARK), "hf", ("dspark", "vllm or sglang or flat")),
     "an untrained early exit": (lambda path, tiny: ours(path, tiny, "early_exit"), "hf", ("assistant_early_exit",)),
