@@ -66,15 +66,15 @@ class BlockConfig(Settings):
         }
 
 
-def plain(name: str) -> str:
+def plain(name: str, renamed: dict[str, str] = RENAMED) -> str:
     """Our name of a tensor."""
     name = name.removeprefix("model.")
-    return next((mine + name.removeprefix(their) for mine, their in RENAMED.items() if name.startswith(their)), name)
+    return next((mine + name.removeprefix(their) for mine, their in renamed.items() if name.startswith(their)), name)
 
 
-def theirs(name: str) -> str:
-    """A tensor's name in either layout."""
-    return next((their + name.removeprefix(mine) for mine, their in RENAMED.items() if name.startswith(mine)), name)
+def theirs(name: str, renamed: dict[str, str] = RENAMED) -> str:
+    """A tensor's name in a layout."""
+    return next((their + name.removeprefix(mine) for mine, their in renamed.items() if name.startswith(mine)), name)
 
 
 def spread(config: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from spectrain.drafters.shared.block_drafter import default_layers
 from spectrain.errors import UserError
 
 from .block_families import DFLASH, BlockFamily, cell_from_the_anchor
-from .block_settings import BlockConfig, plain, settings_from, spread, theirs
+from .block_settings import RENAMED, BlockConfig, plain, settings_from, spread, theirs
 from .eagle3 import IGNORED, same
 from .fused_settings import Settings
 from .layout import Expected, Files, Finding, Layout, Portable
@@ -51,6 +51,7 @@ class DFlashLayout(Layout):
     families = ("dflash",)
     family: ClassVar[BlockFamily] = DFLASH
     shift: ClassVar[int]  # what ids of layers lack to ours
+    renamed: ClassVar[dict[str, str]] = RENAMED  # how names of tensors begin, ours and the layout's
 
     @property
     def says(self) -> tuple[str, ...]:
@@ -65,7 +66,11 @@ class DFlashLayout(Layout):
 
     def view(self, files: Files) -> dict[str, Tensor]:
         """The tensors under our names."""
-        return {plain(name): tensor for name, tensor in files.tensors.items()}
+        return {plain(name, self.renamed): tensor for name, tensor in files.tensors.items()}
+
+    def written(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors under the layout's names."""
+        return {theirs(name, self.renamed): tensor for name, tensor in tensors.items()}
 
     def shapes(self, said: BlockConfig) -> dict[str, tuple[int | None, ...]]:
         """The tensors that the family always has, under our names."""
@@ -75,11 +80,11 @@ class DFlashLayout(Layout):
         """Tensors that the family has no place for -> what they are."""
         mine = self.shapes(self.settings(files))
         parts = {part: what for part, what in OTHERS.items() if part not in self.family.own}
-        names = (name for name in files.tensors if plain(name) not in mine)
+        names = (name for name in files.tensors if plain(name, self.renamed) not in mine)
         return {name: what for name in names for part, what in parts.items() if part in name}
 
     def expected(self, files: Files) -> Expected:
-        said, present = self.settings(files), {plain(name): name for name in files.tensors}
+        said, present = self.settings(files), {plain(name, self.renamed): name for name in files.tensors}
         required, head = self.shapes(said), {"lm_head.weight": (said.rows, said.width), "d2t": (said.rows,)}
         optional: dict[str, tuple[int | None, ...]] = {"embed_tokens.weight": (said.vocab_size, said.width)}
         if said.is_cropped:
@@ -87,7 +92,10 @@ class DFlashLayout(Layout):
         else:
             optional["lm_head.weight"] = head["lm_head.weight"]
         others = {name: (None,) * files.tensors[name].dim() for name in self.others(files)}
-        named = ({present.get(name, theirs(name)): shape for name, shape in group.items()} for group in (required, optional))
+        named = (
+            {present.get(name, theirs(name, self.renamed)): shape for name, shape in group.items()}
+            for group in (required, optional)
+        )
         required, optional = named
         return Expected(required, {**others, **optional}, IGNORED)
 

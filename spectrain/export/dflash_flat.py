@@ -14,7 +14,7 @@ from torch import Tensor
 from spectrain.errors import UserError
 
 from .block_families import DFLASH2, DSPARK, heads_said, markov_findings
-from .block_settings import BlockConfig, needed, qwen3_layer, spread, theirs
+from .block_settings import BlockConfig, needed, qwen3_layer, spread
 from .dflash import DFlashLayout
 from .eagle3 import same
 from .fused_settings import theta_and_scaling
@@ -84,7 +84,7 @@ class FlatDFlash(DFlashLayout):
         }
         write_json(directory / "config.json", config)
         tensors |= self.lent(drafter, target)
-        write_tensors(directory / "model.safetensors", {theirs(name): tensor for name, tensor in tensors.items()})
+        write_tensors(directory / "model.safetensors", self.written(tensors))
 
     def refuse_flat(self, drafter: Portable, target: TargetFiles | None) -> None:
         """Stop at what this layout has no words for."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from spectrain.errors import UserError
 
 from .block_families import DFLASH2, DSPARK, heads_said, markov_findings
-from .block_settings import BlockConfig, needed, qwen3_layer, spread, theirs
+from .block_settings import BlockConfig, needed, qwen3_layer, spread
 from .dflash import DFlashLayout
 from .layout import Files, Finding, Portable, need, write_json, write_tensors
 from .serving import serve_vllm
@@ -106,7 +106,7 @@ class SpeculatorsDFlash(DFlashLayout):
             "speculators_config": proposal(self.family.name, num_drafts(drafter), target),
         }
         write_json(directory / "config.json", config)
-        write_tensors(directory / "model.safetensors", {theirs(name): tensor for name, tensor in tensors.items()})
+        write_tensors(directory / "model.safetensors", self.written(tensors))
 
     def parts_said(self, drafter: Portable) -> dict[str, Any]:
         """Keys of what the family has beside DFlash's layers."""

@@ -6,6 +6,7 @@ from spectrain.errors import UserError, nearest
 
 from .dflash_flat import FlatDFlash, FlatDFlash2, FlatDSpark
 from .dflash_speculators import SpeculatorsDFlash, SpeculatorsDFlash2, SpeculatorsDSpark
+from .dflash_transformers import TransformersDFlash
 from .flat import Flat
 from .huggingface import HuggingFace
 from .layout import Files, Layout
@@ -25,6 +26,7 @@ LAYOUTS: tuple[Layout, ...] = (
     SpeculatorsDSpark(),
     VllmMedusa(),
     MedusaOriginal(),
+    TransformersDFlash(),
     FlatDFlash2(),
     FlatDSpark(),
     FlatDFlash(),
@@ -39,7 +41,7 @@ FORMATS: dict[str, tuple[Layout, ...]] = {
     ),
     "sglang": (Flat(), FlatDFlash(), FlatDFlash2(), FlatDSpark(), HuggingFace()),
     "flat": (Flat(), FlatPEagle(), FlatDFlash(), FlatDFlash2(), FlatDSpark()),
-    "hf": (HuggingFace(),),
+    "hf": (HuggingFace(), TransformersDFlash()),
     "medusa": (MedusaOriginal(),),
     "peft": (Peft(),),
     "spectrain": (Own(),),
@@ -55,7 +57,8 @@ NOWHERE = {
     "retrieval": f"it has no weights, and no engine reads its store; {ALONE}",
 }
 UNREAD = {
-    ("hf", "dflash"): "transformers drafts so with a class of its own alone, muse_glimmer_assistant, whose layers are others",
+    ("hf", "dflash2"): "transformers has DFlash alone",
+    ("hf", "dspark"): "transformers has DFlash alone",
     ("sglang", "peagle"): "SGLang has no P-EAGLE",
 }
 """Of families that can be served: why a client that knows the method does not read them."""

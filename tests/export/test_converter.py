@@ -107,7 +107,7 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     ),
     "FasterDecoding": (foreign.medusa, ("vllm", "medusa", "spectrain")),
     "vLLM's Medusa": (foreign.medusa_vllm, ("vllm", "spectrain")),
-    "dflash": (lambda path, tiny: ours(path, tiny, "dflash", **DFLASH), ("vllm", "sglang", "spectrain")),
+    "dflash": (lambda path, tiny: ours(path, tiny, "dflash", **DFLASH), ("vllm", "sglang", "hf", "spectrain")),
     "dflash, causal in a window": (
         lambda path, tiny: ours(path, tiny, "dflash", causal=True, window=12, layers=[1, 3, 8], **DFLASH),
         ("vllm", "sglang", "spectrain"),
@@ -203,8 +203,8 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
     "Kangaroo": (lambda path, tiny: ours(path, tiny, "kangaroo"), "hf", ("kangaroo", "spectrain eval")),
     "gated LoRA for vLLM": (
         lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), "vllm", ("gated_lora", "peft")),
-    "DFlash for transformers": (
-        lambda path, tiny: ours(path, tiny, "dflash", **DFLASH), "hf", ("muse_glimmer_assistant", "vllm or sglang or flat")),
+    "a window for transformers": (
+        lambda path, tiny: ours(path, tiny, "dflash", causal=True, window=12, **DFLASH), "hf", ("window=12", "--to vllm")),
     "a shifted block for vLLM": (
         lambda path, tiny: ours(path, tiny, "dflash", sample_from_anchor=True, **DFLASH), "vllm",
         ("sample_from_anchor", "one token off", "spectrain eval")),
@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         lambda path, tiny: ours(path, tiny, "dspark", sample_from_anchor=False, markov_head="rnn", **DSPARK), "vllm",
         ("markov_head=rnn", "slot 0")),
     "DSpark for transformers": (
-        lambda path, tiny: ours(path, tiny, "dspark", **DSPARK), "hf", ("dspark", "vllm or sglang or flat")),
+        lambda path, tiny: ours(path, tiny, "dspark", **DSPARK), "hf", ("DFlash alone", "vllm or sglang or flat")),
     "an untrained early exit": (lambda path, tiny: ours(path, tiny, "early_exit"), "hf", ("assistant_early_exit",)),
 }  # fmt: skip
 
