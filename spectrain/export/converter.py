@@ -23,6 +23,7 @@ SAID_BY_LAYOUT = (
 )  # fmt: skip
 MENDED = (
     "missing-embed-tokens",
+    "d2t-of-all",
     "short-heads",
     "block-causality",
     "ignored-head",

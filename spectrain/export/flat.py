@@ -14,7 +14,7 @@ from torch import Tensor
 from spectrain.drafters.shared.eagle_layers import default_layers
 from spectrain.errors import UserError
 
-from .eagle3 import Eagle3Layout, prefixed, same, settings_of, variants_of
+from .eagle3 import Eagle3Layout, mapped, prefixed, same, settings_of, variants_of
 from .fused_settings import Settings, theta_and_scaling
 from .layout import Files, Finding, Portable, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
@@ -106,7 +106,8 @@ class Flat(Eagle3Layout):
         if target is not None:
             config |= {key: getattr(target.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_json(directory / "config.json", config | self.further(drafter, target))
-        write_tensors(directory / "model.safetensors", {prefixed(k, self.prefix): v for k, v in tensors.items()})
+        named = {prefixed(name, self.prefix): tensor for name, tensor in mapped(tensors).items()}
+        write_tensors(directory / "model.safetensors", named)
 
     def kept_tensors(self, drafter: Portable) -> dict[str, Tensor]:
         """Those that the files hold."""

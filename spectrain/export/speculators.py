@@ -10,7 +10,7 @@ import torch
 
 from spectrain.errors import UserError
 
-from .eagle3 import Eagle3Layout, prefixed, settings_of, variants_of
+from .eagle3 import Eagle3Layout, mapped, prefixed, settings_of, variants_of
 from .fused_settings import Settings
 from .layout import Files, Finding, Portable, need, write_json, write_tensors
 from .serving import serve_vllm
@@ -115,7 +115,8 @@ class Speculators(Eagle3Layout):
         }
         write_json(directory / "config.json", config)
         tensors["t2d"] = tensors["t2d"].to(torch.bool)
-        write_tensors(directory / "model.safetensors", {prefixed(k, self.prefix): v for k, v in tensors.items()})
+        named = {prefixed(name, self.prefix): tensor for name, tensor in mapped(tensors).items()}
+        write_tensors(directory / "model.safetensors", named)
 
     def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
         return {"vLLM": serve_vllm(target, {"method": "eagle3", "model": place, "num_speculative_tokens": 3})}

@@ -18,6 +18,8 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.export.converter import convert, read_drafter, refuse_full
 from spectrain.export.layout import Files
+from spectrain.export.layouts import detect
+from spectrain.export.linter import check
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.runs.defaults import complete
@@ -72,6 +74,8 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
         lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, layers=[1, 3, 6]),
         ("vllm", "sglang", "spectrain"),
     ),
+    "eagle3, whole vocabulary": (
+        lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=2048), ("vllm", "sglang", "spectrain")),
     "eagle3, all norms": (
         lambda path, tiny: ours(
             path, tiny, "eagle3", vocab_size=256,
@@ -326,6 +330,21 @@ def test_evaluation_takes_foreign_directories(case: str, tiny: Target, tmp_path:
         found.append(decode(tiny, [prompt], Greedy(), 16, drafter.eval(), Chain(depth=3))[0])
     assert found[0].output == found[1].output == decode(tiny, [prompt], Greedy(), 16)[0].output
     assert found[0].accepted == found[1].accepted
+
+
+def test_vllm_finds_no_map_over_the_whole_vocabulary(tiny: Target, tmp_path: Path) -> None:
+    """It stops at one; a file that holds one is told so, and read and written again it holds none."""
+    start = ours(tmp_path / "start", tiny, "peagle", vocab_size=2048, num_layers=1)
+    for form in ("vllm", "flat"):
+        convert(start, tmp_path / form, form, TINY)
+        files = Files.read(tmp_path / form)
+        assert not {"d2t", "t2d"} & files.tensors.keys() and "lm_head.weight" in files.tensors
+        assert not list(check(files, detect(files), TINY))
+        save_file(files.tensors | {"d2t": torch.zeros(2048, dtype=torch.int64)}, tmp_path / form / "model.safetensors")
+        files = Files.read(tmp_path / form)
+        assert [finding.name for finding in check(files, detect(files), TINY)] == ["d2t-of-all"]
+        convert(tmp_path / form, tmp_path / f"{form}-mended", form, TINY)
+        assert "d2t" not in Files.read(tmp_path / f"{form}-mended").tensors
 
 
 def test_medusa_for_vllm_has_whole_heads_that_draft_the_same(tiny: Target, tmp_path: Path) -> None:
