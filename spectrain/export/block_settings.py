@@ -1,6 +1,6 @@
 """What configurations say of a drafter that drafts whole blocks, wherever they say it. Size: H width of the drafter.
 
-Our `blocks.N.` are `layers.N.` in every layout.
+Our `blocks.N.` are `layers.N.` in every layout, and our `markov.` is `markov_head.`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ LAYER = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size",
 )  # fmt: skip
+RENAMED = {"blocks.": "layers.", "markov.": "markov_head."}
+"""How names of tensors begin, ours and theirs."""
 
 
 @dataclass
@@ -27,6 +29,7 @@ class BlockConfig(Settings):
     sample_from_anchor: bool
     causal: bool
     reach: int | None  # how many positions back a slot sees
+    parts: dict[str, Any]  # settings of what the family has beside DFlash's layers
 
     @property
     def vocab_size(self) -> int:
@@ -63,15 +66,15 @@ class BlockConfig(Settings):
         }
 
 
-def plain(name: str) -> str:
+def plain(name: str, renamed: dict[str, str] = RENAMED) -> str:
     """Our name of a tensor."""
     name = name.removeprefix("model.")
-    return f"blocks.{name.removeprefix('layers.')}" if name.startswith("layers.") else name
+    return next((mine + name.removeprefix(their) for mine, their in renamed.items() if name.startswith(their)), name)
 
 
-def theirs(name: str) -> str:
-    """A tensor's name in either layout."""
-    return f"layers.{name.removeprefix('blocks.')}" if name.startswith("blocks.") else name
+def theirs(name: str, renamed: dict[str, str] = RENAMED) -> str:
+    """A tensor's name in a layout."""
+    return next((their + name.removeprefix(mine) for mine, their in renamed.items() if name.startswith(mine)), name)
 
 
 def spread(config: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +92,7 @@ def needed(config: dict[str, Any], keys: tuple[str, ...]) -> None:
 
 
 def settings_from(said: BlockConfig, own_embedding: bool) -> dict[str, Any]:
-    """Of drafter=dflash."""
+    """Of the drafter."""
     return {
         "block_size": said.block_size,
         "num_layers": said.num_layers,
@@ -101,6 +104,7 @@ def settings_from(said: BlockConfig, own_embedding: bool) -> dict[str, Any]:
         "mask_token_id": said.mask_token_id,
         "own_embedding": own_embedding,
         "architecture": said.architecture,
+        **said.parts,
     }
 
 

@@ -23,6 +23,7 @@ SAID_BY_LAYOUT = (
 )  # fmt: skip
 MENDED = (
     "missing-embed-tokens",
+    "d2t-of-all",
     "short-heads",
     "block-causality",
     "ignored-head",
@@ -54,7 +55,7 @@ def write_drafter(drafter: Portable, layout: Layout, target: TargetFiles | None,
     if layout.says_all:
         return
     kept: dict[str, Any] = {
-        "drafter": {key: value for key, value in drafter.drafter.items() if key not in SAID_BY_LAYOUT},
+        "drafter": {key: value for key, value in drafter.drafter.items() if key not in (*SAID_BY_LAYOUT, *layout.says)},
         "description": named({k: drafter.description[k] for k in KEPT if drafter.description.get(k)}),
         "spectrain_version": versions().get("spectrain"),
     }

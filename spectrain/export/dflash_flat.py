@@ -1,4 +1,4 @@
-"""DFlash as z-lab publishes it and SGLang and vLLM read it: one flat config.json, with `dflash_config` beside the layer's keys.
+"""DFlash and DFlash2 as z-lab publishes them, DSpark as DeepSpec does, for SGLang and vLLM: one flat config.json.
 
 Layer ids are of what a layer gives here, one less than the stream that enters the next.
 """
@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from spectrain.errors import UserError
 
-from .block_settings import BlockConfig, needed, qwen3_layer, spread, theirs
+from .block_families import DFLASH2, DSPARK, heads_said, markov_findings
+from .block_settings import BlockConfig, needed, qwen3_layer, spread
 from .dflash import DFlashLayout
 from .eagle3 import same
 from .fused_settings import theta_and_scaling
-from .layout import Files, Finding, Portable, write_json, write_tensors
-from .serving import serve_sglang_block, serve_vllm
+from .layout import Files, Finding, Portable, need, write_json, write_tensors
+from .serving import serve_sglang_block, serve_sglang_dspark, serve_vllm
 from .targets import TargetFiles
 
-DSPARK = "Qwen3DSparkModel"  # DeepSpec's DFlash, too: with no Markov head
+DEEPSPEC = "Qwen3DSparkModel"  # of DeepSpec's DFlash, too: with a Markov head of rank 0
 
 
 class FlatDFlash(DFlashLayout):
@@ -27,9 +31,10 @@ class FlatDFlash(DFlashLayout):
     name = "sglang"
     title = "DFlash, flat layout"
     shift = 1
+    architecture: ClassVar[str] = "DFlashDraftModel"
 
     def recognises(self, files: Files) -> bool:
-        named = any(name.startswith("DFlash") or name == DSPARK for name in files.config.get("architectures") or [])
+        named = any(name.startswith("DFlash") or name == DEEPSPEC for name in files.config.get("architectures") or [])
         return (named or "dflash_config" in files.config) and "speculators_model_type" not in files.config
 
     def settings(self, files: Files) -> BlockConfig:
@@ -39,23 +44,23 @@ class FlatDFlash(DFlashLayout):
         if slides or config.get("use_swa"):
             window = config.get("swa_window_size") or config["sliding_window"]
         causal = next(said for said in (config.get("is_causal"), config.get("causal"), slides) if said is not None)
-        shifted = config.get("sample_from_anchor", DSPARK in (config.get("architectures") or []))
+        shifted = config.get("sample_from_anchor", DEEPSPEC in (config.get("architectures") or []))
         layers = [layer + 1 for layer in config["target_layer_ids"]]
         return BlockConfig(
             config, layers, {}, config.get("draft_vocab_size"),
-            config["block_size"], config["mask_token_id"], bool(shifted), bool(causal), window,
+            config["block_size"], config["mask_token_id"], bool(shifted), bool(causal), window, self.family.parts(config),
         )  # fmt: skip
 
     def findings(self, files: Files) -> Iterator[Finding]:
         yield from super().findings(files)
         names = files.config.get("architectures") or []
-        if not any(name.startswith("DFlash") or name == DSPARK for name in names):
+        if not any(name.startswith("DFlash") or name == DEEPSPEC for name in names):
             yield Finding(
-                "architecture", "error", f"architectures={names}", "engines choose the class by it: they know DFlashDraftModel",
-                'write ["DFlashDraftModel"]',
+                "architecture", "error", f"architectures={names}",
+                f"engines choose the class by it: they know {self.architecture}", f'write ["{self.architecture}"]',
             )  # fmt: skip
         ignored = [name for name in ("lm_head.weight", "embed_tokens.weight") if name in self.view(files)]
-        if ignored and DSPARK not in names:
+        if ignored and DEEPSPEC not in names:
             yield Finding(
                 "ignored-head", "error", f"{' and '.join(ignored)} lie beside the layers",
                 "SGLang drops them without a word and takes the target's; only vLLM reads them",
@@ -63,15 +68,34 @@ class FlatDFlash(DFlashLayout):
             )  # fmt: skip
 
     def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+        self.refuse_flat(drafter, target)
+        tensors = {name: one for name, one in drafter.tensors.items() if name not in ("d2t", "t2d", "embed_tokens.weight")}
+        layer = qwen3_layer(drafter)
+        rope = layer.pop("rope_parameters")
+        config = {
+            "architectures": [self.architecture],
+            **layer,
+            **theta_and_scaling(rope),
+            "num_target_layers": None if target is None else target.num_layers,
+            "block_size": drafter.drafter["block_size"],
+            **self.said(drafter),
+            "torch_dtype": drafter.dtype,
+            "use_cache": True,
+        }
+        write_json(directory / "config.json", config)
+        tensors |= self.lent(drafter, target)
+        write_tensors(directory / "model.safetensors", self.written(tensors))
+
+    def refuse_flat(self, drafter: Portable, target: TargetFiles | None) -> None:
+        """Stop at what this layout has no words for."""
         self.refuse(drafter)
-        said, tensors = drafter.drafter, dict(drafter.tensors)
-        marks, offsets = tensors.pop("t2d"), tensors.pop("d2t")
-        if len(offsets) < len(marks):
+        said, tensors = drafter.drafter, drafter.tensors
+        if len(tensors["d2t"]) < len(tensors["t2d"]):
             raise UserError(
-                f"d2t: it drafts {len(offsets)} of {len(marks)} tokens, and SGLang takes the target's whole output layer; use "
-                "--to vllm, or train with drafter.vocab_size=null"
+                f"d2t: it drafts {len(tensors['d2t'])} of {len(tensors['t2d'])} tokens, and SGLang takes the target's whole "
+                "output layer; use --to vllm, or train with drafter.vocab_size=null"
             )
-        embedding = tensors.pop("embed_tokens.weight", None)
+        embedding = tensors.get("embed_tokens.weight")
         if embedding is not None and (target is None or not same(embedding, target.embedding())):
             raise UserError(
                 "embed_tokens.weight: SGLang takes the target's embedding, and this drafter has its own; use --to vllm"
@@ -83,25 +107,73 @@ class FlatDFlash(DFlashLayout):
             )
         if min(said["layers"]) < 1:
             raise UserError("layers: target_layer_ids has no number for the stream that enters layer 0; use --to vllm")
-        layer = qwen3_layer(drafter)
-        rope = layer.pop("rope_parameters")
-        config = {
-            "architectures": ["DFlashDraftModel"],
-            **layer,
-            **theta_and_scaling(rope),
-            "num_target_layers": None if target is None else target.num_layers,
-            "block_size": said["block_size"],
-            "dflash_config": {
-                "mask_token_id": said["mask_token_id"],
-                "target_layer_ids": [layer - 1 for layer in said["layers"]],
-            },
-            "torch_dtype": drafter.dtype,
-            "use_cache": True,
-        }
-        write_json(directory / "config.json", config)
-        write_tensors(directory / "model.safetensors", {theirs(name): tensor for name, tensor in tensors.items()})
+
+    def said(self, drafter: Portable) -> dict[str, Any]:
+        """What config.json says beside the layers."""
+        return {"dflash_config": {**self.chosen(drafter), **self.family.said(drafter.drafter)}}
+
+    def chosen(self, drafter: Portable) -> dict[str, Any]:
+        """The mask and the fused layers."""
+        said = drafter.drafter
+        return {"mask_token_id": said["mask_token_id"], "target_layer_ids": [layer - 1 for layer in said["layers"]]}
+
+    def lent(self, drafter: Portable, target: TargetFiles | None) -> dict[str, Tensor]:
+        """Tensors of the target's that its files hold."""
+        return {}
 
     def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
         size = drafter.drafter["block_size"]
         drafting = {"method": "dflash", "model": place, "num_speculative_tokens": size - 1}
         return {"SGLang": serve_sglang_block(target, "DFLASH", place, size), "vLLM": serve_vllm(target, drafting)}
+
+
+class FlatDFlash2(FlatDFlash):
+    """The same, with convolutions and selector said in `dflash_config`."""
+
+    title = "DFlash2, flat layout"
+    families = ("dflash2",)
+    family = DFLASH2
+    architecture = "DFlash2DraftModel"
+
+    def recognises(self, files: Files) -> bool:
+        return self.architecture in (files.config.get("architectures") or [])
+
+
+class FlatDSpark(FlatDFlash):
+    """Everything said beside the layer's keys; the target's embedding and output layer lie among the tensors."""
+
+    title = "DSpark, flat layout"
+    families = ("dspark",)
+    family = DSPARK
+    architecture = DEEPSPEC
+
+    def recognises(self, files: Files) -> bool:
+        named = self.architecture in (files.config.get("architectures") or [])
+        return named and files.config.get("markov_rank") != 0 and "speculators_model_type" not in files.config
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        yield from super().findings(files)
+        yield from markov_findings(files)
+
+    def refuse_flat(self, drafter: Portable, target: TargetFiles | None) -> None:
+        if not drafter.drafter["sample_from_anchor"]:
+            raise UserError(
+                "drafter.sample_from_anchor=false: DeepSpec's layout of DSpark has no word for it, and engines take its slots "
+                "to draft the token after their own place; use --to vllm"
+            )
+        super().refuse_flat(drafter, target)
+
+    def said(self, drafter: Portable) -> dict[str, Any]:
+        num_anchors = drafter.drafter.get("num_anchors", 512)
+        return {**self.chosen(drafter), "num_anchors": num_anchors, **heads_said(drafter)}
+
+    def lent(self, drafter: Portable, target: TargetFiles | None) -> dict[str, Tensor]:
+        target, dtype = need(target, "the files hold its embedding and output layer"), drafter.tensors["fc.weight"].dtype
+        return {"embed_tokens.weight": target.embedding().to(dtype), "lm_head.weight": target.head().to(dtype)}
+
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+        size = drafter.drafter["block_size"]
+        commands = {"SGLang": serve_sglang_dspark(target, place, size)}
+        if drafter.drafter["markov_head"] == "vanilla":
+            commands["vLLM"] = serve_vllm(target, {"method": "dspark", "model": place, "num_speculative_tokens": size})
+        return commands

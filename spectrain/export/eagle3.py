@@ -129,6 +129,17 @@ class Eagle3Layout(Layout):
         why = unsupported(files, said, tensors)
         if why is not None:
             yield Finding("not-representable", "warning", why, "spectrain cannot score or fine-tune it", "nothing, to serve it")
+        if len(tensors.get("d2t", ())) == said.layer["vocab_size"]:
+            yield Finding(
+                "d2t-of-all", "error", "d2t lies beside an output layer over the whole vocabulary",
+                "vLLM knows no map there and stops at the tensor", "spectrain convert DIR OUT --to vllm --target TARGET",
+            )  # fmt: skip
+
+
+def mapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without the maps where they say nothing: over the whole vocabulary vLLM knows none."""
+    whole = len(tensors["d2t"]) == len(tensors["t2d"])
+    return {name: tensor for name, tensor in tensors.items() if not whole or name not in ("d2t", "t2d")}
 
 
 def settings_of(drafter: Portable) -> dict[str, Any]:

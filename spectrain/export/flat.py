@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from torch import Tensor
 
 from spectrain.drafters.shared.eagle_layers import default_layers
 from spectrain.errors import UserError
 
-from .eagle3 import Eagle3Layout, prefixed, same, settings_of, variants_of
+from .eagle3 import Eagle3Layout, mapped, prefixed, same, settings_of, variants_of
 from .fused_settings import Settings, theta_and_scaling
 from .layout import Files, Finding, Portable, write_json, write_tensors
 from .serving import serve_sglang, serve_vllm
@@ -28,6 +30,7 @@ class Flat(Eagle3Layout):
     name = "sglang"
     title = "EAGLE-3, flat layout"
     prefix = "midlayer."
+    shift: ClassVar[int] = 1  # what ids of layers lack to ours
 
     def recognises(self, files: Files) -> bool:
         known = any(name in ARCHITECTURES for name in files.config.get("architectures") or [])
@@ -42,7 +45,7 @@ class Flat(Eagle3Layout):
         said = self._layer_ids(config)
         return Settings(
             config,
-            None if said is None else [layer + 1 for layer in said],
+            None if said is None else [layer + self.shift for layer in said],
             {key: bool(config.get(key, False)) for key in FLAGS}
             | {"qk_norm": any(".q_norm." in name for name in files.tensors)},
             config.get("draft_vocab_size"),
@@ -65,7 +68,11 @@ class Flat(Eagle3Layout):
                 "norm-output-ambiguous", "error", "norm_output is false: SpecForge means no norm before the output layer",
                 "other readers take it for the feedback of normed states, and norm it", "train it with the norm",
             )  # fmt: skip
-        ids = self._layer_ids(config)
+        yield from self.numbering_findings(files)
+
+    def numbering_findings(self, files: Files) -> Iterator[Finding]:
+        """What the ids of the fused layers show by themselves."""
+        ids = self._layer_ids(files.config)
         if ids is not None and ids == default_layers(max(ids) + 3):
             yield Finding(
                 "layer-ids-numbering", "warning",
@@ -83,7 +90,40 @@ class Flat(Eagle3Layout):
             )  # fmt: skip
 
     def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
-        variants, tensors = variants_of(drafter), dict(drafter.tensors)
+        self.refuse(drafter, target)
+        variants, tensors = variants_of(drafter), self.kept_tensors(drafter)
+        layer = settings_of(drafter)
+        rope = layer.pop("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
+        config = {
+            "architectures": [ARCHITECTURES[2] if variants["qk_norm"] else ARCHITECTURES[0]],
+            **layer,
+            **theta_and_scaling(rope),
+            "draft_vocab_size": len(tensors["d2t"]),
+            **{key: variants[key] for key in FLAGS},
+            "torch_dtype": drafter.dtype,
+            "use_cache": True,
+        }
+        if target is not None:
+            config |= {key: getattr(target.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        write_json(directory / "config.json", config | self.further(drafter, target))
+        named = {prefixed(name, self.prefix): tensor for name, tensor in mapped(tensors).items()}
+        write_tensors(directory / "model.safetensors", named)
+
+    def kept_tensors(self, drafter: Portable) -> dict[str, Tensor]:
+        """Those that the files hold."""
+        return {name: tensor for name, tensor in drafter.tensors.items() if name != "embed_tokens.weight"}
+
+    def further(self, drafter: Portable, target: TargetFiles | None) -> dict[str, Any]:
+        """What config.json says beside what every drafter of these layers does: the fused layers, if not the default."""
+        layers = drafter.drafter.get("layers")
+        if layers is None or (target is not None and layers == default_layers(target.num_layers)):
+            return {}
+        ids = [layer - self.shift for layer in layers]
+        return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}}
+
+    def refuse(self, drafter: Portable, target: TargetFiles | None) -> None:
+        """Stop at what this layout has no words for."""
+        variants = variants_of(drafter)
         if variants["norm_output"]:
             raise UserError(
                 "norm_output: in the flat layout this flag means a norm before the output layer, so a drafter that feeds "
@@ -95,37 +135,14 @@ class Flat(Eagle3Layout):
                 raise UserError(
                     f"drafter.{said}: SGLang's EAGLE-3 is one layer over the whole text, without head norms; use --to vllm"
                 )
-        embedding = tensors.pop("embed_tokens.weight", None)
+        embedding = drafter.tensors.get("embed_tokens.weight")
         if embedding is not None and (target is None or not same(embedding, target.embedding())):
             raise UserError(
                 "embed_tokens.weight: SGLang takes the target's embedding, and this drafter has its own"
                 + ("; where they are the same, give --target" if target is None else "; use --to vllm")
             )
-        layers = drafter.drafter.get("layers")
-        if layers is not None and target is not None and layers == default_layers(target.num_layers):
-            layers = None
-        if layers and min(layers) < 1:
+        if min(drafter.drafter.get("layers") or [1]) < 1 and self.further(drafter, target):
             raise UserError("layers: SGLang cannot fuse the stream that enters layer 0; use --to vllm")
-        layer = settings_of(drafter)
-        rope = layer.pop("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0})
-        config = {
-            "architectures": [ARCHITECTURES[0]],
-            **layer,
-            **theta_and_scaling(rope),
-            "draft_vocab_size": len(tensors["d2t"]),
-            **{key: variants[key] for key in FLAGS},
-            "torch_dtype": drafter.dtype,
-            "use_cache": True,
-        }
-        if target is not None:
-            config |= {key: getattr(target.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        if layers is not None:
-            config["eagle_config"] = {
-                "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in layers],
-                "use_aux_hidden_state": True,
-            }
-        write_json(directory / "config.json", config)
-        write_tensors(directory / "model.safetensors", {prefixed(k, self.prefix): v for k, v in tensors.items()})
 
     def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
         commands = {"SGLang": serve_sglang(target, "EAGLE3", place, 3)}

@@ -129,10 +129,10 @@ class HuggingFace(Layout):
         }
 
 
-def generate(model: str, option: str) -> str:
+def generate(model: str, option: str, classes: str = "AutoModelForCausalLM, AutoTokenizer") -> str:
     """The lines of Python that decode with transformers."""
     return (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"from transformers import {classes}\n"
         f'tokenizer, model = AutoTokenizer.from_pretrained("{model}"), AutoModelForCausalLM.from_pretrained("{model}")\n'
         'inputs = tokenizer("..", return_tensors="pt")\n'
         f"model.generate(**inputs, do_sample=False, {option})"

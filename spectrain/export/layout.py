@@ -159,6 +159,11 @@ class Layout(ABC):
     families: ClassVar[tuple[str, ...]]  # which of our drafters it can hold
     says_all: ClassVar[bool] = False  # there is nothing to keep beside it
 
+    @property
+    def says(self) -> tuple[str, ...]:
+        """Settings that its files say, of those that not every layout does."""
+        return ()
+
     @abstractmethod
     def recognises(self, files: Files) -> bool:
         """Whether a directory is laid out so, whatever may be wrong with it otherwise."""

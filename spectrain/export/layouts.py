@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from spectrain.errors import UserError, nearest
 
-from .dflash_flat import FlatDFlash
-from .dflash_speculators import SpeculatorsDFlash
+from .dflash_flat import FlatDFlash, FlatDFlash2, FlatDSpark
+from .dflash_speculators import SpeculatorsDFlash, SpeculatorsDFlash2, SpeculatorsDSpark
+from .dflash_transformers import TransformersDFlash
 from .flat import Flat
 from .huggingface import HuggingFace
 from .layout import Files, Layout
 from .medusa import MedusaOriginal, VllmMedusa
 from .own import Own
+from .peagle import FlatPEagle, SpeculatorsPEagle
 from .peft import Peft
-from .speculators import Speculators, SpeculatorsPEagle
+from .speculators import Speculators
 
 LAYOUTS: tuple[Layout, ...] = (
     Own(),
@@ -20,24 +22,32 @@ LAYOUTS: tuple[Layout, ...] = (
     Speculators(),
     SpeculatorsPEagle(),
     SpeculatorsDFlash(),
+    SpeculatorsDFlash2(),
+    SpeculatorsDSpark(),
     VllmMedusa(),
     MedusaOriginal(),
+    TransformersDFlash(),
+    FlatDFlash2(),
+    FlatDSpark(),
     FlatDFlash(),
+    FlatPEagle(),
     Flat(),
     HuggingFace(),
 )
 FORMATS: dict[str, tuple[Layout, ...]] = {
-    "vllm": (Speculators(), SpeculatorsPEagle(), SpeculatorsDFlash(), VllmMedusa(), HuggingFace()),
-    "sglang": (Flat(), FlatDFlash(), HuggingFace()),
-    "hf": (HuggingFace(),),
+    "vllm": (
+        Speculators(), SpeculatorsPEagle(), SpeculatorsDFlash(), SpeculatorsDFlash2(), SpeculatorsDSpark(), VllmMedusa(),
+        HuggingFace(),
+    ),
+    "sglang": (Flat(), FlatDFlash(), FlatDFlash2(), FlatDSpark(), HuggingFace()),
+    "flat": (Flat(), FlatPEagle(), FlatDFlash(), FlatDFlash2(), FlatDSpark()),
+    "hf": (HuggingFace(), TransformersDFlash()),
     "medusa": (MedusaOriginal(),),
     "peft": (Peft(),),
     "spectrain": (Own(),),
-}
+}  # fmt: skip
 ALONE = "score it with spectrain eval, which needs no engine"
 NOWHERE = {
-    "dflash2": f"its layout is not written here yet, and only GPU builds of engines load it; {ALONE}, or train recipe=dflash",
-    "dspark": f"its layout is not written here yet, and only GPU builds of engines load it; {ALONE}, or train recipe=dflash",
     "hydra": f"no engine drafts with heads that read each other's tokens; {ALONE}, or train recipe=medusa1",
     "hybrid": f"no engine merges copies into a drafter's trees; {ALONE}, or export the drafter inside",
     "kangaroo": f"no engine drafts with an adapter behind an early exit; {ALONE}, or train recipe=eagle3",
@@ -47,7 +57,9 @@ NOWHERE = {
     "retrieval": f"it has no weights, and no engine reads its store; {ALONE}",
 }
 UNREAD = {
-    ("hf", "dflash"): "transformers drafts so with a class of its own alone, muse_glimmer_assistant, whose layers are others",
+    ("hf", "dflash2"): "transformers has DFlash alone",
+    ("hf", "dspark"): "transformers has DFlash alone",
+    ("sglang", "peagle"): "SGLang has no P-EAGLE",
 }
 """Of families that can be served: why a client that knows the method does not read them."""
 

@@ -21,6 +21,7 @@ from spectrain.settings.check import check_node
 from spectrain.settings.choices import choice, named
 from spectrain.settings.saved import saved_drafter, saved_groups
 
+from .block_families import FAMILIES
 from .eagle3 import completed, shapes_of, whole_layer
 from .fused_settings import Settings
 from .layout import KEPT, MALFORMED, Expected, Files, Finding, Layout, Portable, write_json, write_tensors
@@ -171,7 +172,7 @@ def shape_of_block(drafter: dict[str, Any], files: Files, target: TargetFiles | 
         target = left_to(target, files)
         layers = whole["layers"] or default_layers(target.num_layers, whole["num_layers"])
         whole |= {"layers": sorted(set(layers)), "architecture": whole_layer(whole["architecture"], target)}
-    return {key: whole[key] for key in BLOCK}
+    return {key: whole[key] for key in (*BLOCK, *FAMILIES[choice("drafter", drafter)].keys)}
 
 
 def left_to(target: TargetFiles | None, files: Files) -> TargetFiles:
@@ -199,6 +200,6 @@ SHAPED = {
     "peagle": shape_of_peagle,
     "medusa": shape_of_medusa,
     "gated_lora": shape_of_adapter,
-    "dflash": shape_of_block,
+    **dict.fromkeys(FAMILIES, shape_of_block),
 }
 """Family -> the settings that a description may leave unsaid and its weights or its target fix."""

@@ -19,6 +19,10 @@ def serve_sglang_block(target: str, algorithm: str, place: str, num_tokens: int)
     return f"{_launched(target, algorithm, place)} --speculative-num-draft-tokens {num_tokens}"
 
 
+def serve_sglang_dspark(target: str, place: str, num_tokens: int) -> str:
+    return f"{_launched(target, 'DSPARK', place)} --speculative-dspark-block-size {num_tokens}"
+
+
 def _launched(target: str, algorithm: str, place: str) -> str:
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {algorithm} "

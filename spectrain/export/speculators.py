@@ -1,4 +1,4 @@
-"""EAGLE-3 and P-EAGLE as the speculators library writes them and vLLM reads them."""
+"""EAGLE-3 as the speculators library writes it and vLLM reads it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from spectrain.drafters.peagle import NUM_DRAFTS
 from spectrain.errors import UserError
 
-from .eagle3 import Eagle3Layout, prefixed, settings_of, shapes_of, variants_of
+from .eagle3 import Eagle3Layout, mapped, prefixed, settings_of, variants_of
 from .fused_settings import Settings
 from .layout import Files, Finding, Portable, need, write_json, write_tensors
 from .serving import serve_vllm
@@ -116,55 +115,11 @@ class Speculators(Eagle3Layout):
         }
         write_json(directory / "config.json", config)
         tensors["t2d"] = tensors["t2d"].to(torch.bool)
-        write_tensors(directory / "model.safetensors", {prefixed(k, self.prefix): v for k, v in tensors.items()})
+        named = {prefixed(name, self.prefix): tensor for name, tensor in mapped(tensors).items()}
+        write_tensors(directory / "model.safetensors", named)
 
     def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
         return {"vLLM": serve_vllm(target, {"method": "eagle3", "model": place, "num_speculative_tokens": 3})}
-
-
-class SpeculatorsPEagle(Speculators):
-    """The same with `mask_hidden`, a mask token, and an embedding that was trained."""
-
-    title = "P-EAGLE, speculators layout"
-    families = ("peagle",)
-    constructor = "spectrain.drafters.peagle.PEagle"
-    kind = "peagle"
-    architecture = "PEagleSpeculator"
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm")  # there is no next step to feed normed states to
-    implied = ()
-    trains_embedding = True
-
-    def num_drafts(self, drafter: Portable) -> int:
-        return int(drafter.drafter["num_drafts"])
-
-    def further(self, drafter: Portable) -> dict[str, Any]:
-        return {"mask_token_id": drafter.drafter["mask_token_id"]}
-
-    def shapes(self, said: Settings, draft_vocab: int) -> dict[str, tuple[int | None, ...]]:
-        found = shapes_of(said, draft_vocab, int(said.layer["vocab_size"]))
-        return {**found, "mask_hidden": (1, 1, found["fc.weight"][1])}
-
-    def described(self, files: Files, said: Settings, own_embedding: bool) -> dict[str, Any]:
-        methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-        return {
-            "architecture": said.architecture,
-            "own_embedding": own_embedding,
-            "mask_token_id": files.config["mask_token_id"],
-            "num_drafts": methods[0].get("speculative_tokens", NUM_DRAFTS),
-        }
-
-    def findings(self, files: Files) -> Iterator[Finding]:
-        yield from super().findings(files)
-        token, rows = files.config.get("mask_token_id"), files.config["transformer_layer_config"]["vocab_size"]
-        if not isinstance(token, int) or not 0 <= token < rows:
-            yield Finding(
-                "mask-token", "error", f"mask_token_id={token} is no row of the embedding, which has {rows}",
-                "engines refuse the file, or read another row", "write the id that it was trained with",
-            )  # fmt: skip
-
-    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
-        drafting = {"method": "eagle3", "model": place, "num_speculative_tokens": self.num_drafts(drafter)}
-        return {"vLLM": serve_vllm(target, {**drafting, "parallel_drafting": True})}
 
 
 def around(target: TargetFiles) -> dict[str, Any]:

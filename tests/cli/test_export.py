@@ -78,7 +78,9 @@ SERVED = {
     "eagle3 vllm": {"vLLM", "spectrain"}, "eagle3 sglang": {"SGLang", "vLLM", "spectrain"}, "medusa medusa": {"spectrain"},
     "medusa vllm": {"vLLM", "spectrain"}, "causal hf": {"vLLM", "SGLang", "transformers", "spectrain"},
     "pard hf": {"vLLM", "spectrain"}, "gated_lora peft": {"spectrain"}, "dflash vllm": {"vLLM", "spectrain"},
-    "dflash sglang": {"SGLang", "vLLM", "spectrain"},
+    "dflash sglang": {"SGLang", "vLLM", "spectrain"}, "dflash hf": {"transformers", "spectrain"},
+    "dspark vllm": {"vLLM", "spectrain"}, "dspark sglang": {"SGLang", "vLLM", "spectrain"},
+    "dflash2 sglang": {"SGLang", "vLLM", "spectrain"}, "peagle flat": {"vLLM", "spectrain"},
 }  # fmt: skip
 
 

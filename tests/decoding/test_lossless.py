@@ -365,6 +365,40 @@ def test_chains_that_stop_before_a_draw_are_lossless(rule: Walking, kind: str) -
     assert len(depths) > 1, "some chains must have stopped and some not"
 
 
+def of_a_pass(knows: str, vocab: int, length: int, seed: int) -> tuple[Model, Model]:
+    """p of any kind, and q as drafters say it that draft in one pass: by a token's place alone (DFlash, P-EAGLE), by it and the
+    token before (DSpark), with zeros for what is no candidate (DFlash2)."""
+    p, other = models("dense", vocab, length, seed)
+    draw, said = random.Random(f"{knows} {seed}"), {}
+    for path in other:
+        key = (len(path), path[-1:] if knows != "place" else ())
+        if key not in said:
+            weights = distribution(draw, vocab, 1)
+            cut = np.where(np.arange(vocab) == draw.randrange(vocab), Fraction(0), weights)
+            said[key] = scaled(cut) if knows == "candidates" else weights
+        other[path] = said[key]
+    return p, other
+
+
+JUDGED = [
+    *((rule, "1-1-1") for rule in (SpeculativeSampling(), Recursive(), Block(), Traversal())),
+    *((rule, name) for rule in (Recursive(), Traversal()) for name in ("2-2", "lopsided")),
+]
+
+
+@pytest.mark.sweep(8, free=("seed",))
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("knows", ["place", "token", "candidates"])
+@pytest.mark.parametrize("rule, name", JUDGED, ids=lambda value: getattr(value, "name", value))
+def test_drafts_of_one_pass_are_lossless(rule: Walking, name: str, knows: str, seed: int) -> None:
+    """Distributions that slots share, that hang on a parent alone, or that leave tokens out: the output is the target's."""
+    length = max(map(len, SHAPES[name])) + 1
+    p, q = of_a_pass(knows, 2 if name == "lopsided" else 3, length, seed)
+    for children in ("sampled", "without_replacement"):
+        found = emitted(rule, drawn(SHAPES[name], children), p, q, children == "without_replacement", length)
+        assert found == target_joint(p, length)
+
+
 def choice_tables(tree: Drawn, p: Model) -> tuple[list[Fraction], torch.Tensor]:
     """Every way to draw the target's token after each path, with its probability; nodes of one path share the draw."""
     distinct = sorted(set(tree.paths))

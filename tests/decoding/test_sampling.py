@@ -1,6 +1,7 @@
 """Drafted decoding draws from the target: chi-squared tests on the real decoding path. Shapes: V vocabulary."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,12 +23,17 @@ from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
+from spectrain.drafters.dflash import DFlash
+from spectrain.drafters.dflash2 import DFlash2
+from spectrain.drafters.dspark import DSpark
+from spectrain.drafters.peagle import PEagle
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Chain, DySpec, Eagle2, Rollout, Static, TreeBuilder
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import Accepted, TokenTree
 
+FEW = 16  # tokens that a random drafter knows
 LENGTH, TOP_K = 4, 3  # 81 outcomes: the first token, which the prefill yields, and three more
 BATCH, BATCHES = 250, 6
 PATHS = [[0], [1], [0, 0], [1, 0]]
@@ -64,7 +70,7 @@ class Truth:
 
     prompt: list[int]
     joint: dict[Path, float]
-    drafter: Table
+    drafter: Drafter
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +175,60 @@ def test_plain_decoding_draws_from_the_target(shallow: Target, truth: Truth, rul
     assert p_value(outputs_of(decoded(shallow, truth, settings(rule), None)), truth.joint) > 1e-4
 
 
+FAMILIES: dict[str, Callable[[Target], Drafter]] = {
+    "dflash": lambda target: DFlash(target, block_size=4, num_layers=1, vocab_size=FEW),
+    "dspark": lambda target: DSpark(target, block_size=3, num_layers=1, vocab_size=FEW, rank=8),
+    "dspark that stops": lambda target: DSpark(
+        target, block_size=3, num_layers=1, vocab_size=FEW, rank=8, markov_head="rnn", confidence_threshold=0.5
+    ),
+    "dflash2": lambda target: DFlash2(target, block_size=4, num_layers=1, vocab_size=FEW, selector_rank=8, selector_top_k=6),
+    "peagle": lambda target: PEagle(target, num_drafts=3, num_layers=1, vocab_size=FEW, own_embedding=False),
+}
+"""Random drafters: their slots know nothing of each other, or a token's place in the draft and the tokens before it matter."""
+DRAWN = [
+    pytest.param(SpeculativeSampling, Chain(3, "sampled", seed=SEED), id="chain"),
+    pytest.param(Block, Chain(3, "sampled", 2.0, seed=SEED), id="block"),
+    pytest.param(Recursive, Static(paths=PATHS, children="without_replacement", seed=SEED), id="recursive"),
+    pytest.param(Traversal, Static(paths=PATHS, children="sampled", seed=SEED), id="traversal"),
+    pytest.param(Recursive, DySpec(2, 5, seed=SEED), id="dyspec"),
+]
+
+
+def untrained(family: str, shallow: Target, truth: Truth) -> Drafter:
+    """A drafter with random weights over the tokens that the target is likeliest to say after the prompt."""
+    torch.manual_seed(SEED)
+    drafter = FAMILIES[family](shallow)
+    counts = torch.zeros(shallow.head.vocab_size)
+    for path, chance in truth.joint.items():
+        counts.index_add_(0, torch.tensor(path[1:]), torch.full((len(path) - 1,), chance))
+    drafter.prepare(shallow, counts)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if parameter.dim() > 1 and parameter.requires_grad and "lm_head" not in name:
+                parameter.add_(torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    return drafter.eval()
+
+
+def dearness(family: str, rule: type[SamplingRule], builder: TreeBuilder) -> float:
+    """Of a case, by the nodes that are judged; the fewest are those of a chain whose first rejected draft ends it."""
+    return builder.budget if rule is SpeculativeSampling else 4.0 * builder.budget
+
+
+@pytest.mark.sweep(5, free=("rule", "builder"), cost=dearness)
+@pytest.mark.parametrize("rule, builder", DRAWN)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_of_a_pass_leave_the_target_its_distribution(
+    shallow: Target, truth: Truth, family: str, rule: type[SamplingRule], builder: TreeBuilder
+) -> None:
+    """What is said in one pass, whether slots depend on each other or not, is drawn from the q that rules are told, and judged
+    to the target's joint distribution; drafts were both kept and rejected."""
+    rough = replace(truth, drafter=untrained(family, shallow, truth))
+    generations = decoded(shallow, rough, settings(rule), builder, batches=4)
+    assert p_value(outputs_of(generations), truth.joint) > 1e-4
+    kept = Counter(count for generation in generations for count in generation.accepted)
+    assert min(kept[1], kept[2]) > 120
+
+
 class OtherTemperature(Recursive):
     """Weighs p against a q at another temperature than the one that the children were drawn at."""
 
@@ -184,6 +244,13 @@ WRONG = [
     pytest.param(OtherTemperature, Static(paths=PATHS, children="without_replacement", seed=SEED), id="another-q-tree"),
     pytest.param(Typical, Eagle2(2, 4, 2), id="typical"),
 ]
+
+
+def test_a_wrong_q_of_a_block_is_caught(shallow: Target, truth: Truth) -> None:
+    """The same test rejects a block's drafts that are weighed by another q than they were drawn from."""
+    rough = replace(truth, drafter=untrained("dflash", shallow, truth))
+    found = decoded(shallow, rough, settings(OtherTemperature), Chain(3, "sampled", seed=SEED), batches=3)
+    assert p_value(outputs_of(found), truth.joint) < 1e-6
 
 
 @pytest.mark.sweep(1, free=("rule", "builder"))

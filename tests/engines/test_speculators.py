@@ -165,20 +165,24 @@ PARALLEL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", PARALLEL)
-def test_the_library_reads_our_peagle(variant: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our export, loaded by the library and given the masks that we drew, says what ours do at every place (1e-4)."""
+def fresh_peagle(variant: str, tiny: Target) -> PEagle:
+    """With norms that matter."""
     drafter = PEagle(tiny, num_drafts=4, vocab_size=512, **PARALLEL[variant])
     drafter.prepare(tiny, torch.arange(tiny.head.vocab_size))
     for norm in (module for module in drafter.modules() if isinstance(module, torch.nn.RMSNorm)):
         torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
-    settings = {"_target_": "spectrain.drafters.peagle.PEagle", "num_drafts": 4, "vocab_size": 512, **PARALLEL[variant]}
-    config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": "peagle"})
-    save_drafter(tmp_path / "ours", drafter.eval(), config)
-    convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
-    found: Any = SpeculatorModelConfig.from_pretrained(tmp_path / "out")
+    return drafter.eval()
+
+
+def peagle_of(directory: Path) -> Any:
+    """The library's model."""
+    found: Any = SpeculatorModelConfig.from_pretrained(directory)
     found.transformer_layer_config._attn_implementation = "eager"
-    model: Any = PEagleDraftModel.from_pretrained(tmp_path / "out", config=found).float().eval()
+    return PEagleDraftModel.from_pretrained(directory, config=found).float().eval()
+
+
+def assert_the_same_is_said(model: Any, drafter: Any, tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every place and behind every mask that we drew, the library's logits are ours (1e-4)."""
     tokens = text(tiny)
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), tiny.features(tokens, drafter.layers))
     chains = sample_chains(batch, drafter.drop, 0)
@@ -198,3 +202,34 @@ def test_the_library_reads_our_peagle(variant: str, tiny: Target, tmp_path: Path
         ours = drafter.lm_head(drafter.norm(torch.cat([states[: len(places)], states[tokens.shape[1] :]])))
     assert len(chains.depths) > 10 and float(model.mask_hidden.std()) > 0.5
     torch.testing.assert_close(ours, seen[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", PARALLEL)
+def test_the_library_reads_our_peagle(variant: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our export, loaded by the library."""
+    drafter = fresh_peagle(variant, tiny)
+    settings = {"_target_": "spectrain.drafters.peagle.PEagle", "num_drafts": 4, "vocab_size": 512, **PARALLEL[variant]}
+    config = OmegaConf.create({"drafter": settings, "target": TINY.settings, "recipe_name": "peagle"})
+    save_drafter(tmp_path / "ours", drafter, config)
+    convert(tmp_path / "ours", tmp_path / "out", "vllm", None)
+    assert_the_same_is_said(peagle_of(tmp_path / "out"), drafter, tiny, monkeypatch)
+
+
+@pytest.mark.parametrize("variant", PARALLEL)
+def test_we_read_the_librarys_peagle(variant: str, tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that the library made from its own settings and saved, loaded here."""
+    drafter, asked = fresh_peagle(variant, tiny), PARALLEL[variant]
+    flags = {flag: on for flag, on in asked.get("architecture", {}).items() if flag != "qk_norm"}
+    said = tiny.model.config.to_diff_dict()
+    kind = Qwen3Config if asked.get("architecture", {}).get("qk_norm") else LlamaConfig
+    config = kind(**{key: value for key, value in said.items() if key not in ("model_type", "architectures")})
+    window = drafter.window
+    config.num_hidden_layers, config.sliding_window = asked["num_layers"], window
+    config.layer_types = ["full_attention" if window is None else "sliding_attention"] * asked["num_layers"]
+    model: Any = PEagleDraftModel.from_training_args(
+        config, t2d=drafter.t2d, d2t=drafter.d2t, draft_vocab_size=512, num_depths=4, verifier_name_or_path=tiny.path,
+        target_layer_ids=list(drafter.fused), mask_token_id=drafter.mask_token_id, draft_attn_impl="eager", **flags,
+    )  # fmt: skip
+    model.save_pretrained(tmp_path / "theirs")
+    ours = instantiate(read_drafter(tmp_path / "theirs", TINY), tiny)
+    assert_the_same_is_said(peagle_of(tmp_path / "theirs"), ours, tiny, monkeypatch)

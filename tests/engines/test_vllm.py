@@ -4,18 +4,21 @@ How rounds are compared. Our chain decodes every prompt first; the limit that vL
 round of it ended, so that no round is cut on either side, by the limit or by EOS, and both count the same text. vLLM counts a
 round when its drafts are judged, untrimmed and without the bonus token, and none for the token of the prefill: so do we.
 Its rates are over all rounds at every position (unlike our `acceptance_by_depth`, which is over the rounds that came so far);
-ours are computed so too. Prompts are token ids, everything is float32, the target is SmolLM2-135M.
+ours are computed so too. Prompts are token ids, everything is float32. The target is SmolLM2-135M, and tiny for drafters that
+draft in one pass, which learn slowly: six minutes teach them enough there for positions behind the first to count.
 
-The drafters are those of runs/engines-eagle3, -medusa1 and -gkd, or of the folder that SPECTRAIN_ENGINES_RUNS names; `make
-test-engines` trains them. SGLang itself is not run: its layout is read by vLLM. What was measured is written beside them.
+The drafters are those of runs/engines-eagle3, -medusa1, -gkd, -tiny-dflash and -tiny-peagle, or of the folder that
+SPECTRAIN_ENGINES_RUNS names; `make test-engines` trains them. SGLang itself is not run: its layout is read by vLLM. What was
+measured is written beside them.
 """
 
 import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ from spectrain.eval.prompts import read_prompts
 from spectrain.export.converter import read_drafter
 from spectrain.export.measure import instantiate
 from spectrain.files import write_text
-from spectrain.models.loading import load_smollm2
+from spectrain.models.loading import load_smollm2, load_tiny
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
 from spectrain.trees import Chain
@@ -47,8 +50,27 @@ RUNS = Path(os.environ.get("SPECTRAIN_ENGINES_RUNS", "runs"))
 PROMPTS, TOKENS = 24, 80
 ENOUGH = 2000  # drafted tokens
 TOLERANCE = 0.03
-CASES = {"EAGLE-3": ("eagle3", "vllm"), "EAGLE-3, SGLang's layout": ("eagle3", "sglang"), "Medusa": ("medusa1", "vllm"),
-         "GKD draft": ("gkd", "hf")}  # fmt: skip
+CASES = {
+    "EAGLE-3": ("smollm2", "eagle3", "vllm"),
+    "EAGLE-3, SGLang's layout": ("smollm2", "eagle3", "sglang"),
+    "Medusa": ("smollm2", "medusa1", "vllm"),
+    "GKD draft": ("smollm2", "gkd", "hf"),
+    "DFlash": ("tiny", "tiny-dflash", "vllm"),
+    "DFlash, flat layout": ("tiny", "tiny-dflash", "sglang"),
+    "P-EAGLE": ("tiny", "tiny-peagle", "vllm"),
+    "P-EAGLE, flat layout": ("tiny", "tiny-peagle", "flat"),
+}
+LOADERS = {"smollm2": load_smollm2, "tiny": load_tiny}
+NAMES = {"smollm2": "smollm2-135m-q4_1", "tiny": "tiny"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A target, held-out prompts, and vLLM's answers without a drafter."""
+
+    target: Target
+    prompts: list[list[int]]
+    plain: Answers
 
 
 @dataclass(frozen=True)
@@ -56,6 +78,7 @@ class Case:
     """An exported drafter, and our own chain with the drafter it was exported from."""
 
     name: str
+    asked: Asked
     command: str  # vLLM's, of the model card
     limits: list[int]
     generations: list[Generation]
@@ -73,21 +96,16 @@ class Case:
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    found = load_smollm2(dtype="float32")
-    found.pack()
-    return found
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Asked]:
+    @cache
+    def ask(name: str) -> Asked:
+        target = LOADERS[name](dtype="float32")
+        target.pack()
+        prompts = [prompt_tokens(target.tokenizer, prompt.opening) for prompt in read_prompts(None, PROMPTS).prompts]
+        plain = offline(Path(target.path), None, prompts, [TOKENS] * len(prompts), tmp_path_factory.mktemp(f"plain-{name}"))
+        return Asked(target, prompts, plain)
 
-
-@pytest.fixture(scope="module")
-def prompts(target: Target) -> list[list[int]]:
-    return [prompt_tokens(target.tokenizer, prompt.opening) for prompt in read_prompts(None, PROMPTS).prompts]
-
-
-@pytest.fixture(scope="module")
-def plain(target: Target, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """vLLM without a drafter."""
-    return offline(Path(target.path), None, prompts, [TOKENS] * len(prompts), tmp_path_factory.mktemp("plain"))
+    return ask
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +114,6 @@ def record() -> Iterator[dict[str, Any]]:
     found: dict[str, Any] = {}
     yield found
     setting = {
-        "target": "smollm2-135m-q4_1",
         "prompts": PROMPTS,
         "max_new_tokens": TOKENS,
         "dtype": "float32",
@@ -111,46 +128,45 @@ def record() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module", params=CASES)
-def case(
-    request: pytest.FixtureRequest, target: Target, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
-) -> Case:
+def case(request: pytest.FixtureRequest, asked: Callable[[str], Asked], tmp_path_factory: pytest.TempPathFactory) -> Case:
     """Export a run's drafter, and decode with it as it was trained; the chain is as long as the card's command says."""
-    recipe, form = CASES[request.param]
-    run = RUNS / f"engines-{recipe}"
+    name, recipe, form = CASES[request.param]
+    run, found = RUNS / f"engines-{recipe}", asked(name)
     assert (run / "drafter").is_dir(), f"{run}: there is no drafter in it; make test-engines trains one"
     out = export(OmegaConf.create({"run": str(run), "format": form, "out": str(tmp_path_factory.mktemp(recipe) / "exported")}))
     command = re.search(r"^vllm serve .*$", (out / "README.md").read_text(), re.MULTILINE)
     assert command is not None
-    found = Case(request.param, command[0], [], [])
-    drafter = instantiate(read_drafter(run / "drafter", None), target)
-    chain = Chain(found.drafting["num_speculative_tokens"])
-    for prompt in prompts:
-        found.generations.extend(decode(target, [prompt], Greedy(), TOKENS, drafter, chain))
-        found.limits.append(1 + sum(found.generations[-1].whole_rounds))
-    return found
+    case = Case(request.param, found, command[0], [], [])
+    drafter = instantiate(read_drafter(run / "drafter", None), found.target)
+    chain = Chain(case.drafting["num_speculative_tokens"])
+    for prompt in found.prompts:
+        case.generations.extend(decode(found.target, [prompt], Greedy(), TOKENS, drafter, chain))
+        case.limits.append(1 + sum(case.generations[-1].whole_rounds))
+    return case
 
 
 @pytest.fixture(scope="module")
-def from_class(case: Case, target: Target, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def from_class(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """vllm.LLM"""
-    return offline(Path(target.path), case.drafting, prompts, case.limits, tmp_path_factory.mktemp("offline"))
+    scratch = tmp_path_factory.mktemp("offline")
+    return offline(Path(case.asked.target.path), case.drafting, case.asked.prompts, case.limits, scratch)
 
 
 @pytest.fixture(scope="module")
-def from_server(case: Case, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory) -> Answers:
+def from_server(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     """The OpenAI-compatible server, started as the model card says."""
-    return served(case.command, prompts, case.limits, tmp_path_factory.mktemp("served"))
+    return served(case.command, case.asked.prompts, case.limits, tmp_path_factory.mktemp("served"))
 
 
-def assert_same(target: Target, prompts: list[list[int]], found: list[list[int]], wanted: list[list[int]]) -> int:
+def assert_same(asked: Asked, found: list[list[int]], wanted: list[list[int]]) -> int:
     """How many answers are equal token by token; one may part from `wanted` only where the two best logits nearly tie."""
     differing = 0
-    for prompt, left, right in zip(prompts, found, wanted, strict=True):
+    for prompt, left, right in zip(asked.prompts, found, wanted, strict=True):
         position = first_difference(left, right[: len(left)])
         if position is not None:
-            assert logit_gap(target, prompt + right[:position]).is_tie, (position, left, right)
+            assert logit_gap(asked.target, prompt + right[:position]).is_tie, (position, left, right)
             differing += 1
-    return len(prompts) - differing
+    return len(asked.prompts) - differing
 
 
 def assert_close(theirs: Counts, ours: Counts) -> None:
@@ -161,14 +177,15 @@ def assert_close(theirs: Counts, ours: Counts) -> None:
         assert abs(their - our) <= TOLERANCE * our, (theirs, ours)
 
 
-def test_the_offline_class_answers_as_without(
-    case: Case, from_class: Answers, plain: Answers, target: Target, prompts: list[list[int]], record: dict[str, Any]
-) -> None:
+def test_the_offline_class_answers_as_without(case: Case, from_class: Answers, record: dict[str, Any]) -> None:
     """vllm.LLM with the exported drafter gives the tokens that it gives without, which are ours too."""
     assert [len(answer) for answer in from_class.tokens] == case.limits
-    same = assert_same(target, prompts, from_class.tokens, plain.tokens)
-    as_ours = assert_same(target, prompts, from_class.tokens, [generation.output for generation in case.generations])
-    record.setdefault(case.name, {}).update(answers=len(prompts), identical_offline=same, identical_to_ours=as_ours)
+    same = assert_same(case.asked, from_class.tokens, case.asked.plain.tokens)
+    as_ours = assert_same(case.asked, from_class.tokens, [generation.output for generation in case.generations])
+    target = NAMES[CASES[case.name][0]]
+    record.setdefault(case.name, {}).update(
+        target=target, answers=len(case.limits), identical_offline=same, identical_to_ours=as_ours
+    )
 
 
 def test_the_offline_class_accepts_as_we_do(case: Case, from_class: Answers, record: dict[str, Any]) -> None:
@@ -179,12 +196,12 @@ def test_the_offline_class_accepts_as_we_do(case: Case, from_class: Answers, rec
 
 
 def test_the_server_answers_as_the_offline_class(
-    case: Case, from_class: Answers, from_server: Answers, target: Target, prompts: list[list[int]], record: dict[str, Any]
+    case: Case, from_class: Answers, from_server: Answers, record: dict[str, Any]
 ) -> None:
     """The card's serve command: token ids and text of /v1/completions are the offline class's."""
-    same = assert_same(target, prompts, from_server.tokens, from_class.tokens)
+    same = assert_same(case.asked, from_server.tokens, from_class.tokens)
     record.setdefault(case.name, {}).update(identical_server=same)
-    for prompt in range(len(prompts)):
+    for prompt in range(len(case.limits)):
         if from_server.tokens[prompt] == from_class.tokens[prompt]:
             assert from_server.texts[prompt] == from_class.texts[prompt]
 

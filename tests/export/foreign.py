@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spectrain.models.target import Target
@@ -247,6 +247,113 @@ def speculators_dflash(directory: Path, target: Target, **changes: Any) -> Path:
             "verifier": {"name_or_path": target.path, "architectures": ["LlamaForCausalLM"]},
         },
     }
+    return write(directory, {**said, **changes}, tensors)
+
+
+def heads(layer: dict[str, Any], rank: int, rows: int) -> dict[str, Tensor]:
+    """DSpark's vanilla Markov head and confidence head."""
+    generator = torch.Generator().manual_seed(2)
+    width, vocab = layer["hidden_size"], layer["vocab_size"]
+    return {
+        "markov_head.markov_w1.weight": 0.5 * torch.randn(vocab, rank, generator=generator),
+        "markov_head.markov_w2.weight": 0.5 * torch.randn(rows, rank, generator=generator),
+        "confidence_head.proj.weight": 0.05 * torch.randn(1, width + rank, generator=generator),
+        "confidence_head.proj.bias": torch.zeros(1),
+    }
+
+
+def deepspec_dspark(directory: Path, target: Target, **changes: Any) -> Path:
+    """DSpark as DeepSpec publishes it: copies of the target's embedding and output layer lie among its tensors."""
+    rope = {"rope_type": "default", "rope_theta": config_theta(target)}
+    layer = qwen3(target, 2, rope_parameters=rope)
+    said = {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": 5,
+        "num_target_layers": target.num_layers,
+        "mask_token_id": 0,
+        "target_layer_ids": [1, 5],
+        "num_anchors": 512,
+        "markov_rank": 8,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "tie_word_embeddings": False,
+    }
+    lent = {"embed_tokens.weight": target.head.embedding.weight, "lm_head.weight": target.head.output.weight}  # type: ignore[union-attr]
+    tensors = {**dflash_tensors(layer, 2), **heads(layer, 8, layer["vocab_size"])}
+    tensors |= {name: weight.detach().clone() for name, weight in lent.items()}
+    return write(directory, {**layer, **said, **changes}, tensors)
+
+
+def speculators_dspark(directory: Path, target: Target, **changes: Any) -> Path:
+    """What the speculators library saves of DSpark with its defaults, over a part of the vocabulary."""
+    start = speculators_dflash(directory, target)
+    said, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
+    proposal = {"proposal_type": "greedy", "speculative_tokens": 8}
+    said |= {
+        "architectures": ["DSparkDraftModel"],
+        "speculators_model_type": "dspark",
+        "sample_from_anchor": True,
+        "markov_rank": 8,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "speculators_config": {**said["speculators_config"], "algorithm": "dspark", "proposal_methods": [proposal]},
+    }
+    return write(directory, {**said, **changes}, tensors | heads(said["transformer_layer_config"], 8, 256))
+
+
+SELECTING = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 4}
+
+
+def selecting(layer: dict[str, Any]) -> dict[str, Tensor]:
+    """DFlash2's convolutions and its selector."""
+    generator = torch.Generator().manual_seed(2)
+    width, vocab = layer["hidden_size"], layer["vocab_size"]
+    tensors = {
+        "candidate_selector.predecessor_codebook": torch.randn(vocab, 8, generator=generator),
+        "candidate_selector.successor_codebook": torch.randn(vocab, 8, generator=generator),
+        "candidate_selector.hidden_projection.weight": 0.05 * torch.randn(8, width, generator=generator),
+    }
+    for conv in (f"layers.{number}.{part}_conv" for number in range(2) for part in ("attention", "mlp")):
+        tensors[f"{conv}.base_kernel"] = 0.5 * torch.randn(2, 2, width, generator=generator)
+        tensors[f"{conv}.kernel_projection.weight"] = 0.05 * torch.randn(4 * width // 16, width, generator=generator)
+    return tensors
+
+
+def zlab_dflash2(directory: Path, target: Target, **changes: Any) -> Path:
+    """DFlash2 as z-lab publishes it."""
+    start = zlab(directory, target, architectures=["DFlash2DraftModel"])
+    said, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
+    said["dflash_config"] |= SELECTING
+    return write(directory, {**said, **changes}, tensors | selecting(said))
+
+
+def speculators_dflash2(directory: Path, target: Target, **changes: Any) -> Path:
+    """What the speculators library saves of DFlash2: a window over all layers, the block seen both ways."""
+    start = speculators_dflash(directory, target)
+    said, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in ("lm_head.weight", "d2t", "t2d")}
+    layer = said["transformer_layer_config"]
+    said |= {"architectures": ["DFlash2DraftModel"], "speculators_model_type": "dflash2", "sliding_window_non_causal": True}
+    said |= {"draft_vocab_size": layer["vocab_size"], **SELECTING}
+    return write(directory, {**said, **changes}, kept | selecting(layer))
+
+
+def peagle(directory: Path, target: Target, **changes: Any) -> Path:
+    """P-EAGLE beside EAGLE-3's flat keys, with an embedding of its own, `ptd_token_id` and a second layer."""
+    start = specforge(directory, target, prefix="layers.0.")
+    said, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
+    generator, width = torch.Generator().manual_seed(4), target.width
+    second = eagle3_tensors(target, "layers.1.", 256, generator)
+    second = {name: tensor for name, tensor in second.items() if name.startswith("layers.1.") and "hidden_norm" not in name}
+    for part in ("q_proj", "k_proj", "v_proj"):
+        second[f"layers.1.self_attn.{part}.weight"] = second[f"layers.1.self_attn.{part}.weight"][:, :width].clone()
+    tensors |= second | {
+        "mask_hidden": torch.randn(1, 1, 3 * width, generator=generator),
+        "embed_tokens.weight": target.head.embedding.weight.detach() + 0.01,  # type: ignore[union-attr]
+    }
+    said |= {"num_hidden_layers": 2, "ptd_token_id": 0, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
     return write(directory, {**said, **changes}, tensors)
 
 

@@ -18,6 +18,8 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.export.converter import convert, read_drafter, refuse_full
 from spectrain.export.layout import Files
+from spectrain.export.layouts import detect
+from spectrain.export.linter import check
 from spectrain.export.targets import TargetFiles
 from spectrain.models.target import Target
 from spectrain.runs.defaults import complete
@@ -64,12 +66,16 @@ def ours(directory: Path, tiny: Target, drafter: str, **options: Any) -> Path:
 
 
 DFLASH = {"block_size": 5, "num_layers": 2}
+DSPARK = {**DFLASH, "rank": 8}
+DFLASH2 = {**DFLASH, "selector_rank": 8}
 CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "eagle3": (lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256), ("vllm", "sglang", "spectrain")),
     "eagle3, other layers": (
         lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, layers=[1, 3, 6]),
         ("vllm", "sglang", "spectrain"),
     ),
+    "eagle3, whole vocabulary": (
+        lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=2048), ("vllm", "sglang", "spectrain")),
     "eagle3, all norms": (
         lambda path, tiny: ours(
             path, tiny, "eagle3", vocab_size=256,
@@ -83,13 +89,13 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
         ),
         ("vllm", "spectrain"),
     ),
-    "peagle": (lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256, num_layers=2), ("vllm", "spectrain")),
+    "peagle": (lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256, num_layers=2), ("vllm", "flat", "spectrain")),
     "peagle, other settings": (
         lambda path, tiny: ours(
             path, tiny, "peagle", vocab_size=256, num_layers=1, num_drafts=4, own_embedding=False, window=32, layers=[1, 3],
             architecture={"qk_norm": True, "norm_before_residual": True, "fc_norm": True},
         ),
-        ("vllm", "spectrain"),
+        ("vllm", "flat", "spectrain"),
     ),
     "medusa": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=2048), ("vllm", "medusa", "spectrain")),
     "medusa, cut vocabulary": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=256), ("vllm", "spectrain")),
@@ -105,7 +111,7 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     ),
     "FasterDecoding": (foreign.medusa, ("vllm", "medusa", "spectrain")),
     "vLLM's Medusa": (foreign.medusa_vllm, ("vllm", "spectrain")),
-    "dflash": (lambda path, tiny: ours(path, tiny, "dflash", **DFLASH), ("vllm", "sglang", "spectrain")),
+    "dflash": (lambda path, tiny: ours(path, tiny, "dflash", **DFLASH), ("vllm", "sglang", "hf", "spectrain")),
     "dflash, causal in a window": (
         lambda path, tiny: ours(path, tiny, "dflash", causal=True, window=12, layers=[1, 3, 8], **DFLASH),
         ("vllm", "sglang", "spectrain"),
@@ -113,6 +119,31 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
     "dflash, cut vocabulary": (lambda path, tiny: ours(path, tiny, "dflash", vocab_size=256, **DFLASH), ("vllm", "spectrain")),
     "dflash, own embedding": (
         lambda path, tiny: ours(path, tiny, "dflash", own_embedding=True, window=12, **DFLASH), ("vllm", "spectrain")),
+    "dspark": (lambda path, tiny: ours(path, tiny, "dspark", **DSPARK), ("vllm", "sglang", "spectrain")),
+    "dspark, gated, in a window": (
+        lambda path, tiny: ours(
+            path, tiny, "dspark", markov_head="gated", causal=True, window=12, layers=[1, 3, 8], confidence=False, **DSPARK
+        ),
+        ("vllm", "sglang", "spectrain"),
+    ),
+    "dspark, a cell": (
+        lambda path, tiny: ours(path, tiny, "dspark", markov_head="rnn", **DSPARK), ("vllm", "sglang", "spectrain")),
+    "dspark, cut vocabulary": (
+        lambda path, tiny: ours(path, tiny, "dspark", sample_from_anchor=False, vocab_size=256, own_embedding=True, **DSPARK),
+        ("vllm", "spectrain"),
+    ),
+    "dflash2": (lambda path, tiny: ours(path, tiny, "dflash2", **DFLASH2), ("vllm", "sglang", "spectrain")),
+    "dflash2, other settings": (
+        lambda path, tiny: ours(
+            path, tiny, "dflash2", own_embedding=True, window=12, conv_kernel_size=3, selector_top_k=5, **DFLASH2
+        ),
+        ("vllm", "spectrain"),
+    ),
+    "a flat P-EAGLE": (foreign.peagle, ("vllm", "flat", "spectrain")),
+    "DeepSpec's DSpark": (foreign.deepspec_dspark, ("vllm", "sglang", "spectrain")),
+    "speculators' DSpark": (foreign.speculators_dspark, ("vllm", "spectrain")),
+    "z-lab's DFlash2": (foreign.zlab_dflash2, ("vllm", "sglang", "spectrain")),
+    "speculators' DFlash2": (foreign.speculators_dflash2, ("vllm", "spectrain")),
     "z-lab": (foreign.zlab, ("vllm", "sglang", "spectrain")),
     "speculators' DFlash": (foreign.speculators_dflash, ("vllm", "spectrain")),
 }  # fmt: skip
@@ -169,14 +200,15 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, window=8), "sglang", ("window", "vllm")),
     "head norms for SGLang": (
         lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, architecture={"qk_norm": True}), "sglang", ("qk_norm",)),
-    "P-EAGLE for SGLang": (lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256), "sglang", ("peagle", "vllm")),
+    "P-EAGLE for SGLang": (
+        lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256), "sglang", ("P-EAGLE", "vllm or flat")),
     "Medusa for SGLang": (foreign.medusa, "sglang", ("medusa", "vllm")),
     "Hydra": (lambda path, tiny: ours(path, tiny, "hydra", vocab_size=256), "vllm", ("hydra", "spectrain eval")),
     "Kangaroo": (lambda path, tiny: ours(path, tiny, "kangaroo"), "hf", ("kangaroo", "spectrain eval")),
     "gated LoRA for vLLM": (
         lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), "vllm", ("gated_lora", "peft")),
-    "DFlash for transformers": (
-        lambda path, tiny: ours(path, tiny, "dflash", **DFLASH), "hf", ("muse_glimmer_assistant", "vllm or sglang")),
+    "a window for transformers": (
+        lambda path, tiny: ours(path, tiny, "dflash", causal=True, window=12, **DFLASH), "hf", ("window=12", "--to vllm")),
     "a shifted block for vLLM": (
         lambda path, tiny: ours(path, tiny, "dflash", sample_from_anchor=True, **DFLASH), "vllm",
         ("sample_from_anchor", "one token off", "spectrain eval")),
@@ -195,6 +227,20 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         lambda path, tiny: ours(path, tiny, "dflash", causal=True, **DFLASH), "sglang", ("drafter.causal",)),
     "the embedding as a layer for SGLang": (
         lambda path, tiny: ours(path, tiny, "dflash", layers=[0, 4], **DFLASH), "sglang", ("target_layer_ids", "--to vllm")),
+    "a shifted DFlash2": (
+        lambda path, tiny: ours(path, tiny, "dflash2", sample_from_anchor=True, **DFLASH2), "vllm", ("sample_from_anchor",)),
+    "a cut DFlash2": (
+        lambda path, tiny: ours(path, tiny, "dflash2", vocab_size=256, **DFLASH2), "vllm", ("256 of 2048", "DFlash2")),
+    "a DSpark whose anchor drafts nothing, for SGLang": (
+        lambda path, tiny: ours(path, tiny, "dspark", sample_from_anchor=False, **DSPARK), "sglang",
+        ("sample_from_anchor=false", "--to vllm")),
+    "a DSpark with a window both ways": (
+        lambda path, tiny: ours(path, tiny, "dspark", window=12, **DSPARK), "vllm", ("window=12", "causal=true")),
+    "a DSpark whose cell would begin at the anchor": (
+        lambda path, tiny: ours(path, tiny, "dspark", sample_from_anchor=False, markov_head="rnn", **DSPARK), "vllm",
+        ("markov_head=rnn", "slot 0")),
+    "DSpark for transformers": (
+        lambda path, tiny: ours(path, tiny, "dspark", **DSPARK), "hf", ("DFlash alone", "vllm or sglang or flat")),
     "an untrained early exit": (lambda path, tiny: ours(path, tiny, "early_exit"), "hf", ("assistant_early_exit",)),
 }  # fmt: skip
 
@@ -284,6 +330,21 @@ def test_evaluation_takes_foreign_directories(case: str, tiny: Target, tmp_path:
         found.append(decode(tiny, [prompt], Greedy(), 16, drafter.eval(), Chain(depth=3))[0])
     assert found[0].output == found[1].output == decode(tiny, [prompt], Greedy(), 16)[0].output
     assert found[0].accepted == found[1].accepted
+
+
+def test_vllm_finds_no_map_over_the_whole_vocabulary(tiny: Target, tmp_path: Path) -> None:
+    """It stops at one; a file that holds one is told so, and read and written again it holds none."""
+    start = ours(tmp_path / "start", tiny, "peagle", vocab_size=2048, num_layers=1)
+    for form in ("vllm", "flat"):
+        convert(start, tmp_path / form, form, TINY)
+        files = Files.read(tmp_path / form)
+        assert not {"d2t", "t2d"} & files.tensors.keys() and "lm_head.weight" in files.tensors
+        assert not list(check(files, detect(files), TINY))
+        save_file(files.tensors | {"d2t": torch.zeros(2048, dtype=torch.int64)}, tmp_path / form / "model.safetensors")
+        files = Files.read(tmp_path / form)
+        assert [finding.name for finding in check(files, detect(files), TINY)] == ["d2t-of-all"]
+        convert(tmp_path / form, tmp_path / f"{form}-mended", form, TINY)
+        assert "d2t" not in Files.read(tmp_path / f"{form}-mended").tensors
 
 
 def test_medusa_for_vllm_has_whole_heads_that_draft_the_same(tiny: Target, tmp_path: Path) -> None:

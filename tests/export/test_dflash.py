@@ -112,15 +112,13 @@ def test_deepspecs_dflash_is_refused_by_name(tiny: Target, tmp_path: Path) -> No
 
 UNLIKE: dict[str, tuple[Change, str]] = {
     "DFlash2": (
-        lambda config, tensors: (
-            config.update(architectures=["DFlash2DraftModel"]),
-            tensors.update({"candidate_selector.hidden_projection.weight": torch.ones(8, 128)}),
-        ), "candidate_selector.*DFlash2"),
+        lambda config, tensors: tensors.update({"candidate_selector.hidden_projection.weight": torch.ones(8, 128)}),
+        "candidate_selector.*DFlash2"),
     "DFlash2's convolutions": (
         lambda config, tensors: tensors.update({"layers.0.mlp_conv.base_kernel": torch.ones(2, 2, 128)}), "mlp_conv.*DFlash2"),
     "DSpark": (
         lambda config, tensors: (
-            config.update(architectures=["Qwen3DSparkModel"], markov_rank=4),
+            config.update(markov_rank=4),
             tensors.update({"markov_head.markov_w1.weight": torch.ones(2048, 4)}),
         ), "markov_head.*DSpark"),
     "P-EAGLE": (lambda config, tensors: tensors.update(mask_hidden=torch.ones(1, 1, 256)), "mask_hidden.*P-EAGLE"),
@@ -174,7 +172,7 @@ def drafted(drafter: Portable, tiny: Target) -> Generation:
     return decode(tiny, [[5, 9, 200, 31, 7]], Greedy(), 16, instantiate(drafter, tiny), Chain(depth=3))[0]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("dflash")])
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("dflash", "dspark", "peagle"))])
 def test_every_layout_drafts_the_same(case: str, tiny: Target, tmp_path: Path) -> None:
     """From each, the same tokens are drafted, and as many kept: windows, causality and layers are said as they were."""
     make, forms = CASES[case]

@@ -43,6 +43,7 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
     small: dict[str, dict[str, Any]] = {
         "causal": {"num_layers": 1}, "eagle3": {"vocab_size": 64}, "medusa": {"vocab_size": 2048, "num_heads": 1},
         "gated_lora": {"num_masks": 1, "rank": 2}, "dflash": {"num_layers": 1, "block_size": 3},
+        "dspark": {"num_layers": 1, "block_size": 3, "rank": 2}, "peagle": {"num_layers": 1, "vocab_size": 64},
     }  # fmt: skip
     for name, options in small.items():
         with initialize_config_module("spectrain.conf", version_base="1.3"):
@@ -61,7 +62,8 @@ def good(tmp_path_factory: pytest.TempPathFactory, tiny: Target) -> Path:
     (run / "config.yaml").write_text("trainer: {choice: default, lr: 0.01}\neval: {choice: default, limit: 1}\n")
     (run / "provenance.json").write_text("{}")
     for source, form in (("eagle3", "vllm"), ("eagle3", "sglang"), ("medusa", "vllm"), ("medusa", "medusa"), ("causal", "hf"),
-                         ("gated_lora", "peft"), ("dflash", "vllm"), ("dflash", "sglang")):  # fmt: skip
+                         ("gated_lora", "peft"), ("dflash", "vllm"), ("dflash", "sglang"), ("dflash", "hf"),
+                         ("dspark", "sglang"), ("peagle", "flat")):  # fmt: skip
         convert(folder / source, folder / f"{source}-{form}", form, TINY)
     return folder
 
@@ -157,6 +159,9 @@ FILES: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
     ),
     "DFlash": ("dflash-vllm", put(CONFIG, "transformer_layer_config", "x", value=order), "transformer_layer_config.x._target_"),
     "DFlash, flat": ("dflash-sglang", put(CONFIG, "dflash_config", "x", value=order), "dflash_config.x._target_"),
+    "DFlash, transformers": ("dflash-hf", put(CONFIG, "rope_parameters", "x", value=order), "rope_parameters.x._target_"),
+    "DSpark, flat": ("dspark-sglang", put(CONFIG, "rope_parameters", value=order), "rope_parameters._target_"),
+    "P-EAGLE, flat": ("peagle-flat", put(CONFIG, "pard_token", value=order), "pard_token._target_"),
     "Medusa": ("medusa-medusa", put(CONFIG, "base_model_name_or_path", value=order), "base_model_name_or_path._target_"),
     "Medusa of vLLM": ("medusa-vllm", put(CONFIG, "x", value="${oc.env:HOME}"), "x"),
     "transformers": ("causal-hf", put(CONFIG, "auto_map", value={"AutoConfig": "evil.Drafter"}), "auto_map"),

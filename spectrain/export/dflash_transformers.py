@@ -1,0 +1,61 @@
+"""DFlash for transformers: `muse_glimmer_assistant` is the class there that drafts so, and its layers are DFlash's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from spectrain.errors import UserError
+
+from .block_settings import RENAMED, qwen3_layer
+from .dflash import DFlashLayout
+from .dflash_flat import FlatDFlash
+from .huggingface import generate
+from .layout import Files, Finding, Portable, write_json, write_tensors
+from .targets import TargetFiles
+
+MODEL = "muse_glimmer_assistant"
+
+
+class TransformersDFlash(FlatDFlash):
+    """Everything at the top of config.json, under the names of that class. A block is seen both ways, and embedding and output
+    layer are always the target's."""
+
+    name = "hf"
+    title = "DFlash, transformers"
+    architecture = "MuseGlimmerAssistantModel"
+    renamed: ClassVar[dict[str, str]] = {**RENAMED, "fc.": "encoder.fc.", "hidden_norm.": "encoder.output_norm_enc."}
+
+    def recognises(self, files: Files) -> bool:
+        return files.config.get("model_type") == MODEL
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        yield from DFlashLayout.findings(self, files)
+
+    def write(self, drafter: Portable, target: TargetFiles | None, directory: Path) -> None:
+        self.refuse_flat(drafter, target)
+        said = drafter.drafter
+        if said["window"] is not None:
+            raise UserError(
+                f"drafter.window={said['window']}: transformers counts a window to both sides of a slot; use --to vllm, or "
+                "train without one"
+            )
+        tensors = {name: one for name, one in drafter.tensors.items() if name not in ("d2t", "t2d", "embed_tokens.weight")}
+        layer = {key: value for key, value in qwen3_layer(drafter).items() if "sliding" not in key}
+        config = {
+            **layer,
+            "model_type": MODEL,
+            "architectures": [self.architecture],
+            "block_size": said["block_size"],
+            **self.chosen(drafter),
+            "dtype": drafter.dtype,
+        }
+        if target is not None:
+            config |= {key: getattr(target.config, key, None) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        write_json(directory / "config.json", config)
+        write_tensors(directory / "model.safetensors", self.written(tensors))
+
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+        assistant = f'assistant_model=AutoModel.from_pretrained("{place}"), speculation_type="dflash"'
+        return {"transformers": generate(target, assistant, "AutoModel, AutoModelForCausalLM, AutoTokenizer")}

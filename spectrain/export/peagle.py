@@ -1,0 +1,134 @@
+"""P-EAGLE: EAGLE-3's layouts with `mask_hidden`, a mask token and, mostly, an embedding that was trained."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from spectrain.drafters.peagle import NUM_DRAFTS
+from spectrain.drafters.shared.eagle_layers import default_layers
+
+from .eagle3 import Eagle3Layout, shapes_of
+from .flat import Flat
+from .fused_settings import Settings
+from .layout import Files, Finding, Portable
+from .serving import serve_vllm
+from .speculators import Speculators
+from .targets import TargetFiles
+
+MASKS = ("mask_token_id", "pard_token", "ptd_token_id")  # where vLLM looks for the mask token, in this order
+
+
+class PEagleLayout(Eagle3Layout):
+    """What P-EAGLE adds to a layout of EAGLE-3."""
+
+    families = ("peagle",)
+    constructor = "spectrain.drafters.peagle.PEagle"
+
+    @abstractmethod
+    def num_drafts_of(self, files: Files) -> int | None:
+        """How many tokens the files say that it drafts."""
+
+    def mask_token(self, files: Files) -> Any:
+        """The mask's id, where the files say one."""
+        return next((files.config[key] for key in MASKS if files.config.get(key) is not None), None)
+
+    def shapes(self, said: Settings, draft_vocab: int) -> dict[str, tuple[int | None, ...]]:
+        found = shapes_of(said, draft_vocab, int(said.layer["vocab_size"]))
+        return {**found, "mask_hidden": (1, 1, found["fc.weight"][1])}
+
+    def described(self, files: Files, said: Settings, own_embedding: bool) -> dict[str, Any]:
+        num_drafts = self.num_drafts_of(files)
+        return {
+            "architecture": said.architecture,
+            "own_embedding": own_embedding,
+            "mask_token_id": self.mask_token(files),
+            **({} if num_drafts is None else {"num_drafts": num_drafts}),
+        }
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        yield from super().findings(files)
+        token, rows = self.mask_token(files), self.settings(files).layer["vocab_size"]
+        if not isinstance(token, int) or not 0 <= token < rows:
+            yield Finding(
+                "mask-token", "error", f"the mask token is {token}, no row of the embedding, which has {rows}",
+                "engines refuse the file, or read another row", "write the id that it was trained with",
+            )  # fmt: skip
+
+    def serve(self, drafter: Portable, files: TargetFiles, target: str, place: str) -> dict[str, str]:
+        drafting = {"method": "eagle3", "model": place, "num_speculative_tokens": drafter.drafter["num_drafts"]}
+        return {"vLLM": serve_vllm(target, {**drafting, "parallel_drafting": True})}
+
+
+class SpeculatorsPEagle(PEagleLayout, Speculators):
+    """As the speculators library writes it and vLLM reads it."""
+
+    title = "P-EAGLE, speculators layout"
+    kind = "peagle"
+    architecture = "PEagleSpeculator"
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm")  # there is no next step to feed normed states to
+    implied = ()
+    trains_embedding = True
+
+    def num_drafts(self, drafter: Portable) -> int:
+        return int(drafter.drafter["num_drafts"])
+
+    def num_drafts_of(self, files: Files) -> int | None:
+        methods = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        return int(methods[0].get("speculative_tokens", NUM_DRAFTS))
+
+    def further(self, drafter: Portable) -> dict[str, Any]:
+        return {"mask_token_id": drafter.drafter["mask_token_id"]}
+
+    def findings(self, files: Files) -> Iterator[Finding]:
+        yield from super().findings(files)
+        if files.config.get("fc_norm"):
+            yield Finding(
+                "fc-norm-dropped", "warning", "fc_norm is on", "vLLM 0.32 hands this flag on for EAGLE-3 alone, and stops at "
+                "the norms of a P-EAGLE", "serve the flat layout: spectrain convert DIR OUT --to flat --target TARGET",
+            )  # fmt: skip
+
+
+class FlatPEagle(PEagleLayout, Flat):
+    """EAGLE-3's flat config.json with `pard_token`, which vLLM alone serves: ids of layers are its own, and the embedding lies
+    beside the layers. `ptd_token_id`, as others call the token, is read too."""
+
+    name = "flat"
+    title = "P-EAGLE, flat layout"
+    shift = 0
+
+    def recognises(self, files: Files) -> bool:
+        return super().recognises(files) and ("mask_hidden" in self.view(files) or self.mask_token(files) is not None)
+
+    def num_drafts_of(self, files: Files) -> int | None:
+        return None if "num_drafts" in files.kept().drafter else NUM_DRAFTS
+
+    def numbering_findings(self, files: Files) -> Iterator[Finding]:
+        if self._layer_ids(files.config) is None:
+            yield Finding(
+                "layer-ids-missing", "warning", "eagle_aux_hidden_state_layer_ids is missing", "vLLM takes its own default",
+                "write the layers that it was trained on",
+            )  # fmt: skip
+
+    def beside(self, files: Files, target: TargetFiles) -> Iterator[Finding]:
+        lower = [layer - 1 for layer in default_layers(target.num_layers)]
+        if self._layer_ids(files.config) == lower:
+            yield Finding(
+                "layer-ids-numbering", "warning", f"layer ids are {lower}, the default in SGLang's numbering",
+                "vLLM, which alone serves P-EAGLE, takes them as they are and fuses the layers before those",
+                f"write {[layer + 1 for layer in lower]}, unless it was trained on these",
+            )  # fmt: skip
+
+    def kept_tensors(self, drafter: Portable) -> dict[str, Tensor]:
+        return dict(drafter.tensors)
+
+    def further(self, drafter: Portable, target: TargetFiles | None) -> dict[str, Any]:
+        layers = drafter.drafter.get("layers")
+        said = {} if layers is None else {"eagle_aux_hidden_state_layer_ids": layers}
+        return {**said, "pard_token": drafter.drafter["mask_token_id"]}
+
+    def refuse(self, drafter: Portable, target: TargetFiles | None) -> None:
+        """Everything of P-EAGLE's can be said."""
