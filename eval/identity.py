@@ -101,7 +101,9 @@ def first_difference(left: list[int], right: list[int]) -> int | None:
 def logit_gap(target: Target, context: list[int]) -> float:
     """The target's best logit minus its second best after `context`, computed in float64."""
     with plain_model(target) as model, torch.inference_mode():
-        exact = copy.deepcopy(model).to("cpu", torch.float64)
+        exact = copy.deepcopy(model)
+        exact.set_experts_implementation("eager")  # the faster ones have no float64
+        exact.to("cpu", torch.float64)
         logits = exact(torch.tensor([context])).logits[0, -1].double()
     best = logits.topk(2).values
     return float(best[0] - best[1])
