@@ -12,7 +12,7 @@ Lengths stay on the device. `tree_attention` chooses the path; SPECTRAIN_KERNELS
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,8 +46,10 @@ class Visibility:
     query_positions: Tensor  # [B, N] position ids of the new nodes
     key_positions: Tensor | None  # [B, M] position ids of the appended nodes; needed by sliding windows only
     exact: bool = True  # `longest` is the largest length, not only a bound of it
+    chunk: int | None = None  # positions are in chunks of so many, and a node sees those of its own chunk only
     _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
     _words: Tensor | None = None
+    _chunked: dict[int, Visibility] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> Tensor | None:
         """[B, 1, N, T] bool, or None where every new node sees every slot; built once and shared by all layers."""
@@ -61,6 +63,12 @@ class Visibility:
             self._words = pack_words(self.tree)
         return self._words
 
+    def in_chunks(self, size: int) -> Visibility:
+        """The same for layers that see no further back than to the start of a chunk; built once."""
+        if size not in self._chunked:
+            self._chunked[size] = replace(self, chunk=size, _masks={}, _chunked={})
+        return self._chunked[size]
+
     def _build(self, window: int | None) -> Tensor | None:
         batch, num_new, num_appended = self.tree.shape
         num_slots = self.longest + num_appended
@@ -73,12 +81,16 @@ class Visibility:
             mask = self.tree.gather(2, offset[:, None].expand(-1, num_new, -1))
             mask &= (slots < self.lengths[:, None] + num_appended)[:, None]
             mask |= (slots < self.lengths[:, None])[:, None]
-        if window is not None and num_slots > window:
+        if (window is not None and num_slots > window) or self.chunk is not None:
             assert self.key_positions is not None
             slots = torch.arange(num_slots, device=self.tree.device)
             offset = (slots - self.lengths[:, None]).clamp(0, num_appended - 1)
             positions = torch.where(slots < self.lengths[:, None], slots, self.key_positions.gather(1, offset))
-            mask = mask & (self.query_positions[:, :, None] - positions[:, None] < window)
+            here, there = self.query_positions[:, :, None], positions[:, None]
+            if window is not None:
+                mask = mask & (here - there < window)
+            if self.chunk is not None:
+                mask = mask & (here // self.chunk == there // self.chunk)
         return None if self.exact and num_new == 1 and bool(mask.all()) else mask[:, None]
 
 
@@ -90,23 +102,39 @@ def tree_attention_reference(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T * scale) v over the slots that each node sees, [B, H, N, D]."""
     mask = visibility.mask(window)
-    if softcap is None:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q_BHND, k_BKTD, v_BKTD, attn_mask=mask, scale=scale, enable_gqa=True)
-    return attend_softcapped(q_BHND, k_BKTD, v_BKTD, mask, scale, softcap)
+    return attend_by_scores(q_BHND, k_BKTD, v_BKTD, mask, scale, softcap, sinks)
 
 
-def attend_softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
-    """Attention whose scores pass through softcap * tanh(score / softcap), as in Gemma 2."""
+def attend_by_scores(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attention whose scores pass through softcap * tanh(score / softcap), as in Gemma 2, or that may look away from all
+    keys: a head's sink [H] is the score of one more key, whose value is 0, as in gpt-oss."""
     group = q.shape[1] // k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = k.repeat_interleave(group, 1).to(wide), v.repeat_interleave(group, 1).to(wide)
-    scores = torch.tanh(q.to(wide) @ k.transpose(-1, -2) * scale / softcap) * softcap
+    scores = q.to(wide) @ k.transpose(-1, -2) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return (scores.softmax(-1) @ v).to(q.dtype)
+    if sinks is None:
+        return (scores.softmax(-1) @ v).to(q.dtype)
+    away = sinks.to(wide)[:, None, None].expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, away], dim=-1).softmax(-1)[..., :-1]
+    return (weights @ v).to(q.dtype)
 
 
 @dataclass(frozen=True)
@@ -292,6 +320,7 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Launch the kernels; [B, H, N, D]."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -303,6 +332,7 @@ def _attend(
     parts, logs = out, None
     if num_splits > 1:
         parts = out.new_empty(num_splits, *out.shape, dtype=torch.float32)
+    if num_splits > 1 or sinks is not None:
         logs = out.new_empty(num_splits, *out.shape[:3], dtype=torch.float32)
     if window is None:
         query_positions = key_positions = None
@@ -321,11 +351,15 @@ def _attend(
             GROUP=group, HEAD_SIZE=head_size, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
-        if logs is not None:
+        if num_splits > 1:
             num_rows = batch * num_nodes * num_heads
             _combine_kernel[(triton.cdiv(num_rows, COMBINED_ROWS),)](
                 parts, logs, out, num_rows, num_splits, HEAD_SIZE=head_size, BLOCK_D=block_d, BLOCK_M=COMBINED_ROWS
             )
+    if sinks is not None:  # what falls to a sink is taken from all keys alike: 1 - sigmoid(sink - log of the sum of weights)
+        assert logs is not None
+        total = torch.logsumexp(logs * math.log(2), dim=0)  # [B, N, H]
+        out.mul_(torch.sigmoid(total - sinks.float())[..., None])
     return out.transpose(1, 2)
 
 
@@ -338,7 +372,11 @@ def _unfilled(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 def _runs_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels can run here and are wanted; they have no backward pass."""
-    if q.shape[-1] > max(CONFIGS) or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+    if (
+        q.shape[-1] > max(CONFIGS)
+        or v.shape[-1] != k.shape[-1]
+        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    ):
         return False
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":  # interpreted, it comes out wrong without a word (Triton 3.9)
         return False
@@ -353,10 +391,15 @@ def tree_attention(
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """What `tree_attention_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests."""
-    if not _runs_kernel(q_BHND, k_BKTD, v_BKTD):
-        return tree_attention_reference(q_BHND, k_BKTD, v_BKTD, visibility, scale, window, softcap)
+    """What `tree_attention_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests. They know no
+    chunks, and no values of another size than the keys. Keys may be held wider than queries come: then both are so."""
+    if q_BHND.dtype != k_BKTD.dtype:
+        wide = tree_attention(q_BHND.to(k_BKTD.dtype), k_BKTD, v_BKTD, visibility, scale, window, softcap, sinks)
+        return wide.to(q_BHND.dtype)
+    if visibility.chunk is not None or not _runs_kernel(q_BHND, k_BKTD, v_BKTD):
+        return tree_attention_reference(q_BHND, k_BKTD, v_BKTD, visibility, scale, window, softcap, sinks)
     longest, num_appended = visibility.longest, visibility.tree.shape[2]
     if window is not None and longest + num_appended <= window:
         window = None
@@ -367,6 +410,5 @@ def tree_attention(
     num_keys = num_appended + (longest if window is None else min(longest, window))
     splits = choose_splits(tiles * batch * num_kv_heads, num_keys)
     positions = visibility.query_positions, visibility.key_positions
-    return _attend(
-        q_BHND, k_BKTD, v_BKTD, visibility.words(), visibility.lengths, *positions, num_appended, splits, scale, window, softcap
-    )
+    rules = num_appended, splits, scale, window, softcap, sinks
+    return _attend(q_BHND, k_BKTD, v_BKTD, visibility.words(), visibility.lengths, *positions, *rules)

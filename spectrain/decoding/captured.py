@@ -22,7 +22,6 @@ from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.compiled_layers import compiled_call, compiled_layers
 from spectrain.models.features import Features
-from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft, RootAlone, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
@@ -40,6 +39,8 @@ def why_not(target: Target, rule: AcceptanceRule, drafter: Drafter | None, build
     rope: Any = getattr(target.config, "rope_parameters", None) or {}
     if any(kind.get("rope_type") == "dynamic" for kind in (rope, *rope.values()) if isinstance(kind, dict)):
         return f"target {target.name} asks the device how long a text is, for its rotary embedding (rope_type=dynamic)"
+    if target.attending.reaches is not None:
+        return f"target {target.name} has layers that see unlike far, known by their numbers, which compiled code does not see"
     if not rule.on_device:
         return f"acceptance={rule.name} judges on the host"
     if drafter is None or builder is None:
@@ -330,7 +331,7 @@ class Captured:
             self.states[batch, bound] = self.states.pop((batch, bound))
             return self.states[batch, bound]
         slots = bound + slots_a_round(self.drafter, self.builder) + 3
-        cache = TreeCache(self.target.num_layers, batch, slots, self.target.device, bound)
+        cache = self.target.new_cache(batch, slots, bound)
         layers = () if self.drafter is None else self.drafter.layers
         plain = empty_context(self.target, self.builder, cache, layers, len(self.target.stop_ids))
         self.states[batch, bound] = State(HeldContext(**vars(plain), is_read=self.drafter is not None))

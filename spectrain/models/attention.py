@@ -7,7 +7,8 @@ Documents of a packed row are attended to one by one: no [T, T] mask is built, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from spectrain.errors import UserError
-from spectrain.kernels.tree_attention import Visibility, attend_softcapped, tree_attention
+from spectrain.kernels.tree_attention import Visibility, attend_by_scores, tree_attention
 
 from .compiled_layers import attend_layer, passed
-from .kv_cache import TreeCache
+from .kv_cache import KeyValueShape, TreeCache
+from .masks import mask_of
 
 ATTENTION = "spectrain"  # what transformers knows it by
 Attend = Callable[..., Tensor]
@@ -41,16 +42,18 @@ def causal_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[B, H, T, D], each token seeing those up to its own, of its document, in the last `window` positions."""
+    by_scores = softcap is not None or sinks is not None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length, mask = q.shape[2], None
-        if softcap is not None or (window is not None and length > window):
+        if by_scores or (window is not None and length > window):
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
             mask = mask if window is None else mask.triu(1 - window)
-        if softcap is not None:
-            return attend_softcapped(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+        if by_scores:
+            return attend_by_scores(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
         causal = mask is None and length > 1
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
 
@@ -93,6 +96,28 @@ def trees_alone(mask: Tensor | tuple[Tensor, ...], positions: Tensor, lengths: t
     return [Visibility(place.new_zeros(1), 0, tree, place, place) for tree, place in zip(mask, places)]
 
 
+@dataclass(frozen=True)
+class Reach:
+    """How far back a layer sees: its last `window` positions, or those of its chunk of `chunk` positions."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a layer hands to attention, while a target is checked."""
+
+    layer: int
+    shape: KeyValueShape
+    mask: Tensor | None
+    window: int | None
+    unheeded: tuple[str, ...]  # arguments that would change the outcome, which nothing here takes heed of
+
+
+UNHEEDED = ("position_bias", "indices", "block_indices", "sinks")
+
+
 def layer_attention(  # transformers calls it, by these names
     module: Any,
     query: Tensor,
@@ -105,38 +130,47 @@ def layer_attention(  # transformers calls it, by these names
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    calls: list[int] | None = None,
+    calls: list[Call] | None = None,
     lengths: tuple[int, ...] | None = None,
-    **_: Any,
+    reaches: Mapping[int, Reach] | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """What every layer of a target calls: tree attention, or without a `visibility` causal attention of whole texts, which
-    may be packed documents of these `lengths`."""
-    if s_aux is not None:
-        raise UserError("target: it uses attention sinks, which tree attention does not support")
+    may be packed documents of these `lengths`. `reaches` are of layers that do not say themselves how far back they see."""
     if calls is not None:
-        calls.append(module.layer_idx)
+        unheeded = tuple(name for name in UNHEEDED if others.get(name) is not None)
+        shape = KeyValueShape(key.shape[1], key.shape[3], value.shape[3])
+        calls.append(Call(module.layer_idx, shape, attention_mask, sliding_window, unheeded))
+    chunk = None
+    if reaches is not None and module.layer_idx in reaches:
+        sliding_window, chunk = reaches[module.layer_idx].window, reaches[module.layer_idx].chunk
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rules = scale, sliding_window, softcap, s_aux
+    if visibility is None:
+        if tree_cache is not None:
+            tree_cache.append(module.layer_idx, key, value)
+        lengths = lengths if chunk is None else in_chunks(lengths or (query.shape[2],), chunk)
+        return causal_attention(query, key, value, lengths, *rules).transpose(1, 2).contiguous(), None
     if isinstance(visibility, list):
-        seen = iter(visibility)
+        seen = iter(visibility if chunk is None else [one.in_chunks(chunk) for one in visibility])
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return tree_attention(q, k, v, next(seen), scale, sliding_window, softcap)
+            return tree_attention(q, k, v, next(seen), *rules)
 
         return by_document(attend, lengths, query, key, value).transpose(1, 2).contiguous(), None
-    if visibility is not None:
-        if tree_cache is not None and torch.compiler.is_compiling():
-            return attend_layer(query, key, value, scale, sliding_window, softcap), None
-        if tree_cache is not None:
-            passed(module.layer_idx)
-            output = tree_cache.attend(module.layer_idx, query, key, value, visibility, scale, sliding_window, softcap)
-        else:
-            output = tree_attention(query, key, value, visibility, scale, sliding_window, softcap)
-        return output.transpose(1, 2).contiguous(), None
+    if tree_cache is not None and torch.compiler.is_compiling():
+        return attend_layer(query, key, value, *rules), None
     if tree_cache is not None:
-        tree_cache.append(module.layer_idx, key, value)
-    output = causal_attention(query, key, value, lengths, scale, sliding_window, softcap)
-    return output.transpose(1, 2).contiguous(), None
+        passed(module.layer_idx)
+        key, value = tree_cache.append(module.layer_idx, key, value)
+    visibility = visibility if chunk is None else visibility.in_chunks(chunk)
+    return tree_attention(query, key, value, visibility, *rules).transpose(1, 2).contiguous(), None
+
+
+def in_chunks(lengths: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The chunks that documents of these lengths fall into, each from its own start."""
+    return tuple(min(size, length - start) for length in lengths for start in range(0, length, size))
 
 
 AttentionInterface.register(ATTENTION, layer_attention)
-AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)
+AttentionMaskInterface.register(ATTENTION, mask_of)

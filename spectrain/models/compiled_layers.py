@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spectrain.kernels.tree_attention import Visibility
+from spectrain.kernels.tree_attention import Visibility, tree_attention
 
 from .kv_cache import TreeCache, known_caches
 from .replaced_forward import replaced
@@ -60,17 +60,20 @@ def passed(layer: int) -> None:
 
 
 @torch.library.custom_op("spectrain::attend_layer", mutates_args=())
-def attend_layer(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def attend_layer(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
     """Append the next layer's keys and values and attend, [B, N, H, D]."""
     now = _running[-1]
-    attended = now.cache.attend(next(now.layers), q, k, v, now.visibility, scale, window, softcap)
+    held = now.cache.append(next(now.layers), k, v)
+    attended = tree_attention(q, *held, now.visibility, scale, window, softcap, sinks)
     return attended.transpose(1, 2).contiguous()
 
 
 @attend_layer.register_fake
-def _unfilled(q: Tensor, *args: Any) -> Tensor:
-    batch, heads, nodes, width = q.shape
-    return q.new_empty(batch, nodes, heads, width)
+def _unfilled(q: Tensor, k: Tensor, v: Tensor, *args: Any) -> Tensor:
+    batch, heads, nodes, _ = q.shape
+    return q.new_empty(batch, nodes, heads, v.shape[-1])
 
 
 def attend_behind(

@@ -8,6 +8,19 @@ from torch import Tensor, nn
 
 from spectrain.kernels.linear_divergence import Projection
 
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
+DIVISOR = "logits_scaling"
+MULTIPLIED_BY_DIVISOR = ("hyperclovax",)  # model types that multiply by what other ones divide by
+
+
+def scale_of(config: Any) -> float:
+    """What a model multiplies the products of its output layer by."""
+    divisor = getattr(config, DIVISOR, None) or 1.0
+    scale = divisor if config.model_type in MULTIPLIED_BY_DIVISOR else 1 / divisor
+    for name in MULTIPLIERS:
+        scale *= getattr(config, name, None) or 1.0
+    return scale
+
 
 class Head:
     """The ends of the target that drafters borrow: its embedding and its output layer.
@@ -18,8 +31,10 @@ class Head:
     def __init__(self, model: nn.Module) -> None:
         self.embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         self.output: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]
-        self.softcap: float | None = getattr(model.config, "final_logit_softcapping", None)
-        self.scale: float = getattr(model.config, "logit_scale", None) or 1 / getattr(model.config, "logits_scaling", 1.0)
+        config: Any = model.config
+        text = config.get_text_config()
+        self.softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        self.scale = scale_of(text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Head":
         """A copied drafter borrows from the same target."""

@@ -1,13 +1,14 @@
 """The static key-value cache, for the target and for drafters. Shapes: B batch, T slots, H key-value heads, D head size.
 
-One allocation [layers, 2, B, T, H, D]. A row holds `lengths[b]` committed tokens; a forward appends N nodes behind them
-(a prompt, a tree, or one more level of a tree); `commit` keeps one path of what was appended and forgets the rest.
+One allocation [layers, 2, B, T, H, D]; where layers, or keys and values, differ in heads or sizes, [layers, 2, B, T, 1, W], of
+whose widest W numbers a slot each takes what it needs. A row holds `lengths[b]` committed tokens; a forward appends N nodes
+behind them (a prompt, a tree, or one more level of a tree); `commit` keeps one path of what was appended and forgets the rest.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,20 +24,38 @@ _numbers = count()
 known_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
 
 
+class KeyValueShape(NamedTuple):
+    """What one token's keys and values take in a layer."""
+
+    heads: int
+    key_size: int  # of a head
+    value_size: int
+
+    @property
+    def width(self) -> int:
+        return self.heads * max(self.key_size, self.value_size)
+
+
 class TreeCache(Cache):
     """Keys and values of `num_layers` layers for `batch_size` rows of at most `max_length` tokens, tree nodes included.
 
     The host knows `longest` exactly, for which a commit asks the device; or, with a `bound` that no row that is still decoded
     passes, it knows the bound only. Then nothing is ever asked, tensors stay where they are, and a CUDA graph may replay
-    what was done.
+    what was done. `shapes` are of the layers, where they are not all alike.
     """
 
     def __init__(
-        self, num_layers: int, batch_size: int, max_length: int, device: torch.device | str, bound: int | None = None
+        self,
+        num_layers: int,
+        batch_size: int,
+        max_length: int,
+        device: torch.device | str,
+        bound: int | None = None,
+        shapes: Sequence[KeyValueShape] | None = None,
     ) -> None:
         self.number = next(_numbers)  # what compiled code knows it by
         known_caches[self.number] = self
-        self.max_length, self.bound = max_length, bound
+        self.max_length, self.bound, self.shapes = max_length, bound, shapes
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # committed tokens a row
         self.longest = bound or 0  # the largest of them, or its bound, known without asking the device
         self.is_empty = True  # no forward has appended anything yet
@@ -47,7 +66,7 @@ class TreeCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TreeCache":
         """An empty one: a copied drafter decodes for itself."""
-        return TreeCache(len(self.layers), len(self.lengths), self.max_length, self.lengths.device, self.bound)
+        return TreeCache(len(self.layers), len(self.lengths), self.max_length, self.lengths.device, self.bound, self.shapes)
 
     def empty(self) -> None:
         """Forget every token, in place, so that what replays it finds it there."""
@@ -82,22 +101,6 @@ class TreeCache(Cache):
         """Say the position ids [B, N] of the nodes that the next forward appends; sliding windows want them."""
         self.positions = positions if self.positions is None else torch.cat([self.positions, positions], dim=1)
 
-    def attend(
-        self,
-        layer: int,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        visibility: Visibility,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """Append keys and values [B, H, N, D] of new nodes, and let their queries see what `visibility` says."""
-        held_keys, held_values = self.append(layer, keys, values)
-        seen = tree_attention(queries.to(held_keys.dtype), held_keys, held_values, visibility, scale, window, softcap)
-        return seen.to(queries.dtype)
-
     def attend_new(
         self,
         layer: int,
@@ -108,29 +111,50 @@ class TreeCache(Cache):
         window: int | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The same for a drafter's layer, whose new nodes see what is `visible` [B, N, M]; queries are of the newest N of the
-        appended nodes, whose `positions` [B, M] a window needs."""
+        """Append keys and values [B, H, N, D] of a drafter's layer; its queries, of the newest N appended nodes, see what is
+        `visible` [B, N, M]. A window needs the `positions` [B, M] of the appended nodes."""
         own = None if positions is None else positions[:, -queries.shape[2] :]
-        scale = queries.shape[-1] ** -0.5
-        return self.attend(layer, queries, keys, values, self.sees(visible, own, positions), scale, window)
+        held = self.append(layer, keys, values)
+        return tree_attention(queries, *held, self.sees(visible, own, positions), queries.shape[-1] ** -0.5, window)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write [B, H, N, D] behind what layer `layer` holds; return all its slots up to the newest, [B, H, T', D]."""
-        batch, heads, num_nodes, width = keys.shape
+        num_nodes = keys.shape[2]
         if self.storage is None:
-            shape = (len(self.layers), 2, batch, self.max_length, heads, width)
-            self.storage = torch.zeros(shape, dtype=held_dtype(keys), device=keys.device)
-        if (batch, heads, width) != (*self.storage.shape[2:3], *self.storage.shape[4:]) or values.shape != keys.shape:
-            raise UserError("target: its layers differ in key-value shape, which the static cache does not support")
+            self.storage = self._allocated(keys)
+        held_keys, held_values = self._held(layer, keys, values)
+        keys, values = keys.to(held_keys.dtype), values.to(held_keys.dtype)
         end = self.reach(num_nodes) + self.pending + num_nodes
-        store = self.storage[layer]
-        keys, values = keys.to(store.dtype), values.to(store.dtype)
-        if batch == 1 and self.bound is None:
-            store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
-            store[1, :, end - num_nodes : end] = values.transpose(1, 2)
+        if len(keys) == 1 and self.bound is None:
+            held_keys[0, end - num_nodes : end] = keys.transpose(1, 2)
+            held_values[0, end - num_nodes : end] = values.transpose(1, 2)
+        elif self.shapes is None:
+            kv_append(self.storage[layer], keys, values, self.lengths, self.pending)
         else:
-            kv_append(store, keys, values, self.lengths, self.pending)
-        return store[0, :, :end].transpose(1, 2), store[1, :, :end].transpose(1, 2)
+            rows, slots = torch.arange(len(keys), device=keys.device)[:, None], self.slots(num_nodes)
+            held_keys[rows, slots] = keys.transpose(1, 2)
+            held_values[rows, slots] = values.transpose(1, 2)
+        return held_keys[:, :end].transpose(1, 2), held_values[:, :end].transpose(1, 2)
+
+    def _allocated(self, keys: Tensor) -> Tensor:
+        """Empty slots for all layers."""
+        batch, heads, _, size = keys.shape
+        each = (heads, size) if self.shapes is None else (1, max(shape.width for shape in self.shapes))
+        return torch.zeros((len(self.layers), 2, batch, self.max_length, *each), dtype=held_dtype(keys), device=keys.device)
+
+    def _held(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """All slots of a layer's keys and values, [B, T, H, D] each."""
+        assert self.storage is not None
+        store = self.storage[layer]
+        if self.shapes is None:
+            expected = (store.shape[1], *store.shape[3:])
+            if expected != (len(keys), keys.shape[1], keys.shape[3]) or values.shape != keys.shape:
+                raise UserError("target: its layers differ in key-value shape, which the static cache was not told")
+            return store[0], store[1]
+        heads, key_size, value_size = self.shapes[layer]
+        sizes = key_size, value_size
+        held = [half[:, :, 0, : heads * size].unflatten(-1, (heads, size)) for half, size in zip(store, sizes)]
+        return held[0], held[1]
 
     def advance(self, num_nodes: int) -> None:
         """Say that a forward over every layer has appended `num_nodes` nodes."""

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, first_line
 
 from .attention import ATTENTION
+from .check import check_exact
 from .prepacked import SMALL, has_bfloat16
-from .sharding import Sharding, load_network
+from .sharding import Sharding, auto_class, load_network
 from .target import Target
 
 TINY = Path(__file__).parents[1] / "data" / "tiny"
@@ -69,7 +70,7 @@ Network = Callable[..., Any]
 
 def untrained_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> Any:
     """As its configuration says, whole, with random weights: for a plan, which has no data."""
-    return AutoModelForCausalLM.from_config(config, **options).to(place)
+    return auto_class(config).from_config(config, **options).to(place)
 
 
 def load_hf(
@@ -101,7 +102,10 @@ def load_hf(
         options = {"attn_implementation": ATTENTION, "trust_remote_code": trust_remote_code}
         made = network(model, config, place, sharding, dtype=default_dtype(place, config, dtype), **options)
     where = str(path.resolve()) if local else model
-    return Target(made, tokenizer, name or (path.name if local else model), where, sharding)
+    target = Target(made, tokenizer, name or (path.name if local else model), where, sharding)
+    if network is load_network:
+        check_exact(target)
+    return target
 
 
 @contextmanager
@@ -118,9 +122,10 @@ def explained(model: str) -> Iterator[None]:
         ) from error
     except UserError:
         raise
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"target.model={model}: it could not be loaded ({reason}); check the name or the directory") from error
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise UserError(
+            f"target.model={model}: it could not be loaded ({first_line(error)}); check the name or the directory"
+        ) from error
 
 
 def load_tokenizer(model: str, trust_remote_code: bool, required: bool) -> Any:

@@ -16,8 +16,12 @@ from .target import Target
 
 
 def inject_lora(target: Target, rank: int, alpha: float) -> list[nn.Parameter]:
-    """LoRA (Hu et al., 2022) on every linear of the decoder layers; the parameters that it adds, which start as nothing."""
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear"), target.decoder)
+    """LoRA (Hu et al., 2022) on every linear of the decoder layers; the parameters that it adds, which start as nothing.
+
+    Experts that are one weight together, and their router, are no linears and stay as they are.
+    """
+    linears = [name for name, module in target.decoder.named_modules() if isinstance(module, nn.Linear)]
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha, target_modules=linears or "all-linear"), target.decoder)
     for layer in lora_layers(target):
         for factors in (layer.lora_A, layer.lora_B):
             factors.float()  # whatever the target's type: small steps would be lost in bfloat16

@@ -36,14 +36,21 @@ def plain_model(target: Target) -> Iterator[Any]:
     model: Any = target.model
     packed = any(is_packed(module) for module in model.modules())
     unpack_linears(model)
-    wide = target.device.type != "cpu" or target.dtype in (torch.float32, torch.float64)
-    model.set_attn_implementation("sdpa" if wide else EXACT)
+    model.set_attn_implementation(_as_generate_finds_it(target))
     try:
         yield model
     finally:
         model.set_attn_implementation(ATTENTION)
         if packed:
             pack_linears(model)
+
+
+def _as_generate_finds_it(target: Target) -> str:
+    """The attention that transformers would choose for a model; on a CPU in half precision with single tokens in float64."""
+    if not target.model._supports_sdpa:
+        return "eager"
+    wide = target.device.type != "cpu" or target.dtype in (torch.float32, torch.float64)
+    return "sdpa" if wide else EXACT
 
 
 def generate(

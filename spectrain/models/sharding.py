@@ -11,18 +11,30 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from spectrain.errors import RunError, UserError
 
+from .decoder import decoder_of, layers_of
+
 Sharding = Literal["none", "fsdp2", "tensor"]
+
+
+def auto_class(config: Any) -> Any:
+    """What makes a model of a configuration: a causal LM, or one of text and images, whose text decoder is the target."""
+    seeing = type(config) in AutoModelForImageTextToText._model_mapping
+    return (
+        AutoModelForImageTextToText
+        if seeing and type(config) not in AutoModelForCausalLM._model_mapping
+        else AutoModelForCausalLM
+    )
 
 
 def load_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> nn.Module:
     """A causal LM of a hub name or directory on device `place`, whole or shared with the other processes of the launch."""
     options["use_safetensors"] = True  # nothing is unpickled
     if sharding == "none":
-        return AutoModelForCausalLM.from_pretrained(model, config=config, **options).to(place)
+        return auto_class(config).from_pretrained(model, config=config, **options).to(place)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise UserError(
             f"target.sharding={sharding}: this launch has one process; start several with torchrun or accelerate launch"
@@ -37,7 +49,7 @@ def _cut_layers(model: str, config: Any, place: str, options: dict[str, Any]) ->
         from transformers.distributed import DistributedConfig
     except ImportError as error:
         raise UserError("target.sharding=tensor: this transformers cannot; run pip install -U transformers") from error
-    known: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    known: Any = auto_class(config)._model_mapping[type(config)]
     headless: Any = type(known.__name__, (known,), {"_tp_plan": {}})  # all but the output layer
     count = dist.get_world_size()
     try:
@@ -59,14 +71,14 @@ def _cut_layers(model: str, config: Any, place: str, options: dict[str, Any]) ->
 def _spread_layers(model: str, config: Any, place: str, options: dict[str, Any]) -> nn.Module:
     """FSDP2 over the decoder layers. The first process alone reads the weights and sends every other its part."""
     first = dist.get_rank() == 0
-    whole: Any = AutoModelForCausalLM.from_pretrained(model, config=config, **options) if first else None
+    whole: Any = auto_class(config).from_pretrained(model, config=config, **options) if first else None
     with torch.device("meta"):
-        network: Any = AutoModelForCausalLM.from_config(
+        network: Any = auto_class(config).from_config(
             config, dtype=options["dtype"], attn_implementation=options["attn_implementation"]
         )
     network.tie_weights()
     mesh = dist.device_mesh.init_device_mesh(torch.device(place).type, (dist.get_world_size(),))
-    for layer in network.get_decoder().layers:
+    for layer in layers_of(decoder_of(network)) or ():
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     network.to_empty(device=place)
     network.tie_weights()  # emptying gave each of two tied weights its own memory
@@ -88,7 +100,7 @@ def _spread_layers(model: str, config: Any, place: str, options: dict[str, Any])
 
 def _assert_shared(network: Any) -> None:
     """Stop where every process holds all of the layers after all."""
-    parameters: list[Any] = list(network.get_decoder().layers.parameters())
+    parameters: list[Any] = [one for layer in layers_of(decoder_of(network)) or () for one in layer.parameters()]
     held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in parameters)
     whole = sum(parameter.numel() for parameter in parameters)
     if held >= whole:

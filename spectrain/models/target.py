@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,15 @@ from spectrain.kernels.tree_attention import Visibility
 from spectrain.trees.token_tree import TokenTree
 
 from .attention import ATTENTION, trees_alone
+from .check import UNKNOWN, attending
 from .compiled_layers import running
+from .decoder import decoder_of, layers_of
 from .features import Features, Layer, document_positions
 from .forward_plan import TEXT, ForwardPlan, LayerSpan, Part, Sublayer
 from .head import Head
 from .kv_cache import TreeCache
 from .lean_layers import lean_layers
+from .limits import longest_text, rope_switch
 from .prepacked import pack_linears, rows_alike
 from .replaced_forward import Forward, adding_nothing, checkpointed, for_kept, passing_on, replaced
 from .sharding import Sharding
@@ -46,9 +50,9 @@ class Target(nn.Module):
         self.name, self.path = name, path
         self.sharding = sharding  # how the processes of the launch hold it together
         self.in_step = sharding != "none"  # all processes run the same layers at the same time, if need be on no row
-        if not isinstance(getattr(self.decoder, "layers", None), nn.ModuleList):
+        if layers_of(self.decoder) is None:
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
-        self._check_attention()
+        self.attending = UNKNOWN if self.device.type == "meta" else attending(self)  # of no data only shapes are asked
 
     @classmethod
     def from_pretrained(cls, name: str | Path, dtype: str = "auto", device: str = "auto") -> Target:
@@ -62,11 +66,13 @@ class Target(nn.Module):
     @property
     def decoder(self) -> nn.Module:
         """The model without its output layer."""
-        return self.model.get_decoder()  # type: ignore[operator]
+        return decoder_of(self.model)
 
     @property
     def layers(self) -> nn.ModuleList:
-        return self.decoder.layers  # type: ignore[return-value]
+        layers = layers_of(self.decoder)
+        assert layers is not None
+        return layers
 
     @property
     def config(self) -> Any:
@@ -87,8 +93,8 @@ class Target(nn.Module):
 
     @property
     def max_length(self) -> int:
-        """The context that the model was made for, in tokens."""
-        return int(self.config.max_position_embeddings)
+        """The longest text, in tokens, that decodes as with transformers."""
+        return longest_text(self.config)
 
     @property
     def device(self) -> torch.device:
@@ -102,12 +108,12 @@ class Target(nn.Module):
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end an answer."""
         generation = getattr(self.model, "generation_config", None)
-        ids = [self.tokenizer.eos_token_id, self.config.eos_token_id, getattr(generation, "eos_token_id", None)]
+        ids = [getattr(one, "eos_token_id", None) for one in (self.tokenizer, self.config, generation)]
         flat = [i for entry in ids for i in (entry if isinstance(entry, list) else [entry])]
         return frozenset(i for i in flat if i is not None)
 
-    def new_cache(self, batch_size: int, max_length: int) -> TreeCache:
-        return TreeCache(self.num_layers, batch_size, max_length, self.device)
+    def new_cache(self, batch_size: int, max_length: int, bound: int | None = None) -> TreeCache:
+        return TreeCache(self.num_layers, batch_size, max_length, self.device, bound, self.attending.shapes)
 
     def pack(self) -> None:
         """On a CPU, move decoding and feature capture to the faster linears, where this process holds them."""
@@ -137,12 +143,12 @@ class Target(nn.Module):
         """What the plan asks of one forward over tokens [B, N]."""
         assert self.config._attn_implementation == ATTENTION, "another attention would neither see the tree nor fill the cache"
         assert plan.lengths is None or len(tokens) == 1, "documents are packed into one row"
-        positions, visibility = self._seen(tokens, plan)
+        positions, visibility = self._seen(tokens, self._within_reach(tokens, plan))
         working = plan.span.working(self.num_layers)
         with ExitStack() as stack, torch.set_grad_enabled(plan.grad):
-            captured = stack.enter_context(self._captured(plan.layers))
+            captured = stack.enter_context(self.captured(plan.layers))
             stack.enter_context(self._fed(plan.span))
-            if not plan.grad and self.device.type == "cpu" and not self._returns_tuple:
+            if not plan.grad and self.device.type == "cpu" and not self.attending.returns_tuple:
                 stack.enter_context(replaced(lean_layers(self.layers)))
             stack.enter_context(replaced(self._passed_by(plan, working)))
             if plan.recompute and plan.grad and plan.cache is None:
@@ -159,6 +165,7 @@ class Target(nn.Module):
                 visibility=visibility,
                 tree_cache=plan.cache,
                 lengths=plan.lengths,
+                reaches=self.attending.reaches,
             )
             final = captured["final"] = output.last_hidden_state
             states = [captured[layer] for layer in plan.layers]
@@ -180,6 +187,22 @@ class Target(nn.Module):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.model.save_pretrained(path)  # type: ignore[operator]
         self.tokenizer.save_pretrained(path)
+
+    def _within_reach(self, tokens: Tensor, plan: ForwardPlan) -> ForwardPlan:
+        """The plan with no position from which on all others would be turned otherwise: past the end of the longest text there
+        are only nodes that no answer has room for."""
+        switch = rope_switch(self.config)
+        if switch is None:
+            return plan
+        longest = max(plan.lengths or (tokens.shape[1],)) if plan.cache is None else 0
+        if longest > switch:
+            raise UserError(
+                f"target {self.name}: a text of {longest} tokens is longer than the {switch} up to which its rotary embedding "
+                f"is one; use data.max_length={switch} or less"
+            )
+        if plan.positions is None and plan.cache is not None and not plan.cache.is_empty:
+            plan = replace(plan, positions=plan.cache.slots(tokens.shape[1]))
+        return plan if plan.positions is None else replace(plan, positions=plan.positions.clamp(max=switch - 1))
 
     def _seen(self, tokens: Tensor, plan: ForwardPlan) -> tuple[Tensor, Visibility | list[Visibility] | None]:
         """The positions of tokens [B, N], and what they see where that is not the text before them."""
@@ -207,9 +230,11 @@ class Target(nn.Module):
                 raise UserError(f"drafter.layers: {layer} is not a layer of {self.name}, which has 0 to {self.num_layers}")
 
     @contextmanager
-    def _captured(self, layers: tuple[Layer, ...]) -> Iterator[dict[Layer, Tensor]]:
+    def captured(self, layers: tuple[Layer, ...]) -> Iterator[dict[Layer, Tensor]]:
         """Hooks that keep the residual stream where `layers` ask for it."""
         self.check_layers(layers)
+        if {*layers} - {"final"}:
+            self._check_one_stream()
         captured: dict[Layer, Tensor] = {}
 
         def keep_input(layer: int) -> Any:
@@ -235,12 +260,20 @@ class Target(nn.Module):
             for handle in handles:
                 handle.remove()
 
+    def _check_one_stream(self) -> None:
+        if not self.attending.is_one_stream:
+            raise UserError(
+                f"target {self.name}: several residual streams run through its layers, so only its final features can be "
+                "captured; use drafter.layers=[final] or a drafter without features"
+            )
+
     @contextmanager
     def _fed(self, span: LayerSpan) -> Iterator[None]:
         """Let `span.hidden`, where there is one, enter layer `span.first`."""
         if span.hidden is None:
             yield
             return
+        self._check_one_stream()
 
         def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args:
@@ -260,9 +293,9 @@ class Target(nn.Module):
         for index, layer in enumerate(self.layers):
             kept = None if dropped is None else ~dropped[index].cpu()
             if index not in working or (kept is not None and not kept.any() and not self.in_step):
-                yield layer, passing_on(self._returns_tuple)
+                yield layer, passing_on(self.attending.returns_tuple)
             elif kept is not None and not kept.all():
-                yield layer, for_kept(layer, kept, plan.lengths, self._returns_tuple, self.device)
+                yield layer, for_kept(layer, kept, plan.lengths, self.attending.returns_tuple, self.device)
         for index, part in (one for one in plan.span.skipped if isinstance(one, Sublayer)):
             layer = self.layers[index]
             yield layer, partial(type(layer).forward, layer)  # uncompiled: one compilation serves whole layers
@@ -274,24 +307,3 @@ class Target(nn.Module):
         if not isinstance(found, nn.Module):
             raise UserError(f"target {self.name}: its layers have no {part} of their own to skip; skip whole layers")
         return found
-
-    def _check_attention(self) -> None:
-        """Refuse a model whose attention does not go through the interface: a tree would be verified wrongly."""
-        if self.device.type == "meta":  # no data: only shapes are asked of it
-            self._returns_tuple = False
-            return
-        calls: list[int] = []
-        tokens = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-        outputs: list[Any] = []
-        handle = self.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output))
-        try:
-            with torch.no_grad():
-                self.decoder(input_ids=tokens, use_cache=False, calls=calls)
-        finally:
-            handle.remove()
-        if len(calls) != self.num_layers:
-            raise UserError(
-                f"target {self.name}: {len(calls)} of its {self.num_layers} layers go through transformers' attention "
-                "interface, so trees cannot be verified with it; use a model whose layers are all ordinary attention"
-            )
-        self._returns_tuple = isinstance(outputs[0], tuple)

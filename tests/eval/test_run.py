@@ -1,5 +1,6 @@
 """Scoring: what it writes agrees with itself, and a drafter that changes the output is caught."""
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -30,11 +31,14 @@ from spectrain.eval import identity
 from spectrain.eval.run import Evaluation
 from spectrain.models.attention import ATTENTION
 from spectrain.models.features import Features
+from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import RuleForecast
 from spectrain.trees.token_tree import TokenTree
+from tests.models.architectures import save_small
 
 LIMIT = 8
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
@@ -154,6 +158,17 @@ def test_a_near_tie_goes_on_from_the_reference(shallow: Target, tmp_path: Path, 
         lengths.setdefault((found["id"], found["turn"]), []).append(found["position"])
     # the first token after each restart is the prefill's and right, the one after it is the drafter's and wrong
     assert lengths and all(places == list(range(1, 2 * len(places), 2)) for places in lengths.values())
+
+
+def test_the_gap_of_experts_is_known_in_float64(tmp_path: Path) -> None:
+    """The gap of a bfloat16 mixture of experts is the whole model's in float64, where only the plainest experts run."""
+    save_small("mixtral", tmp_path)
+    load_tiny().tokenizer.save_pretrained(tmp_path)
+    target = load_hf(str(tmp_path), dtype="bfloat16", device="cpu")
+    with torch.inference_mode():
+        exact = copy.deepcopy(target).float()
+        top = exact.run(torch.tensor([[5, 6, 7, 8]]), ForwardPlan(logits=True)).logits[0, -1].topk(2).values
+    assert abs(identity.logit_gap(target, [5, 6, 7, 8]) - float(top[0] - top[1])) < 1e-3
 
 
 def test_the_target_leaves_as_it_came(shallow: Target, tmp_path: Path) -> None:

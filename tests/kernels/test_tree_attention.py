@@ -28,7 +28,9 @@ def case(lengths: list[int], num_appended: int, num_new: int, group: int = 1) ->
     return query, keys, values, visibility
 
 
-def attend(inputs: Inputs, window: int | None = None, softcap: float | None = None) -> Tensor:
+def attend(
+    inputs: Inputs, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None, chunk: int = 1000
+) -> Tensor:
     """The reference's answer, one slot at a time in float64."""
     query, keys, values, visibility = inputs
     assert visibility.key_positions is not None
@@ -41,10 +43,13 @@ def attend(inputs: Inputs, window: int | None = None, softcap: float | None = No
                 slots.append((length + m, int(visibility.key_positions[b, m])))
         here = int(visibility.query_positions[b, n])
         seen = [slot for slot, position in slots if window is None or here - position < window]
+        near = {slot for slot, position in slots if here // chunk == position // chunk}
+        seen = [slot for slot in seen if slot in near]
         scores = [float(query[b, h, n].double() @ keys[b, kv_head, slot].double()) * 0.3 for slot in seen]
         if softcap is not None:
             scores = [softcap * math.tanh(score / softcap) for score in scores]
-        weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
+        away = [] if sinks is None else [float(sinks[h])]  # what looks at no key
+        weights = torch.tensor(scores + away, dtype=torch.float64).softmax(0)[: len(scores)]
         output[b, h, n] = weights @ values[b, kv_head, seen].double()
     return output
 
@@ -87,3 +92,19 @@ def test_slots_that_no_node_sees_do_not_leak(num_nodes: int, window: int | None,
         inputs[1][row, :, length + num_nodes :] = 1e30
         inputs[2][row, :, length + num_nodes :] = 1e30
     agree(inputs, window, softcap)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_take_their_share(window: int | None) -> None:
+    """A head's sink weighs as one more key would, whose value is 0."""
+    inputs, sinks = case([3, 0, 12], 9, 4, group=2), torch.tensor([-3.0, 0.0, 2.0, 9.0])
+    actual = tree_attention_reference(*inputs, scale=0.3, window=window, sinks=sinks)
+    torch.testing.assert_close(actual.double(), attend(inputs, window, sinks=sinks), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [[7], [3, 0, 12]])
+def test_chunks_equal_the_loop(lengths: list[int]) -> None:
+    """A node sees the positions of its own chunk only, committed or not."""
+    inputs = case(lengths, 9, 4, group=2)
+    actual = tree_attention_reference(*inputs[:3], inputs[3].in_chunks(4), scale=0.3)
+    torch.testing.assert_close(actual.double(), attend(inputs, chunk=4), atol=1e-5, rtol=1e-5)

@@ -233,6 +233,17 @@ def test_saturated_softcap_equals_the_reference(large_blocks: None) -> None:
     torch.testing.assert_close(actual.double(), expected, atol=5e-6, rtol=5e-6)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_sinks_equal_the_reference(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What falls to a sink is taken from all splits together."""
+    (query, _, _, visibility), keys, values = inputs_of(Case(ragged=True))
+    sinks = torch.linspace(-4, 4, query.shape[1])
+    monkeypatch.setattr(module, "choose_splits", lambda programs, num_keys: splits)
+    expected = tree_attention_reference(query.double(), keys.double(), values.double(), visibility, 0.2, sinks=sinks.double())
+    actual = tree_attention(query, keys, values, visibility, 0.2, sinks=sinks)
+    torch.testing.assert_close(actual.double(), expected, atol=5e-6, rtol=5e-6)
+
+
 def test_any_strides_equal_contiguous_ones(large_blocks: None) -> None:
     """Queries, keys and values in any layout, even with head dimensions apart, give what contiguous ones give."""
     (query, _, _, visibility), keys, values = inputs_of(Case(ragged=True))
@@ -293,7 +304,7 @@ def test_operator_keeps_its_promises(splits: int, window: int | None, large_bloc
     (query, _, _, seen), keys, values = inputs_of(Case(splits=splits))
     positions = seen.query_positions, seen.key_positions
     num_nodes = seen.tree.shape[2]
-    arguments = (query, keys, values, seen.words(), seen.lengths, *positions, num_nodes, splits, 0.2, window, None)
+    arguments = (query, keys, values, seen.words(), seen.lengths, *positions, num_nodes, splits, 0.2, window, None, None)
     torch.library.opcheck(module._attend, arguments)
 
 

@@ -11,6 +11,7 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.lora import adapters_off, inject_lora, lora_layers, merge_lora
 from spectrain.models.target import Target
+from tests.models.architectures import save_small
 
 LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 PACKED = pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
@@ -34,7 +35,7 @@ def fill(parameters: list[torch.nn.Parameter]) -> None:
 @torch.no_grad()
 def seen(target: Target) -> Tensor:
     """Every layer's features and the logits of a fixed text, side by side."""
-    tokens = torch.arange(40).reshape(2, 20) * 13 + 5
+    tokens = (torch.arange(40).reshape(2, 20) * 13 + 5) % min(target.head.vocab_size, 1000)
     features = target.run(tokens, ForwardPlan(layers=(*range(target.num_layers + 1), "final"), logits=True))
     assert features.logits is not None
     return torch.cat([features.hidden.flatten(2), features.logits], dim=-1)
@@ -95,3 +96,18 @@ def test_merged_target_is_saved_and_loads_as_an_ordinary_model(tmp_path: Path) -
     merge_lora(adapted)
     adapted.save(tmp_path / "target")
     torch.testing.assert_close(seen(load_hf(str(tmp_path / "target"))), seen(adapted), rtol=1e-4, atol=1e-4)
+
+
+def test_fused_experts_have_no_adapters(tmp_path: Path) -> None:
+    """On a mixture of experts attention learns, and merging gives what was adapted."""
+    save_small("mixtral", tmp_path)
+    load_tiny().tokenizer.save_pretrained(tmp_path)
+    adapted = load_hf(str(tmp_path), device="cpu")
+    before = seen(adapted)
+    fill(inject_lora(adapted, rank=4, alpha=8.0))
+    on = seen(adapted)
+    names = {name.rsplit(".", 1)[1] for name, module in adapted.named_modules() if isinstance(module, LoraLayer)}
+    merge_lora(adapted)
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    torch.testing.assert_close(seen(adapted), on, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(on, before, atol=1e-2)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from spectrain.errors import UserError
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
-from spectrain.models.kv_cache import TreeCache
+from spectrain.models.kv_cache import KeyValueShape, TreeCache
 from spectrain.models.loading import load_hf
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
@@ -58,8 +58,7 @@ SCALED: dict[str, Any] = {  # their output layer's logits are multiplied by a se
 }
 REFUSED: dict[str, tuple[Any, str]] = {
     "mamba": (hf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4), "attention"),
-    "gpt2": (hf.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2), "list of layers"),
-    "gpt_oss": (hf.GptOssConfig(**SIZE, head_dim=8, num_local_experts=4, layer_types=MIXED), "sinks"),
+    "doge": (hf.DogeConfig(**SIZE, keep_window_size=4), "features differ"),
     "falcon": (hf.FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4), "attention"),
 }
 
@@ -378,3 +377,22 @@ def test_a_cache_refuses_unlike_layers_and_never_overflows() -> None:
     cache.advance(3)
     with pytest.raises(AssertionError, match="4 slots"):
         cache.append(0, keys, keys)
+
+
+def test_a_cache_that_is_told_of_unlike_layers_holds_them() -> None:
+    """Each layer's keys and values come back as they went in, whatever the heads and sizes of the others; so after a commit."""
+    shapes = [KeyValueShape(2, 4, 4), KeyValueShape(1, 6, 3), KeyValueShape(3, 2, 5)]
+    kept = torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1])
+    for bound in (None, 12):
+        cache, given = TreeCache(3, 2, 16, "cpu", bound, shapes), []
+        for layer, (heads, *sizes) in enumerate(shapes):
+            parts = [torch.randn(2, heads, 3, size) for size in sizes]
+            given.append(parts)
+            for part, held in zip(parts, cache.append(layer, parts[0], parts[1])):
+                assert torch.equal(held[:, :, :3], part)
+        cache.advance(3)
+        cache.commit(*kept)
+        for layer, parts in enumerate(given):
+            held = cache.append(layer, parts[0], parts[1])
+            for part, slots in zip(parts, held):
+                assert torch.equal(slots[0, :, :2], part[0][:, [0, 2]]) and torch.equal(slots[1, :, :1], part[1][:, :1])

@@ -27,14 +27,26 @@ def llama_layer(config: Any) -> dict[str, Any]:
         rope = rope.get("full_attention", {})
     return {
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": inner_size(config),
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
+        "head_dim": head_size(config),
+        "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
         "max_position_embeddings": config.max_position_embeddings,
         **({"rope_parameters": dict(rope)} if rope else {}),
     }
+
+
+def inner_size(config: Any) -> int:
+    """The width of a feed-forward half, whatever a model calls it; four times its own where there is none, or one a layer."""
+    named = [getattr(config, name, None) for name in ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner")]
+    return next((size for size in named if isinstance(size, int)), 4 * config.hidden_size)
+
+
+def head_size(config: Any) -> int:
+    """Of an attention head; of layers with unlike heads, the configuration's own entry."""
+    size = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    return size + size % 2  # rotary embeddings turn pairs
 
 
 def llama_config(target: Target, changes: dict[str, Any] | None = None) -> LlamaConfig:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from spectrain.errors import UserError, first_line
 from spectrain.models.attention import ATTENTION
+from spectrain.models.decoder import decoder_of, list_name
 from spectrain.models.target import Target
 
 LARGEST, ROOM = 2, 50_000_000  # times the target's parameters, and more for small targets: such a drafter could not pay
@@ -57,14 +58,15 @@ def cut_model(target: Target, num_layers: int) -> nn.Module:
     if getattr(text, "layer_types", None):
         text.layer_types = [text.layer_types[layer] for layer in kept]
     model: Any = type(target.model)(config)
-    mine, theirs = model.get_decoder(), target.decoder
-    names = {f"layers.{old}.": f"layers.{new}." for new, old in enumerate(kept)}
+    mine, theirs = decoder_of(model), target.decoder
+    layers = list_name(theirs)
+    names = {f"{layers}.{old}.": f"{layers}.{new}." for new, old in enumerate(kept)}
     weights = {}
     for name, tensor in theirs.state_dict().items():
         layer = next((old for old in names if name.startswith(old)), None)
         if layer is not None:
             weights[names[layer] + name.removeprefix(layer)] = tensor
-        elif not name.startswith("layers."):
+        elif not name.startswith(f"{layers}."):
             weights[name] = tensor
     mine.load_state_dict(weights)
     with torch.no_grad():

@@ -1,0 +1,55 @@
+"""Write docs/targets.md, from what the tests find with every architecture (20 minutes on a core).
+
+python -m scripts.make_targets_page
+"""
+
+import tempfile
+from pathlib import Path
+
+import transformers
+
+from tests.models.architectures import names
+from tests.models.test_architectures import IDENTICAL, PAGE, outcomes, row
+
+INTRODUCTION = """# Which targets work
+
+Any causal LM of `transformers` whose layers attend is a target, and so is the text decoder of a model of text and images:
+the model's own code runs, unmodified. What is loaded is checked once against plain `transformers`, on {length} tokens:
+the features of every layer, the logits, and a small tree over the cache. How far back each layer sees is read from the
+model's masks, whatever the length. Where anything differs, loading ends with one sentence.
+
+The table is what the tests find with small random models (windows of 8 positions, experts, scaled and capped logits) of
+every architecture in transformers {version}, `make test-full`: {identical} of {total} are identical, the others are
+refused. *Identical* means: features and logits of whole texts, logits at every node of random trees over three rounds of
+commits (alone and in a ragged batch), and 24 greedy tokens with copied n-grams and with an untrained EAGLE-3 drafter, all
+as transformers gives them. Where only some of it is, the table names that.
+
+- **Longrope** (Phi-3, Phi-4-mini) turns all positions otherwise from `original_max_position_embeddings` on, those of
+  cached keys too: such a target decodes texts up to there, and longer ones are refused.
+- **Llama 4** scales its queries by a token's slot from `floor_scale` on: it decodes texts up to 256 tokens before that.
+- **Sinks** (gpt-oss) run in the kernel and in training; **chunks** (Llama 4), heads wider than 256 and **values of
+  another size than keys** (DeepSeek) are exact but take the slower reference attention on a GPU. Latent attention caches
+  expanded heads.
+- **Gemma 3n** has several residual streams between its layers: drafters that read none but the final features work.
+- Of a **model of text and images** the text decoder is the target; images in conversations are not read yet.
+
+| architecture | identical | why not |
+|---|---|---|
+"""
+
+
+def main() -> None:
+    """Every architecture in turn, then the page."""
+    found = {}
+    for name in names():
+        with tempfile.TemporaryDirectory() as folder:
+            found[name] = outcomes(name, Path(folder))
+        print(row(name, found[name]), flush=True)
+    identical = sum({*said.values()} == {IDENTICAL} for said in found.values())
+    facts = {"length": 24, "version": transformers.__version__, "identical": identical, "total": len(found)}
+    rows = "\n".join(row(name, said) for name, said in found.items())
+    PAGE.write_text(INTRODUCTION.format(**facts) + rows + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""A target is checked once, when it is loaded: what it computes here must be what transformers computes with it.
+
+First what its layers hand to attention: how far back each sees, whatever the length of the text, and arguments that nothing
+here takes heed of. Then a few tokens, both ways: features and logits of a text, the text read in pieces through the cache, and
+its tokens again as one path of a tree, between nodes that it must not see.
+Shapes: B batch, T tokens, N nodes, V vocabulary, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from spectrain.errors import UserError, first_line
+from spectrain.trees.token_tree import TokenTree
+
+from .attention import Call, Reach
+from .features import Layer
+from .forward_plan import ForwardPlan
+from .kv_cache import KeyValueShape
+from .masks import Mask, masks_asked_for
+
+if TYPE_CHECKING:
+    from .target import Target
+
+LENGTH = 24  # tokens of the text
+TREE = 7  # nodes: every other one is the text's
+NEAR = {torch.float32: 1e-3}  # relative difference of a token's states; of shorter types sums are rounded in another order
+ROUNDED = 0.1
+MOST = 1 << 20  # positions at which windows are looked for
+
+
+@dataclass(frozen=True)
+class Attending:
+    """What the layers of a target are like, as one forward shows."""
+
+    returns_tuple: bool  # a layer gives its states in a tuple
+    is_one_stream: bool  # between its layers there is one state for each token
+    shapes: tuple[KeyValueShape, ...] | None  # of its layers, where they are not all alike
+    reaches: dict[int, Reach] | None  # of layers that do not say themselves how far back they see
+
+
+UNKNOWN = Attending(False, True, None, None)
+
+
+def attending(target: Target) -> Attending:
+    """Refuse a model whose attention does not go through the interface, or not as a tree needs it."""
+    calls: list[Call] = []
+    outputs: list[Any] = []
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
+    handle = target.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    try:
+        with torch.no_grad(), explaining(target), masks_asked_for() as masks:
+            target.decoder(input_ids=tokens, use_cache=False, calls=calls)
+    finally:
+        handle.remove()
+    if [call.layer for call in calls] != [*range(target.num_layers)]:
+        raise UserError(
+            f"target {target.name}: {len(calls)} of its {target.num_layers} layers go through transformers' attention "
+            "interface, so trees cannot be verified with it; use a model whose layers are all ordinary attention"
+        )
+    unheeded = sorted({name for call in calls for name in call.unheeded})
+    if unheeded:
+        raise UserError(
+            f"target {target.name}: its attention depends on {', '.join(unheeded)}, which tree attention does not know; use "
+            "a model whose layers are all ordinary attention"
+        )
+    shapes = tuple(call.shape for call in calls)
+    alike = len({*shapes}) == 1 and shapes[0].key_size == shapes[0].value_size
+    reaches = {call.layer: reach for call in calls if (reach := _reach(target, call, masks)) is not None}
+    is_tuple = isinstance(outputs[0], tuple)
+    states = outputs[0][0] if is_tuple else outputs[0]
+    return Attending(is_tuple, states.dim() == 3, None if alike else shapes, reaches or None)
+
+
+@contextmanager
+def explaining(target: Target) -> Iterator[None]:
+    """Say in a sentence that a model does not run here, whatever it stumbles over."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of any kind: the model's code is transformers' or a stranger's
+        raise UserError(
+            f"target {target.name}: its layers do not run on spectrain's attention and cache "
+            f"({type(error).__name__}: {first_line(error)}); use a model whose layers are all ordinary attention"
+        ) from error
+
+
+def _reach(target: Target, call: Call, masks: Sequence[tuple[Tensor, Mask]]) -> Reach | None:
+    """How far back a layer sees by its mask; None where its call says the same, or it has no mask."""
+    mask = next((mask for given, mask in masks if given is call.mask), None)
+    if mask is None:
+        return None
+    size = mask.size or call.window
+    candidates = [Reach(), *([] if size is None else [Reach(window=size), Reach(chunk=size)])]
+    places = _places(size, target.device)
+    seen = mask.at(places, places)
+    for reach in candidates:
+        if torch.equal(seen, _seen(reach, places)):
+            return None if reach == Reach(call.window) else reach
+    raise UserError(
+        f"target {target.name}: layer {call.layer} sees neither all the text before a token nor a window or chunk of it, so "
+        "trees cannot be verified with it; use a model whose layers are all ordinary attention"
+    )
+
+
+def _places(size: int | None, device: torch.device) -> Tensor:
+    """Positions around which a mask can change."""
+    found = {0, 1, 2, 3, *(1 << power for power in range(2, MOST.bit_length()))}
+    found |= {max(0, turn * size + beside) for turn in range(1, 4) for beside in (-2, -1, 0, 1, 2)} if size else set()
+    return torch.tensor(sorted(found), device=device)
+
+
+def _seen(reach: Reach, places: Tensor) -> Tensor:
+    """[P, P] what such a layer sees at these positions."""
+    here, there = places[:, None], places[None]
+    seen = there <= here
+    if reach.window is not None:
+        seen = seen & (here - there < reach.window)
+    return seen if reach.chunk is None else seen & (here // reach.chunk == there // reach.chunk)
+
+
+@torch.no_grad()
+def check_exact(target: Target) -> None:
+    """Refuse a target that computes something else here than with transformers' own attention and cache."""
+    from .plain import plain_model
+
+    tokens, layers = _text(target), _layers(target)
+    # hooks of ours: asked for hidden states, transformers leaves hooks in the model for good
+    with explaining(target), plain_model(target) as model, target.captured(layers) as captured:
+        logits = model(input_ids=tokens, use_cache=False).logits.float()
+    plain = Unmodified(tokens, logits, layers, captured)
+    limit = NEAR.get(target.dtype, ROUNDED)
+    with explaining(target):
+        for what, gap in _gaps(target, plain):
+            if not gap <= limit:
+                raise UserError(
+                    f"target {target.name}: its {what} differ by {gap:.1%} from what transformers computes, so drafts would be "
+                    "judged by another model; use another target, and report this one"
+                )
+
+
+@dataclass(frozen=True)
+class Unmodified:
+    """What transformers makes of a text."""
+
+    tokens: Tensor  # [1, T]
+    logits: Tensor  # [1, T, V]
+    layers: tuple[Layer, ...]
+    states: dict[Layer, Tensor]  # [1, T, D] entering each of the layers
+
+
+def _layers(target: Target) -> tuple[Layer, ...]:
+    return tuple(range(target.num_layers)) if target.attending.is_one_stream else ()
+
+
+def _text(target: Target) -> Tensor:
+    """[1, T] ordinary tokens, none of which stands for an image or the like."""
+    settings = {**target.model.config.to_dict(), **target.config.to_dict()}  # type: ignore[operator, union-attr]
+    special = {value for key, value in settings.items() if "token" in key and isinstance(value, int)}
+    size = target.head.vocab_size
+    usable = [token for token in range(min(size, 4096)) if token not in special]
+    return torch.tensor([[usable[31 * place % len(usable)] for place in range(1, LENGTH + 1)]], device=target.device)
+
+
+def _apart(ours: Tensor | None, theirs: Tensor) -> float:
+    """How far states or logits [B, T, ..] lie apart, of their size, at three tokens of four: what is wrong is so at many, and
+    where experts are chosen by nearly equal scores rounding alone moves a token."""
+    assert ours is not None
+    if ours.shape != theirs.shape:
+        return float("inf")
+    ours, theirs = ours.float(), theirs.float()
+    gaps = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)
+    return float(gaps.flatten().quantile(0.75))
+
+
+def _gaps(target: Target, plain: Unmodified) -> Iterator[tuple[str, float]]:
+    """What may differ, and how far it does."""
+    seen = target.run(plain.tokens, ForwardPlan(layers=plain.layers, logits=True))
+    yield "features", max([0.0, *(_apart(seen.at(layer), plain.states[layer]) for layer in plain.layers)])
+    yield "logits", _apart(seen.logits, plain.logits)
+    yield "logits over a cached tree", max(_cached(target, plain.tokens, plain.logits))
+
+
+def _cached(target: Target, tokens: Tensor, logits: Tensor) -> Iterator[float]:
+    """Half of the text as a prompt, some of it as a path of a tree, the rest behind the committed path."""
+    half, own, device = LENGTH // 2, [*range(0, TREE, 2)], target.device
+    cache = target.new_cache(1, LENGTH + TREE)
+    prompt = target.prefill(tokens[:, :half], torch.tensor([half], device=device), cache, ())
+    yield _apart(prompt.logits, logits[:, half - 1 : half])
+    end = half + len(own)
+    nodes = tokens[:, half:end].repeat_interleave(2, dim=1)[:, :TREE].clone()
+    nodes[:, 1::2] = tokens[:, : TREE // 2]  # strangers: each is a child of the text's node before it
+    parents = torch.tensor([[-1, *(max(0, node - 2 + node % 2) for node in range(1, TREE))]], device=device)
+    tree = target.verify(TokenTree.of(nodes, parents), cache).logits
+    yield _apart(None if tree is None else tree[:, own], logits[:, half:end])
+    cache.commit(torch.tensor([own], device=device), torch.tensor([len(own)], device=device))
+    rest = target.verify(TokenTree.chain(tokens[:, end:]), cache).logits
+    yield _apart(rest, logits[:, end:])

@@ -1,0 +1,27 @@
+"""Where in a model its decoder layers are."""
+
+from typing import Any
+
+from torch import nn
+
+LISTS = ("layers", "h", "blocks")
+"""What decoders call their layers."""
+
+
+def decoder_of(model: Any) -> nn.Module:
+    """The part of a model that holds its decoder layers and no output layer; inside a model of text and images, of the text."""
+    decoder = model.get_decoder()
+    for found in (decoder, getattr(decoder, "model", None), getattr(model, "base_model", None)):
+        if found is not None and layers_of(found) is not None:
+            return found
+    return decoder
+
+
+def list_name(decoder: nn.Module) -> str | None:
+    """What a decoder calls the list of its layers; None where it has none."""
+    return next((name for name in LISTS if isinstance(getattr(decoder, name, None), nn.ModuleList)), None)
+
+
+def layers_of(decoder: nn.Module) -> nn.ModuleList | None:
+    name = list_name(decoder)
+    return None if name is None else getattr(decoder, name)

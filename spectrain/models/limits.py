@@ -1,0 +1,33 @@
+"""How long a text may be: as a model says, and as far as it computes the same for a text in pieces as for the whole."""
+
+from typing import Any
+
+SPARE = 256  # slots that trees may take behind a text
+
+
+def longest_text(config: Any) -> int:
+    """The context that a model was made for, in tokens, up to where pieces and the whole would differ.
+
+    Longrope turns all positions otherwise from a certain length on, those of keys that lie in the cache as well. Llama 4's
+    temperature grows with a token's slot, which in a tree is not its position, from `floor_scale` on.
+    """
+    longest = int(config.max_position_embeddings)
+    switch = rope_switch(config)
+    if switch is not None:
+        longest = min(longest, switch)
+    if getattr(config, "attn_temperature_tuning", False):
+        longest = min(longest, max(1, int(config.floor_scale) - SPARE))
+    return longest
+
+
+def rope_switch(config: Any) -> int | None:
+    """The position from which on all positions are turned otherwise; None where they never are."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    found = []
+    for kind in (one for one in (rope, *rope.values()) if isinstance(one, dict)):
+        if kind.get("rope_type") == "longrope":
+            said = kind.get("original_max_position_embeddings"), getattr(config, "original_max_position_embeddings", None)
+            found.append(next((size for size in said if size), config.max_position_embeddings))
+        elif kind.get("rope_type") == "dynamic":
+            found.append(config.max_position_embeddings)
+    return min(found, default=None)

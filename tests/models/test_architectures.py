@@ -1,0 +1,184 @@
+"""Every architecture of transformers either decodes as transformers does, or is refused in a sentence.
+
+Each case is a small random model in a folder, loaded as a user's is. What is held against the unmodified model: features and
+logits of whole texts, logits at every node of random trees over three rounds of commits, and greedy decoding with copied
+n-grams and with a random EAGLE-3 drafter, against `generate`.
+"""
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.session import Session
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.ngram import Ngram
+from spectrain.errors import UserError
+from spectrain.models.features import Layer
+from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.loading import TINY, load_hf, load_tokenizer
+from spectrain.models.plain import generate, plain_model
+from spectrain.trees import Chain, Eagle2
+from spectrain.trees.token_tree import TokenTree
+
+from .architectures import VOCAB, auto_class, names, save_small
+
+IDENTICAL, ERROR = "identical", "error"
+NEW_TOKENS = 24
+
+
+def saved(name: str, folder: Path) -> Path:
+    save_small(name, folder)
+    load_tokenizer(str(TINY), False, True).save_pretrained(folder)
+    return folder
+
+
+def words(*shape: int) -> Tensor:
+    return torch.randint(3, VOCAB, shape)
+
+
+def difference(actual: Tensor | None, expected: Tensor) -> float:
+    """The largest, of what is about 1 in size."""
+    assert actual is not None and actual.shape == expected.shape
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=1))
+
+
+def random_tree(batch: int, num_nodes: int) -> TokenTree:
+    parents = (torch.rand(batch, num_nodes) * torch.arange(num_nodes)).long()
+    parents[:, 0] = -1
+    return TokenTree.of(words(batch, num_nodes), parents)
+
+
+@torch.no_grad()
+def logits_after(plain: Any, sequences: list[list[int]]) -> Tensor:
+    """What the unmodified model says follows each sequence, [S, V]; sequences of a length are run together."""
+    found: list[Tensor] = [torch.empty(0)] * len(sequences)
+    for length in {len(sequence) for sequence in sequences}:
+        rows = [row for row, sequence in enumerate(sequences) if len(sequence) == length]
+        logits = plain(torch.tensor([sequences[row] for row in rows]), use_cache=False).logits[:, -1].float()
+        for row, values in zip(rows, logits):
+            found[row] = values
+    return torch.stack(found)
+
+
+class Trial:
+    """One architecture, loaded twice."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.target = load_hf(str(folder), name, device="cpu")
+        self.plain = auto_class(self.target.model.config).from_pretrained(folder, dtype=torch.float32).eval()
+
+    def features(self) -> float:
+        """The residual stream entering every layer, what the head reads, and the logits."""
+        tokens = words(2, 20)
+        with torch.no_grad():
+            states = self.plain(tokens, output_hidden_states=True, use_cache=False)
+        several = not self.target.attending.is_one_stream
+        layers: tuple[Layer, ...] = ("final",) if several else (*range(self.target.num_layers), "final")
+        seen = self.target.run(tokens, ForwardPlan(layers=layers, logits=True))
+        wanted = () if several else states.hidden_states
+        gaps = [difference(seen.hidden[:, :, place], state) for place, state in enumerate(wanted)]
+        return max([*gaps, difference(seen.logits, states.logits.float())])
+
+    def trees(self) -> float:
+        return max(self.tree_rounds([21]), self.tree_rounds([5, 18, 9]))
+
+    def tree_rounds(self, lengths: list[int]) -> float:
+        """Prompts, then three rounds of verify and commit; every node is held against the text that leads to it."""
+        prompts, batch = words(len(lengths), max(lengths)), len(lengths)
+        texts = [prompt[:length].tolist() for prompt, length in zip(prompts, lengths)]
+        cache = self.target.new_cache(batch, 64)
+        seen = self.target.prefill(prompts, torch.tensor(lengths), cache, ())
+        assert seen.logits is not None
+        gaps = [difference(seen.logits[:, 0], logits_after(self.plain, texts))]
+        for num_nodes in (9, 1, 7):
+            tree = random_tree(batch, num_nodes)
+            sequences = [
+                text + row[ancestors[node]].tolist()
+                for text, row, ancestors in zip(texts, tree.tokens, tree.ancestors)
+                for node in range(num_nodes)
+            ]
+            seen = self.target.verify(tree, cache)
+            gaps.append(difference(seen.logits, logits_after(self.plain, sequences).view(batch, num_nodes, -1)))
+            counts = tree.ancestors[:, -1].sum(1)
+            path = (~tree.ancestors[:, -1]).long().argsort(dim=1, stable=True)
+            cache.commit(path, counts)
+            texts = [text + row[kept].tolist() for text, row, kept in zip(texts, tree.tokens, tree.ancestors[:, -1])]
+        return max(gaps)
+
+    def ngram(self) -> float:
+        return self.decoded(Session(self.target, Greedy(), Ngram(self.target), Chain(3)))
+
+    def eagle3(self) -> float:
+        drafter = Eagle3(self.target, vocab_size=VOCAB)
+        drafter.prepare(self.target, torch.ones(self.target.head.vocab_size, dtype=torch.int64))
+        return self.decoded(Session(self.target, Greedy(), drafter, Eagle2(3, 8)))
+
+    def decoded(self, session: Session) -> float:
+        """How many of two prompts are continued otherwise than by `generate`."""
+        prompts = [(words(1, length)[0].tolist() * 2) for length in (9, 6)]
+        found = session.decode(prompts, NEW_TOKENS)
+        wanted = [generate(self.plain, prompt, NEW_TOKENS, self.target.stop_ids) for prompt in prompts]
+        with plain_model(self.target) as plain:  # what the identity check holds outputs against
+            checked = [generate(plain, prompt, NEW_TOKENS, self.target.stop_ids) for prompt in prompts]
+        return float(sum(not one.output == other == third for one, other, third in zip(found, wanted, checked)))
+
+
+CHECKS: dict[str, Callable[[Trial], float]] = {
+    "features": Trial.features,
+    "trees": Trial.trees,
+    "ngram": Trial.ngram,
+    "eagle3": Trial.eagle3,
+}
+
+
+def outcome(act: Callable[[], float]) -> str:
+    """identical, wrong by so much, the sentence that refuses it, or where it broke."""
+    torch.manual_seed(0)
+    try:
+        gap = act()
+    except UserError as error:
+        return f"refused: {error}"
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{ERROR}: {type(error).__name__} {error} ({Path(place.filename).name}:{place.lineno})"
+    return IDENTICAL if gap < 1e-4 else f"wrong by {gap:.2g}"
+
+
+def outcomes(name: str, folder: Path) -> dict[str, str]:
+    """What becomes of each check; where loading ends, of loading."""
+    saved(name, folder)
+    trials: list[Trial] = []
+    loaded = outcome(lambda: trials.append(Trial(name, folder)) or 0.0)
+    if not trials:
+        return {"loading": loaded}
+    return {check: outcome(lambda: run(trials[0])) for check, run in CHECKS.items()}  # noqa: B023
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
+SAMPLE = ("llama", "gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "qwen2_moe", "doge", "qwen3_vl")
+
+
+def row(name: str, found: dict[str, str]) -> str:
+    """A line of the page's table."""
+    refusal = next((said.removeprefix("refused: ") for said in found.values() if said.startswith("refused")), None)
+    where = " ".join(check for check, said in found.items() if said == IDENTICAL)
+    why = "" if refusal is None else refusal.split(": ", 1)[1].split("; ")[0].split(", so")[0]
+    return f"| {name} | {'identical' if len(where.split()) == len(CHECKS) else where or 'refused'} | {why} |"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SAMPLE else pytest.mark.slow) for name in names()]
+)  # fmt: skip
+def test_a_target_decodes_as_transformers_does_or_is_refused(name: str, tmp_path: Path) -> None:
+    """Nothing is wrong in silence, nothing ends in a traceback, and the page says what was found."""
+    found = outcomes(name, tmp_path)
+    assert all(said == IDENTICAL or said.startswith("refused: ") for said in found.values()), found
+    if f"transformers {transformers.__version__}" in PAGE.read_text():
+        assert row(name, found) in PAGE.read_text().splitlines()
