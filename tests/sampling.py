@@ -8,8 +8,10 @@ The first case is always in the sample, and so is every value of every parameter
 family still runs, only not in every combination. Which cases fill it up follows from their ids, so it is the same everywhere.
 """
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, product
 from typing import Any
 from zlib import crc32
 
@@ -40,6 +42,27 @@ def sample(cases: Sequence[Case], keep: int, free: Sequence[str] = (), cost: Cal
         others.remove(best)
         missing -= values[best]
     return set(kept)
+
+
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Cases of one choice on each axis, few of them, in which every two choices on different axes meet."""
+    draw = random.Random(0)
+
+    def pairs(choices: tuple[Any, ...]) -> set[Any]:
+        return set(combinations(enumerate(choices), 2))
+
+    indexed = [[(axis, value) for value in values] for axis, values in enumerate(axes)]
+    left = {pair for one, other in combinations(indexed, 2) for pair in product(one, other)}
+    cases = []
+    while left:
+        drawn = [tuple(draw.choice(values) for values in axes) for _ in range(60)]
+        best = list(max(drawn, key=lambda choices: len(pairs(choices) & left)))
+        if not pairs(tuple(best)) & left:
+            for axis, value in min(left, key=repr):
+                best[axis] = value
+        left -= pairs(tuple(best))
+        cases.append(tuple(best))
+    return cases
 
 
 def mark_what_is_left_out(items: Sequence[pytest.Item]) -> None:

@@ -3,13 +3,13 @@
 import os
 import subprocess
 import sys
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.sampling import Case, sample
+from tests.sampling import Case, pairwise, sample
 
 CASES: list[Case] = [
     (f"test[{size}-{tree}-{seed}]", {"size": size, "tree": tree, "seed": seed})
@@ -40,6 +40,15 @@ def test_cheap_cases_come_first() -> None:
     """Of two cases that say as much the cheaper one is kept, and a dear value is met once."""
     kept = sample(CASES, 12, cost=lambda size, tree, seed: float(size))
     assert sum("[64-" in name for name in kept) == 1
+
+
+def test_every_pair_meets() -> None:
+    """Every two choices on different axes stand in one case, and there are far fewer cases than in the whole product."""
+    axes: list[tuple[Any, ...]] = [(1, 5, 64), ("chain", "star"), (None, 2.0), range(4), (False, True)]
+    cases = pairwise(*axes)
+    for one, other in combinations(range(len(axes)), 2):
+        assert {(case[one], case[other]) for case in cases} == set(product(axes[one], axes[other]))
+    assert len(cases) <= 24 and cases == pairwise(*axes)
 
 
 CONFTEST = """

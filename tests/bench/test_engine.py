@@ -3,7 +3,8 @@
 import json
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.bench import rounds
+from spectrain.bench import engine, identity, rounds
 from spectrain.bench.engine import TOY, EngineBench, EngineSizes
 from spectrain.bench.identity import FAMILIES
 from spectrain.bench.models import Model, random_drafter, random_target
@@ -38,6 +39,7 @@ from spectrain.drafters.eagle3 import Eagle3
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.rounds import begun, proposed
+from tests.targets import cut_tiny
 
 CPU = torch.device("cpu")
 SETTING = {"gpu": "NVIDIA H200", "torch": "2.11.0", "triton": "3.6.0", "driver": "570", "toy": False, "date": "2026-01-01"}
@@ -49,48 +51,69 @@ def toy() -> tuple[Target, Eagle3]:
     return target, random_drafter(target, TOY.model, torch.float32)
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file of a whole toy run."""
-    path = tmp_path_factory.mktemp("bench") / "engine.json"
-    EngineBench(out=str(path), toy=True).run()
-    return path
+@dataclass
+class Written:
+    """The file of a whole run, and what it was to measure."""
+
+    path: Path
+    sizes: EngineSizes
+    families: list[str]
+
+    def run(self) -> None:
+        """Measure what is not there."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "TOY", self.sizes)
+            patch.setattr(engine, "FAMILIES", self.families)
+            patch.setattr(identity, "load_tiny", lambda *_: cut_tiny(3))
+            EngineBench(out=str(self.path), toy=True).run()
+
+
+ONE_CELL = replace(TOY, batches=(2,), prefixes=(20,), nodes=(4,), budgets=(6,), new_tokens=4)  # every kind of row, once
+WHOLE = [(ONE_CELL, ["autoregressive", "eagle3 eagle2"]), pytest.param((TOY, list(FAMILIES)), marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module", params=WHOLE, ids=["one cell", "toy"])
+def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """What a whole run wrote, of one cell or of all."""
+    found = Written(tmp_path_factory.mktemp("bench") / "engine.json", *request.param)
+    found.run()
+    return found
 
 
 def read(path: Path) -> dict[str, Any]:
     return dict(json.loads(path.read_text()))
 
 
-def all_names() -> set[str]:
-    names = {"ceilings/copy", "ceilings/product", *(f"identity/tiny/{family}" for family in FAMILIES)}
-    names |= {f"counts/{name}" for name in (AR, f"N={TOY.nodes[-1]}", *TOY.trees())}
-    for batch, prefix in TOY.cells():
-        names |= {f"engine/B={batch} prefix={prefix}/{row}" for row in ("verify", *TOY.trees())}
-    conversations, length = TOY.conversations
-    names |= {f"engine/B={batch} prefix={TOY.prefixes[0]}/eager" for batch in TOY.batches}
+def all_names(sizes: EngineSizes = TOY, families: Iterable[str] = FAMILIES) -> set[str]:
+    names = {"ceilings/copy", "ceilings/product", *(f"identity/tiny/{family}" for family in families)}
+    names |= {f"counts/{name}" for name in (AR, f"N={sizes.nodes[-1]}", *sizes.trees())}
+    for batch, prefix in sizes.cells():
+        names |= {f"engine/B={batch} prefix={prefix}/{row}" for row in ("verify", *sizes.trees())}
+    conversations, length = sizes.conversations
+    names |= {f"engine/B={batch} prefix={sizes.prefixes[0]}/eager" for batch in sizes.batches}
     return names | {f"training/eagle3 B={conversations} T={length}"}
 
 
-def test_toy_run_writes_every_row(written: Path) -> None:
+def test_toy_run_writes_every_row(written: Written) -> None:
     """Counts, answers, verification, rounds with and without compilation, training; none failed, and all answers are right."""
-    content = read(written)
-    assert set(content["rows"]) == all_names()
+    content = read(written.path)
+    assert set(content["rows"]) == all_names(written.sizes, written.families)
     assert not [row for row in content["rows"].values() if "failed" in row]
     identical = [row for name, row in content["rows"].items() if name.startswith("identity/")]
-    assert all(row["differing"] == 0 and row["tokens"] == row["answers"] * TOY.new_tokens for row in identical)
+    assert all(row["differing"] == 0 and row["tokens"] == row["answers"] * written.sizes.new_tokens for row in identical)
     assert "lines" not in content  # no goal is about toys
 
 
-def test_rows_hold_what_is_derived_from_them(written: Path) -> None:
+def test_rows_hold_what_is_derived_from_them(written: Written) -> None:
     """Parts add up to rounds, tau is the scripted one, and speedups, efficiencies and shares follow."""
-    rows = read(written)["rows"]
-    for batch, prefix in TOY.cells():
+    rows, sizes = read(written.path)["rows"], written.sizes
+    for batch, prefix in sizes.cells():
         title = f"engine/B={batch} prefix={prefix}"
         verify = rows[f"{title}/verify"]
-        names = {f"N={nodes}" for nodes in TOY.nodes}
+        names = {f"N={nodes}" for nodes in sizes.nodes}
         assert set(verify["v"]) == set(verify["v_floor"]) == names and set(verify["us"]) == {AR, *names}
         assert verify["share_of_floor"] == pytest.approx(verify["floor_us"] / verify["us"][AR]["median"])
-        for tree, builder in TOY.trees().items():
+        for tree, builder in sizes.trees().items():
             row = rows[f"{title}/{tree}"]
             oracle = row["tau"]["oracle"]  # less than the depth allows where a dynamic tree was not that deep
             assert row["tau"] == {AR: 1, "tau=2": 2, "oracle": oracle} and 2 < oracle <= builder.depth + 1
@@ -105,12 +128,12 @@ def test_rows_hold_what_is_derived_from_them(written: Path) -> None:
             assert row["host_synchronisations"] is None or torch.cuda.is_available()
 
 
-def test_another_run_measures_nothing_again(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_run_measures_nothing_again(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row that is there is skipped; one that is gone is measured."""
-    content = read(written)
+    content = read(written.path)
     monkeypatch.setattr(EngineBench, "measured", lambda self, step: pytest.fail(f"{step.name} is there"))
-    EngineBench(out=str(written), toy=True).run()
-    assert read(written) == content
+    written.run()
+    assert read(written.path) == content
 
 
 @pytest.mark.parametrize(("part", "starts"), [("single", "engine/B=1 "), ("batched", "engine/B=2 "), ("counts", "counts/")])

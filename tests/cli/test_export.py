@@ -194,7 +194,7 @@ WIDE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sweep(3, free=("family",))
+@pytest.mark.sweep(2, free=("family",))
 @pytest.mark.parametrize("family", WIDE)
 def test_weights_of_another_width_are_refused(family: str, spectrain: Any, tiny: Target, tmp_path: Path) -> None:
     """Without a target, too: convert and export say in one sentence which tensor is not as config.json says, and lint finds

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ KINDS: dict[str, type] = {
 }  # fmt: skip
 FILES = sorted(path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name not in ("recipe", "accelerate"))
 CHOICES = [(path.parent.name, path.stem) for path in FILES]
+APART = ("writer", "compare")  # groups of other commands than most
+TOGETHER = [[(group, choice) for group, choice in row if choice is not None]  # one choice of every group, to be composed once
+            for row in zip_longest(*([one for one in CHOICES if one[0] == group] for group in KINDS if group not in APART),
+                                   fillvalue=("", None))]  # fmt: skip
 RECIPES = sorted(path.relative_to(ROOT / "recipes").with_suffix("").as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
 EMPTY = {("eval", "none"), ("tracker", "none")}
 PACKAGES = {
@@ -83,24 +88,35 @@ def test_every_group_is_known_and_nothing_is_missed() -> None:
     )
 
 
-@pytest.mark.parametrize("group, choice", CHOICES)
-def test_choice_composes_and_builds(
-    group: str, choice: str, needed: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
+@pytest.mark.parametrize("choices", TOGETHER, ids=lambda choices: " ".join("=".join(one) for one in choices))
+def test_choices_compose_and_build(
+    choices: list[tuple[str, str]], needed: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
 ) -> None:
     """A choice passes the check against its constructor and becomes what its group holds; data can be read."""
-    overrides = [f"{group}={choice}", *needed.get((group, choice), [])]
-    if group == "writer":
-        checked = check_config(composed("regenerate", *overrides), REGENERATE_KEYS)
-    elif group == "compare":
-        checked = check_config(composed("compare", *overrides), COMPARE_KEYS)
-    else:
-        drafter = [] if group == "drafter" else ["drafter=ngram"]
-        checked = check_config(composed("plan", *drafter, *overrides), [*TRAIN_KEYS, "plan"])
+    overrides = [word for one in choices for word in ("=".join(one), *needed.get(one, []))]
+    drafter = [] if "drafter" in dict(choices) else ["drafter=ngram"]
+    checked = check_config(composed("plan", *drafter, *overrides), [*TRAIN_KEYS, "plan"])
+    for group, choice in choices:
+        assert_builds(checked, group, choice, request)
+
+
+@pytest.mark.parametrize("group, choice", [one for one in CHOICES if one[0] in APART])
+def test_choice_of_another_command_composes_and_builds(
+    group: str, choice: str, needed: dict[tuple[str, str], list[str]], request: pytest.FixtureRequest
+) -> None:
+    """The same for what `data regenerate` and `compare` choose."""
+    command, keys = {"writer": ("regenerate", REGENERATE_KEYS), "compare": ("compare", COMPARE_KEYS)}[group]
+    checked = check_config(composed(command, f"{group}={choice}", *needed.get((group, choice), [])), keys)
+    assert_builds(checked, group, choice, request)
+
+
+def assert_builds(checked: Any, group: str, choice: str, request: pytest.FixtureRequest) -> None:
+    """What was checked becomes what its group holds, where the packages for it are installed."""
     if (group, choice) in EMPTY:
         assert build(checked.get(group)) is None
         return
     if (group, choice) in PACKAGES and importlib.util.find_spec(PACKAGES[group, choice]) is None:
-        pytest.skip(f"{PACKAGES[group, choice]} is not installed")
+        return
     takes_target = group == "drafter" or (group, choice) == ("writer", "engine")
     runtime = {"target": request.getfixturevalue(OWN_TARGETS.get(choice, "tiny"))} if takes_target else {}
     runtime |= {"sampling": Sampling()} if group == "writer" else {}
@@ -131,14 +147,14 @@ def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     assert drafter.abilities.target_training or sum(len(group["params"]) for group in drafter.stages[0].groups) > 0
 
 
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("target", ["target=smollm2", "target=hf target.model=some/name"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_composes_for_every_target(recipe: str) -> None:
+def test_recipe_composes_for_every_target(recipe: str, target: str) -> None:
     """A recipe names no target of its own."""
-    for target in ("target=smollm2", "target=hf"):
-        extra = ["target.model=some/name"] if target == "target=hf" else []
-        config = composed("train", f"recipe={recipe}", target, *extra)
-        expected = "load_" + target.removeprefix("target=")
-        assert check_config(config, TRAIN_KEYS).target._target_.endswith(expected)
+    config = composed("train", f"recipe={recipe}", *target.split())
+    expected = "load_" + target.split()[0].removeprefix("target=")
+    assert check_config(config, TRAIN_KEYS).target._target_.endswith(expected)
 
 
 def test_inspect_composes() -> None:

@@ -3,6 +3,7 @@
 import gzip
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -73,6 +74,11 @@ def order(tokenizer: PreTrainedTokenizerBase, plan: list[tuple[int, int]], packe
     return found
 
 
+@cache
+def uninterrupted(tokenizer: PreTrainedTokenizerBase, packed: bool) -> list[list[Example]]:
+    return order(tokenizer, [(1, 72)], packed)
+
+
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
@@ -84,7 +90,7 @@ def test_order_does_not_depend_on_processes_or_resumes(
     tokenizer: PreTrainedTokenizerBase, plan: list[tuple[int, int]], packed: bool
 ) -> None:
     """The batches are those of one process that never stopped, across the ends of epochs."""
-    expected = order(tokenizer, [(1, 72)], packed)
+    expected = uninterrupted(tokenizer, packed)
     assert sum(len(batch) for batch in expected) > len(ROWS)
     assert order(tokenizer, plan, packed) == expected
 
@@ -210,7 +216,7 @@ def test_steps_must_be_said(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-def test_training_on_a_stream_resumes_where_it_was_killed(tiny: Target, tmp_path: Path, packing: bool) -> None:
+def test_training_on_a_stream_resumes_where_it_was_killed(shallow: Target, tmp_path: Path, packing: bool) -> None:
     """Killed between two steps and gone on with, it ends in the metrics of a run that was not, rows left out included."""
     rows = [BAD[0] if number % 7 == 5 else chat(number) for number in range(60)]
     trainer = Trainer(lr=1e-3, max_steps=8, batch_tokens=60, accumulate=2, log_every=1, save_every=3, packing=packing)
@@ -220,13 +226,13 @@ def test_training_on_a_stream_resumes_where_it_was_killed(tiny: Target, tmp_path
             if step == kill:
                 raise InterruptedError
 
-        drafter = Eagle3(tiny, ttt_steps=2, vocab_size=256)
+        drafter = Eagle3(shallow, ttt_steps=2, vocab_size=256)
         drafter.load_state_dict(start)
-        trainer.fit(drafter, tiny, streamed(tiny.tokenizer, rows), Live(), tmp_path / run, on_step=on_step)
+        trainer.fit(drafter, shallow, streamed(shallow.tokenizer, rows), Live(), tmp_path / run, on_step=on_step)
         return [json.loads(line) for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
 
-    drafter = Eagle3(tiny, ttt_steps=2, vocab_size=256)
-    drafter.prepare(tiny, streamed(tiny.tokenizer, rows).token_counts(tiny.head.vocab_size))
+    drafter = Eagle3(shallow, ttt_steps=2, vocab_size=256)
+    drafter.prepare(shallow, streamed(shallow.tokenizer, rows).token_counts(shallow.head.vocab_size))
     start = drafter.state_dict()
     whole = fit("whole")
     with pytest.raises(InterruptedError):
@@ -238,14 +244,14 @@ def test_training_on_a_stream_resumes_where_it_was_killed(tiny: Target, tmp_path
     assert whole[-1]["left_out"] > 0
 
 
-def test_packed_training_is_padded_training(tiny: Target, tmp_path: Path) -> None:
+def test_packed_training_is_padded_training(shallow: Target, tmp_path: Path) -> None:
     """A step on the same conversations has the same loss, however they are laid out."""
     losses = []
     for packing in (False, True):
         torch.manual_seed(0)
-        drafter = Eagle3(tiny, ttt_steps=2, vocab_size=256)
+        drafter = Eagle3(shallow, ttt_steps=2, vocab_size=256)
         trainer = Trainer(max_steps=2, batch_tokens=10_000, log_every=1, packing=packing)
-        trainer.fit(drafter, tiny, streamed(tiny.tokenizer), Live(), tmp_path / str(packing))
+        trainer.fit(drafter, shallow, streamed(shallow.tokenizer), Live(), tmp_path / str(packing))
         metrics = (tmp_path / str(packing) / "metrics.jsonl").read_text().splitlines()
         losses.append([json.loads(line)["loss"] for line in metrics])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

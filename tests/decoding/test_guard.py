@@ -18,7 +18,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from tests.decoding.test_loop import Oracle, assert_same, stop_at
 
-STEP, LIMIT = 0.02, 24  # seconds of a round without a draft
+STEP, LIMIT = 0.02, 16  # seconds of a round without a draft
 TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
 BUILDERS = (Chain(3), Eagle2(depth=4, budget=8, top_k=3))
 

@@ -36,7 +36,7 @@ from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 from spectrain.trees.token_tree import Children, TokenTree
 from tests.trees.tables import Path, paths
 
-LIMIT = 10
+LIMIT = 8
 TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
 EXITS = {"early_exit": 5, "layer_skip": 6, "kangaroo": 2}  # where the drafter has been when the tree is pruned
 DRAFTERS = ("ngram", "eagle3", *EXITS)

@@ -32,7 +32,11 @@ FAMILIES = sorted(
     path.stem for path in (Path(__file__).parents[2] / "conf" / "drafter").glob("*.yaml") if not (SHIPPED / path.stem).is_dir()
 )
 EAGLE3 = {"vocab_size": 512, "ttt_steps": 3}
-SMALL: dict[str, dict[str, Any]] = {"eagle3": EAGLE3, "hybrid": {"inner": {"choice": "eagle3", **EAGLE3}}}
+SMALL: dict[str, dict[str, Any]] = {
+    "eagle3": EAGLE3, "hybrid": {"inner": {"choice": "eagle3", **EAGLE3}}, "peagle": {"num_layers": 2},
+    "dflash": {"num_layers": 2, "block_size": 4}, "dspark": {"num_layers": 2, "block_size": 4},
+    "dflash2": {"num_layers": 2, "block_size": 4},
+}  # fmt: skip
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "tie_word_embeddings": False,
@@ -87,13 +91,19 @@ def make(name: str, target: Target) -> Drafter:
     return drafter
 
 
-def conversations(target: Target, count: int = 6) -> Dataset:
+def conversations(count: int = 4) -> Dataset:
     """Short made-up sequences of which the second half is the assistant's."""
-    rows = torch.randint(3, 60, (count, 24)).tolist()
-    return Dataset([Example(row[: 24 - n], [i >= 10 for i in range(24 - n)]) for n, row in enumerate(rows)], count, 0, 0)
+    rows = torch.randint(3, 60, (count, 20)).tolist()
+    return Dataset([Example(row[: 20 - n], [i >= 8 for i in range(20 - n)]) for n, row in enumerate(rows)], count, 0, 0)
 
 
-@pytest.fixture(params=[*FAMILIES, *VARIANTS, *TOYS])
+def each(*halves: int, toys: bool = True) -> list[Any]:
+    """Every family and, if asked for, toy, and these halves of the variants; the others are slow."""
+    variants = [pytest.param(name, marks=() if n % 2 in halves else pytest.mark.slow) for n, name in enumerate(VARIANTS)]
+    return [*FAMILIES, *(TOYS if toys else ()), *variants]
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *VARIANTS, *TOYS])
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -105,10 +115,21 @@ def target() -> Target:
 
 
 def prepared(name: str, target: Target) -> tuple[Drafter, Dataset]:
-    dataset = conversations(target)
+    dataset = conversations()
     drafter = make(name, target)
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     return drafter, dataset
+
+
+@pytest.fixture(scope="module")
+def trained(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafter, Target]:
+    """A drafter after three steps, and the target that it was trained for."""
+    target = copy.deepcopy(whole())
+    drafter, dataset = prepared(name, target)
+    if trainable(drafter):
+        trainer = Trainer(lr=3e-3, max_steps=3, batch_tokens=512)
+        trainer.fit(drafter, target, dataset, Live(), tmp_path_factory.mktemp("contract"))
+    return drafter, target
 
 
 def trainable(drafter: Drafter) -> bool:
@@ -140,7 +161,7 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
             assert (parameter.grad is not None) == (id(parameter) in named)
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *TOYS, *(pytest.param(variant, marks=pytest.mark.slow) for variant in VARIANTS)])
+@pytest.mark.parametrize("name", each(), indirect=True)
 def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
     """Twenty steps on a few sequences lower the loss, in every stage by itself."""
     drafter, dataset = prepared(name, target)
@@ -156,6 +177,7 @@ def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep(1)
+@pytest.mark.parametrize("name", each(0), indirect=True)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(depth=3, budget=8, top_k=3)], ids=["chain", "eagle2"])
 def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: TreeBuilder) -> None:
@@ -164,16 +186,15 @@ def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: T
     drafter.eval()
     kept = Keeping(builder)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (5, 9, 2)[:batch]]
-    expected = [decode(target, [prompt], Greedy(), 14)[0].output for prompt in prompts]
-    assert [found.output for found in decode(target, prompts, Greedy(), 14, drafter, kept)] == expected
+    expected = [decode(target, [prompt], Greedy(), 10)[0].output for prompt in prompts]
+    assert [found.output for found in decode(target, prompts, Greedy(), 10, drafter, kept)] == expected
     assert kept.trees
 
 
-def test_reloaded_equals_saved(name: str, target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", each(1), indirect=True)
+def test_reloaded_equals_saved(name: str, trained: tuple[Drafter, Target], tmp_path: Path) -> None:
     """A drafter that was trained, saved and loaded has the same weights, bit by bit, and drafts the same."""
-    drafter, dataset = prepared(name, target)
-    if trainable(drafter):
-        Trainer(lr=3e-3, max_steps=3, batch_tokens=512).fit(drafter, target, dataset, Live(), tmp_path)
+    drafter, target = trained
     save_drafter(tmp_path / "drafter", drafter, composed("drafter=ngram", "target=tiny"))
     if drafter.abilities.target_training:
         target.save(tmp_path / "target")
@@ -186,16 +207,14 @@ def test_reloaded_equals_saved(name: str, target: Target, tmp_path: Path) -> Non
     assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
     if not drafter.abilities.target_training:  # a trained target is saved in its own dtype
         prompts = [[5, 6, 7, 8, 5, 6]]
-        found = [decode(again, prompts, Greedy(), 12, d.eval(), Chain(3))[0].accepted for d in (drafter, other)]
+        found = [decode(again, prompts, Greedy(), 8, d.eval(), Chain(3))[0].accepted for d in (drafter, other)]
         assert found[0] == found[1]
 
 
-def test_target_is_untouched(name: str, target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", each(1), indirect=True)
+def test_target_is_untouched(trained: tuple[Drafter, Target]) -> None:
     """Training changes the target's weights only where the drafter says so."""
-    before = copy.deepcopy({key: value for key, value in target.model.state_dict().items()})
-    drafter, dataset = prepared(name, target)
-    if not trainable(drafter):
-        return
-    Trainer(lr=3e-3, max_steps=2, batch_tokens=512).fit(drafter, target, dataset, Live(), tmp_path)
+    drafter, target = trained
+    before = whole().model.state_dict()
     changed = [key for key, value in target.model.state_dict().items() if not torch.equal(value, before[key])]
     assert bool(changed) == bool(drafter.abilities.target_training)

@@ -27,7 +27,7 @@ from tests.decoding.rounds import Keeping
 
 from .blocks import dataset, states_behind
 
-SLOTS, LIMIT = 5, 16
+SLOTS, LIMIT = 5, 12
 SOURCE = torch.Generator().manual_seed(10)
 PROMPTS = [torch.randint(3, 2000, (length,), generator=SOURCE).tolist() for length in (7, 2, 11)]
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -114,7 +114,7 @@ def test_packed_equals_padded(shallow: Target, head: str) -> None:
 @pytest.mark.parametrize("builder", [
     Chain(4), Eagle2(4, 9, 3), DySpec(4, 7, children="deterministic"), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
 ], ids=["chain", "eagle2", "dyspec", "static"])  # fmt: skip
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(1)
 def test_children_depend_on_their_parents(shallow: Target, head: str, builder: TreeBuilder) -> None:
     """A node's score is the sum of what the formulas say along its path, and the output is greedy."""
     drafter = make(shallow, markov_head=head)
@@ -140,6 +140,7 @@ def test_children_depend_on_their_parents(shallow: Target, head: str, builder: T
 @pytest.mark.parametrize("builder", [
     Chain(4), Eagle2(4, 9, 3), DySpec(4, 9, children="deterministic"), Static(paths=[[0], [1], [0, 0], [1, 0], [0, 0, 0]]),
 ], ids=["chain", "eagle2", "dyspec", "static"])  # fmt: skip
+@pytest.mark.sweep(2, free=("builder",))
 def test_confidence_cuts(shallow: Target, builder: TreeBuilder) -> None:
     """No node hangs below one whose confidence is under the threshold, some are cut, and the output stays greedy."""
     drafter = make(shallow, confidence_threshold=0.5)

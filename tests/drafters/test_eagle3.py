@@ -174,16 +174,16 @@ def attended_plainly(attention: Any, x: Tensor, drafter: Any) -> Tensor:
 
 
 @VARIANT
-def test_drafts_are_those_of_the_plain_formulas(variant: str, tiny: Target) -> None:
+def test_drafts_are_those_of_the_plain_formulas(variant: str, shallow: Target) -> None:
     """In every round, of every row, a chain's drafts are the likeliest tokens by the layers written out; output is greedy."""
-    drafter, kept = shaken(tiny, variant), Keeping(Chain(3))
+    drafter, kept = shaken(shallow, variant), Keeping(Chain(3))
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (9, 3)]
-    found = decode(tiny, prompts, Greedy(), 8, drafter, kept, ignore_eos=True)
-    plain = decode(tiny, prompts, Greedy(), 8, ignore_eos=True)
+    found = decode(shallow, prompts, Greedy(), 8, drafter, kept, ignore_eos=True)
+    plain = decode(shallow, prompts, Greedy(), 8, ignore_eos=True)
     assert [one.output for one in found] == [one.output for one in plain] and len(kept.trees) > 3
     for texts, tree in list(zip(kept.texts, kept.trees))[::3]:
         for row, text in enumerate(texts):
-            assert tree.tokens[row, 1:].tolist() == drafted(drafter, tiny, text, 3)
+            assert tree.tokens[row, 1:].tolist() == drafted(drafter, shallow, text, 3)
 
 
 @pytest.mark.parametrize("variant", ["two layers", "window", "all of it"])

@@ -33,6 +33,7 @@ from spectrain.settings.build import build
 from spectrain.settings.choices import looked_up
 from spectrain.training.trainer import Trainer
 from spectrain.trees import Chain
+from tests.targets import cut_tiny
 
 VOCAB, LAYERS = 97, 5
 SIZE: dict[str, Any] = {
@@ -375,7 +376,7 @@ def original(drafter: EarlyExit, batch: Batch, target: Target) -> Tensor:
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 def test_the_original_stays_as_it_was(adapt: Any, packed: bool, tmp_path: Path) -> None:
     """Training changes the target and not, bit by bit, what it is asked to say; the copy is gone afterwards."""
-    target = load_tiny()
+    target = cut_tiny(3)
     if packed:
         target.pack()
     drafter = prepared(target, adapt=adapt, rank=4, self_distillation=True)
@@ -417,6 +418,7 @@ def test_only_what_was_named_is_trained(tiny: Target, options: dict[str, Any], t
     assert not any(parameter.requires_grad for parameter in target.parameters()) and not drafter.target_training.parameters
 
 
+@pytest.mark.sweep(2, free=("options",))
 @ADAPTED
 def test_the_finished_target_says_what_the_trained_one_said(tiny: Target, options: dict[str, Any], tmp_path: Path) -> None:
     """Adapters on, then merged, then saved and loaded: the same logits."""
@@ -439,6 +441,7 @@ class Killed(Exception):
     """Stands for a kill between two steps."""
 
 
+@pytest.mark.sweep(2, free=("options",))
 @ADAPTED
 def test_resumed_equals_uninterrupted(tiny: Target, options: dict[str, Any], tmp_path: Path) -> None:
     """Killed at step 4 of 6 and gone on with from step 3, with layers dropped, a run ends in the same weights and metrics."""
@@ -510,7 +513,7 @@ def test_transformers_decodes_the_same_with_the_same_exit(trained: tuple[Target,
     model: Any = AutoModelForCausalLM.from_pretrained(directory)
     drafter = EarlyExit(target, exit_layer=exit_layer).eval()
     rounds = written = 0
-    for number in range(4):
+    for number in range(3):
         source = torch.Generator().manual_seed(number)
         prompt = torch.randint(3, 2000, (6,), generator=source).tolist()
         ours = decode(target, [prompt], Greedy(), 16, drafter, Chain(3))[0]

@@ -19,7 +19,7 @@ from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import Accepted, TokenTree
 from spectrain.trees.trie import Trie
 
-LIMIT = 40
+LIMIT = 28
 TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
 SIZES = [(1, 2, 1), (5, 4, 5), (3, 3, 2), (7, 5, 4)]
 BUILDER = Eagle2(depth=4, budget=12)

@@ -205,7 +205,7 @@ def fitted(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[M
     """A drafter fitted to the target's greedy answers; the prompts; the answers."""
     torch.manual_seed(1)
     prompts = [torch.randint(3, 2000, (length,)).tolist() for length in (9, 4, 6)]
-    answers = [decode(shallow, [prompt], Greedy(), 24, ignore_eos=True)[0].output for prompt in prompts]
+    answers = [decode(shallow, [prompt], Greedy(), 16, ignore_eos=True)[0].output for prompt in prompts]
     rows = [Example(p + a, [False] * len(p) + [True] * len(a)) for p, a in zip(prompts, answers)]
     drafter = make(shallow, vocab_size=2048)
     run = tmp_path_factory.mktemp("fit")
@@ -220,7 +220,7 @@ def test_trees_end_at_the_last_head_and_stay_lossless(
 ) -> None:
     """A builder that would go deeper stops at the number of heads, and the output is greedy decoding's."""
     drafter, prompts, answers = fitted
-    found = decode(shallow, prompts, Greedy(), 24, drafter, builder, ignore_eos=True)
+    found = decode(shallow, prompts, Greedy(), 16, drafter, builder, ignore_eos=True)
     assert [generation.output for generation in found] == answers
     assert builder.depth > HEADS and max(depth for generation in found for depth in generation.depths) == HEADS
     assert max(count for generation in found for count in generation.accepted) > 2
@@ -393,7 +393,7 @@ def test_wrong_settings_are_named(shallow: Target, options: dict[str, Any], mess
 # A whole run
 
 QUICK = ["recipe=medusa2", "drafter.vocab_size=256", "data.limit=12", "data.max_length=64", "data.held_out=0", "eval.limit=2",
-         "eval.max_new_tokens=12", "eval.calibration_limit=1", "eval.baselines=[ngram]", "eval.oracle=false", "eval.repeats=1",
+         "eval.max_new_tokens=6", "eval.calibration_limit=1", "eval.baselines=[ngram]", "eval.oracle=false", "eval.repeats=1",
          "trainer.log_every=1", "trainer.max_steps=4"]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
 from tests.targets import cut_tiny
 
-DRAFTS, LIMIT = 4, 20
+DRAFTS, LIMIT = 4, 14
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "tie_word_embeddings": False,

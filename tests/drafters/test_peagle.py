@@ -244,6 +244,7 @@ def whole_mask(batch: Batch, chains: Chains, window: int | None) -> Tensor:
 # Decoding
 
 
+@pytest.mark.sweep(1)
 @VARIANT
 @pytest.mark.parametrize("count", [1, 3])
 def test_drafts_are_those_of_the_text_alone(tiny: Target, variant: str, count: int) -> None:

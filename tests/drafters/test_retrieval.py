@@ -196,6 +196,7 @@ class Asking(Eagle2):
         return self.pattern[(self.asked - 1) % len(self.pattern)] == "d"
 
 
+@pytest.mark.sweep(3, free=("pattern",))
 @pytest.mark.parametrize("pattern", ["d", "c", "dc", "cccd", "dcc"])
 def test_a_drafter_that_was_left_out_catches_up(shallow: Target, prompts: list[list[int]], store: str, pattern: str) -> None:
     """Rounds of copies alone emit the target's tokens, and a drafter that is asked again has read every committed one."""
@@ -210,7 +211,7 @@ def test_a_drafter_that_was_left_out_catches_up(shallow: Target, prompts: list[l
         return found
 
     drafter.inner.draft = noted  # type: ignore[method-assign]
-    plain, found = decode(shallow, prompts, Greedy(), 48), decode(shallow, prompts, Greedy(), 48, drafter, builder)
+    plain, found = decode(shallow, prompts, Greedy(), 32), decode(shallow, prompts, Greedy(), 32, drafter, builder)
     assert [one.output for one in found] == [one.output for one in plain]
     rounds = max(len(one.accepted) for one in found)
     assert builder.asked <= rounds and len(read) == rounds if pattern == "d" else len(read) < rounds

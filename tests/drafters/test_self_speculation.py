@@ -24,7 +24,7 @@ from spectrain.trees.base import Prefix
 from spectrain.trees.token_tree import TokenTree
 from tests.trees.tables import Path, paths
 
-LIMIT = 16
+LIMIT = 12
 TEXTS = ("The bees find the hive. The bees", "one two three four one two three four one two", "What is it?")
 
 

@@ -18,7 +18,7 @@ from spectrain.models.target import Target
 from spectrain.trees import Chain
 
 QUIET = Noise(0.02, 0.5)
-LIMIT = 20
+LIMIT = 12
 
 
 def generation(rounds: list[int], seconds: float) -> Generation:

@@ -256,7 +256,7 @@ def without_learning(shallow: Target, tmp_path_factory: pytest.TempPathFactory) 
     return folder, summary, drafter
 
 
-@pytest.mark.sweep(2, free=("learn",))
+@pytest.mark.sweep(1, free=("learn",))
 @LEARN
 def test_one_learns_and_the_other_does_not(
     shallow: Target, without_learning: tuple[Path, Any, Causal], tmp_path: Path, learn: Any
@@ -294,6 +294,7 @@ def test_one_learns_and_the_other_does_not(
     assert json.loads((folders[1] / "out" / "summary.json").read_text()) == summary
 
 
+@pytest.mark.sweep(1, free=("learn",))
 @pytest.mark.parametrize("learn", ["corrections", "answers"])
 def test_trees_and_batches_learn_too(shallow: Target, tmp_path: Path, learn: Any) -> None:
     """Behind a branching tree, with prompts decoded together, the output is still the target's and the learner learns."""

@@ -44,7 +44,7 @@ def scored(target: Target, drafter: Drafter, builder: TreeBuilder, run: Path) ->
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     (run / "config.yaml").write_text("drafter: {}\n")
     evaluation = Evaluation(
-        prompts=str(run / "prompts.jsonl"), max_new_tokens=10, repeats=1, baselines=("ngram",), calibration_limit=2
+        prompts=str(run / "prompts.jsonl"), max_new_tokens=10, repeats=1, baselines=("ngram",), calibration_limit=1
     )
     setting = {"target": "tiny", "recipe": drafter.__class__.__name__, "dtype": "float32", "device": "cpu"}
     evaluation.score(Candidate(target, drafter, builder, Greedy(), setting), run / "eval" / "few")

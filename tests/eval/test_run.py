@@ -40,7 +40,7 @@ from spectrain.trees.measurements import RuleForecast
 from spectrain.trees.token_tree import TokenTree
 from tests.models.architectures import save_small
 
-LIMIT = 8
+LIMIT = 6
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
 ROWS = [
     {"id": "two", "category": "talk", "turns": ["Name a color.", "Name another color."]},
@@ -85,7 +85,7 @@ def test_score_writes_a_consistent_summary(shallow: Target, tmp_path: Path, rule
     """summary.json has the documented keys, samples.jsonl agrees with it, and every output is identical."""
     eagle3 = Eagle3(shallow, vocab_size=512)
     eagle3.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
-    scored = evaluation(tmp_path, baselines=("chain", "untrained", "ngram"), report=rule.name == "greedy", repeats=3)
+    scored = evaluation(tmp_path, baselines=("chain", "untrained", "ngram"), report=rule.name == "greedy", repeats=2)
     tree = Eagle2(depth=3, budget=6, top_k=2)
     summary = scored.score(
         Candidate(shallow, eagle3, tree, rule, SETTING, lambda: Eagle3(shallow, vocab_size=512)), tmp_path / "out"

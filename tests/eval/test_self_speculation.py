@@ -33,7 +33,7 @@ from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain
 
-LIMIT = 10
+LIMIT = 8
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
 PROMPTS = ("Name a color.", "Count: one two one two")
 SHORT = [f"eval.max_new_tokens={LIMIT}", "eval.limit=2", "eval.oracle=false", "eval.repeats=1"]

@@ -30,7 +30,7 @@ from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
 
-LIMIT = 10
+LIMIT = 8
 SETTING = {"target": "tiny", "recipe": "none", "dtype": "float32", "device": "cpu"}
 QUESTIONS = [["Name a color.", "Name another color."], ["Count: one two three one two three one two"]]
 NUM_TURNS = 3
@@ -265,19 +265,19 @@ def counted_alone(
 
 @RULES
 def test_every_cell_of_prunings_is_decoded(
-    tiny: Target, tmp_path: Path, rule: AcceptanceRule, capsys: pytest.CaptureFixture[str]
+    shallow: Target, tmp_path: Path, rule: AcceptanceRule, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every (layer, top) cell has the rounds of a direct `decode` with that pruning, says how many nodes and node-layers that
     left out, by a count of what the layers ran, and has the target's own output."""
-    layers, tops = (1, 6), (2, 300)
-    drafter, builder, folder = eagle3(tiny), Eagle2(3, 8, 3), tmp_path / "out"
+    layers, tops = (1, 2), (2, 300)
+    drafter, builder, folder = eagle3(shallow), Eagle2(3, 8, 3), tmp_path / "out"
     scored = evaluation(tmp_path, sweep="prune", exits=layers, tops=tops)
-    summary = scored.score(Candidate(tiny, drafter, builder, rule, SETTING), folder)
+    summary = scored.score(Candidate(shallow, drafter, builder, rule, SETTING), folder)
     cells = {(layer, top): f"prune-{layer}-{top}" for layer in layers for top in tops}
     assert summary["compared"].keys() == set(cells.values()) and "pruning" not in summary
     for (layer, top), name in cells.items():
         entry, pruning = summary["compared"][name], Pruning(layer, top)
-        found, saved = counted_alone(tiny, folder, rule, drafter, builder, pruning)
+        found, saved = counted_alone(shallow, folder, rule, drafter, builder, pruning)
         kept, left = (sum(sum(getattr(one, key)) for one in found) for key in ("nodes", "pruned"))
         assert rounds_of(folder, name) == rounds(found) and left > 0
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == NUM_TURNS
@@ -285,10 +285,10 @@ def test_every_cell_of_prunings_is_decoded(
         assert (entry["pruning"]["layer"], entry["pruning"]["top_k"]) == (layer, top)
         assert entry["pruning"]["nodes_pruned"] == pytest.approx(left / (left + kept), abs=1e-4)
         assert entry["pruning"]["node_layers_saved"] == pytest.approx(saved, abs=1e-4)
-        size, head = sum(p.numel() for p in tiny.layers[0].parameters()), tiny.head.output.weight.numel()
+        size, head = sum(p.numel() for p in shallow.layers[0].parameters()), shallow.head.output.weight.numel()
         judged = sum(sum(one.judged) for one in found)
-        work = left * ((8 - layer) * size + head) - judged * head
-        assert entry["pruning"]["work_saved"] == pytest.approx(work / ((left + kept) * (8 * size + head)), abs=1e-4)
+        work = left * ((3 - layer) * size + head) - judged * head
+        assert entry["pruning"]["work_saved"] == pytest.approx(work / ((left + kept) * (3 * size + head)), abs=1e-4)
     same_as_entries(summary["sweep"], summary["compared"], cells, "node_layers_saved")
     printed(capsys.readouterr().out, summary["sweep"], summary["compared"], "node_layers_saved")
 
@@ -343,10 +343,11 @@ def test_the_whole_vocabulary_prunes_nothing(tiny: Target, tmp_path: Path) -> No
     assert rounds_of(tmp_path / "out", "drafter") == rounds_of(tmp_path / "out", "unpruned")
 
 
-def test_the_head_is_fitted_before_decoding(tiny: Target, tmp_path: Path) -> None:
+def test_the_head_is_fitted_before_decoding(shallow: Target, tmp_path: Path) -> None:
     """With a rank, the head that prunes is read off fewer numbers and counted so; the output is the target's."""
     scored = evaluation(tmp_path, prune_layer=2, prune_top=4, prune_rank=64)
-    found = scored.score(Candidate(tiny, eagle3(tiny), Static(1, 4, [[0], [1], [2]]), Greedy(), SETTING), tmp_path / "out")
+    candidate = Candidate(shallow, eagle3(shallow), Static(1, 4, [[0], [1], [2]]), Greedy(), SETTING)
+    found = scored.score(candidate, tmp_path / "out")
     assert found["pruning"]["rank"] == 64 and found["lossless"]["identical"] == NUM_TURNS
 
 

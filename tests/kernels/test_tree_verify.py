@@ -1,6 +1,5 @@
 """Verification on the device: kernels, interpreted, equal the references, and those equal the rules and the target."""
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +26,7 @@ from spectrain.kernels.tree_verify import (
 )
 from spectrain.trees.token_tree import TokenTree
 from tests.decoding.walking import walk
+from tests.sampling import pairwise
 
 triton = pytest.importorskip("triton", reason="triton is not installed, so there are no kernels to interpret")
 tl = triton.language
@@ -182,14 +182,12 @@ def test_match_kernel_equals_reference(
 
 @interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_nodes", SIZES)
+@pytest.mark.parametrize("num_nodes, shape, cut, dtype", pairwise(SIZES, SHAPES, CUTS, DTYPES))
 def test_match_kernel_equals_reference_everywhere(
-    num_nodes: int, shape: str, cut: tuple[float, int, float], interpreted: None
+    num_nodes: int, shape: str, cut: tuple[float, int, float], dtype: torch.dtype, interpreted: None
 ) -> None:
-    """Kernel = reference for every size, shape and cut, dtypes drawn."""
-    match_agrees(num_nodes, shape, cut, random.Random(repr((num_nodes, shape, cut))).choice(DTYPES))
+    """Kernel = reference where every two of sizes, shapes, cuts and dtypes meet."""
+    match_agrees(num_nodes, shape, cut, dtype)
 
 
 @interpreter
@@ -289,15 +287,12 @@ def test_recursive_kernel_equals_reference(
 @interpreter
 @pytest.mark.slow
 @pytest.mark.parametrize("without", [False, True])
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_nodes", SIZES)
+@pytest.mark.parametrize("num_nodes, shape, cut, size, dtype", pairwise(SIZES, SHAPES, CUTS, (30, 90), DTYPES))
 def test_recursive_kernel_equals_reference_everywhere(
-    num_nodes: int, shape: str, cut: tuple[float, int, float], without: bool, interpreted: None
+    num_nodes: int, shape: str, cut: tuple[float, int, float], size: int, dtype: torch.dtype, without: bool, interpreted: None
 ) -> None:
-    """Kernel = reference for every size, shape, cut and way of drawing, vocabularies and dtypes drawn."""
-    draw = random.Random(repr((num_nodes, shape, cut, without)))
-    recursive_agrees(num_nodes, shape, cut, without, draw.choice((30, 90)), draw.choice(DTYPES))
+    """Kernel = reference, with replacement and without, where every two sizes, shapes, cuts, vocabularies and dtypes meet."""
+    recursive_agrees(num_nodes, shape, cut, without, size, dtype)
 
 
 TREES = {"chain": (-1, 0, 1), "tree": (-1, 0, 0, 0, 1, 1, 2, 2, 3)}

@@ -23,11 +23,11 @@ from spectrain.drafters.hydra import Hydra
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
-from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.planning.launches import LaunchCounter, count_round
 from spectrain.trees import Chain, Eagle2, TreeBuilder
 from spectrain.trees.fixed import Static
+from tests.targets import cut_tiny
 
 COMMITTED = Path(__file__).parent / "round_counts.json"
 PATHS = [[0], [1], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
@@ -44,7 +44,7 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, Tree
         Static(paths=PATHS),
     ),
     "causal, chain of 3": (Greedy(), lambda target: Causal(target, num_layers=2), Chain(3)),
-    "early exit, chain of 3": (Greedy(), lambda target: EarlyExit(target, exit_layer=3), Chain(3)),
+    "early exit, chain of 3": (Greedy(), lambda target: EarlyExit(target, exit_layer=2), Chain(3)),
     "gated lora, drawn chain of 3": (
         SpeculativeSampling(),
         lambda target: GatedLora(target, num_masks=3),
@@ -59,7 +59,7 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, Tree
 def engine_of(name: str) -> Captured:
     """The engine of a round, on tensors without data."""
     rule, drafter, builder = ROUNDS[name]
-    target = load_tiny()
+    target = cut_tiny(3)
     made = None if drafter is None else drafter(target).eval().to("meta")
     target.to("meta")
     return Captured(target, rule, made, builder)

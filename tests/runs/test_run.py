@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from spectrain.cli.main import dispatch, main
 from tests import commands
 
-QUICK = ["target=tiny", "recipe=eagle3", "drafter.vocab_size=256", "data.limit=12", "data.max_length=64",
+QUICK = ["target=tiny", "recipe=eagle3", "drafter.vocab_size=256", "drafter.ttt_steps=3", "data.limit=12", "data.max_length=64",
          "eval.limit=2", "eval.max_new_tokens=8", "eval.calibration_limit=1", "eval.repeats=1",
          "trainer.log_every=1"]  # fmt: skip
 

@@ -186,10 +186,10 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_wandb_holds_what_metrics_and_summary_hold(tiny: Target, tmp_path: Path, folder: Path) -> None:
+def test_wandb_holds_what_metrics_and_summary_hold(shallow: Target, tmp_path: Path, folder: Path) -> None:
     """Every number of metrics.jsonl and every setting is in the offline file, exactly; so is what an evaluation found."""
     run = tmp_path / "run"
-    fit(tiny, run, Wandb(), then=lambda tracker: tracker.scored(SUMMARY, folder))
+    fit(shallow, run, Wandb(), then=lambda tracker: tracker.scored(SUMMARY, folder))
     assert len(curves(run)) == 6 and wandb_curves(run) == curves(run)
     (begun,) = [record.run for record in wandb_records(run) if record.HasField("run")]
     assert {k: v for k, v in items(begun.config.update).items() if k != "_wandb"} == CONFIG
@@ -209,11 +209,11 @@ def test_wandb_holds_what_metrics_and_summary_hold(tiny: Target, tmp_path: Path,
 
 
 @pytest.mark.parametrize("kept", [7, 2800, None])
-def test_wandb_goes_on_in_the_same_run(tiny: Target, tmp_path: Path, kept: int | None) -> None:
+def test_wandb_goes_on_in_the_same_run(shallow: Target, tmp_path: Path, kept: int | None) -> None:
     """A resumed run keeps its id and shows every step once, of whatever a kill kept of its file; weights go where asked for."""
     run = tmp_path / "run"
     with pytest.raises(Killed):
-        fit(tiny, run, Wandb(checkpoints=True), die_at=5)
+        fit(shallow, run, Wandb(checkpoints=True), die_at=5)
     (told,) = [record.exit.exit_code for record in wandb_records(run) if record.HasField("exit")]
     assert told == 1
     (file,) = run.glob("wandb/offline-run-*/*.wandb")
@@ -221,7 +221,7 @@ def test_wandb_goes_on_in_the_same_run(tiny: Target, tmp_path: Path, kept: int |
     (run / "drafter").mkdir()
     (run / "drafter" / "config.json").write_text("{}")
     (run / "drafter" / "model.safetensors").write_bytes(b"weights")
-    fit(tiny, run, Wandb(checkpoints=True), then=lambda tracker: tracker.drafter(run / "drafter"))
+    fit(shallow, run, Wandb(checkpoints=True), then=lambda tracker: tracker.drafter(run / "drafter"))
     known = json.loads((run / "tracker.json").read_text())["train"]
     found = wandb_records(run)
     assert {record.run.run_id for record in found if record.HasField("run")} == {known}
@@ -305,13 +305,13 @@ def test_wandb_is_online_only_with_an_account(
 
 @needs_tensorboard
 @pytest.mark.parametrize("die_at", [None, 1, 4, 5])
-def test_tensorboard_equals_metrics(tiny: Target, tmp_path: Path, die_at: int | None) -> None:
+def test_tensorboard_equals_metrics(shallow: Target, tmp_path: Path, die_at: int | None) -> None:
     """Every number of metrics.jsonl is a point of a curve, in float32, and after a resume no step appears twice."""
     run = tmp_path / "run"
     if die_at is not None:
         with pytest.raises(Killed):
-            fit(tiny, run, TensorBoard(), die_at)
-    fit(tiny, run, TensorBoard())
+            fit(shallow, run, TensorBoard(), die_at)
+    fit(shallow, run, TensorBoard())
     expected: dict[str, list[tuple[int, float]]] = {}
     for row in curves(run):
         for name, value in row.items():

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from spectrain.settings.build import build
 from spectrain.settings.check import check_config
 from spectrain.settings.choices import looked_up
 from spectrain.settings.keys import TRAIN_KEYS
+from tests import commands
 
 TINY = TargetFiles("tiny")
 EVIL = "from pathlib import Path\nPath({canary!r}).touch()\nclass Drafter:\n    def __init__(self, **_): pass\n"
@@ -172,15 +172,17 @@ FILES: dict[str, tuple[str, Callable[[Path, Path], None], str]] = {
 EVERY_WAY = ("an order as architecture", "a module as choice", "an export's tree", "transformers")
 
 
-def settings(name: str, *overrides: str) -> Any:
+def settings(name: str, directory: Path) -> Any:
+    """The settings of a command and of the drafter in a folder."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):
-        config = compose(name, overrides=list(overrides))
-        return complete(config) if name in ("eval", "chat") else config
+        config = compose(name, overrides=["run=DIR"])  # the same words for every folder are composed once
+        config.run = str(directory)
+        return complete(config)
 
 
 def opened(name: str, directory: Path, tiny: Target) -> None:
     """As far as a command goes before it decodes."""
-    config, folder = settings(name, f"run={directory}")
+    config, folder = settings(name, directory)
     load_drafter(check_config(config, (*TRAIN_KEYS, "chat")), folder, tiny)
 
 
@@ -253,7 +255,7 @@ def test_a_run_folder_holds_data(case: str, good: Path, canary: Path, tmp_path: 
     shutil.copytree(good / "run", tmp_path / "run")
     text(file, content)(tmp_path / "run", canary)
     with pytest.raises(UserError) as told:
-        config, _ = settings("eval", f"run={tmp_path / 'run'}")
+        config, _ = settings("eval", tmp_path / "run")
         build(check_config(config, TRAIN_KEYS).eval)
     assert named in str(told.value) and "\n" not in str(told.value)
     assert not canary.exists()
@@ -301,22 +303,16 @@ def test_what_no_yaml_names_is_never_imported(tmp_path: Path, canary: Path, monk
     assert not canary.exists()
 
 
-@pytest.mark.sweep(1, free=("words",))
-@pytest.mark.parametrize(
-    "words",
-    [("eval", "run=causal", "target=tiny"), ("lint", "causal")],
-    ids=lambda words: words[0],
-)
+@pytest.mark.parametrize("words", [("eval", "run=causal", "target=tiny"), ("lint", "causal")], ids=lambda words: words[0])
 def test_from_the_shell(words: tuple[str, ...], good: Path, canary: Path, tmp_path: Path) -> None:
-    """The whole program, started where the stranger's files lie."""
+    """The whole program, in a process where the stranger's files lie and can be imported, as under python -m."""
     shutil.copytree(good / "causal", tmp_path / "causal")
     (tmp_path / "evil.py").write_text(EVIL.format(canary=str(canary)))
     put(CONFIG, *ARCHITECTURE, value={"_target_": "evil.Drafter"})(tmp_path / "causal", canary)
-    ran = subprocess.run([sys.executable, "-m", "spectrain", *words], capture_output=True, text=True, check=False, cwd=tmp_path,
-                         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})  # fmt: skip
-    assert ran.returncode == (1 if words[0] == "lint" else 2), ran.stderr
-    assert ran.stderr.startswith("spectrain: ") and ran.stderr.count("\n") == 1, ran.stderr
-    assert "drafter.architecture._target_" in ran.stderr + ran.stdout
+    status, out, err = commands.start(words, os.environ, tmp_path, commands.spectrain_there).wait()
+    assert status == (1 if words[0] == "lint" else 2), err
+    assert err.startswith("spectrain: ") and err.count("\n") == 1, err
+    assert "drafter.architecture._target_" in err + out
     assert not canary.exists() and not list(tmp_path.glob("runs"))
 
 

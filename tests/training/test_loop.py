@@ -29,10 +29,10 @@ def dataset(count: int = 12) -> Dataset:
     return Dataset([Example(row[: 20 - n % 5], [i >= 6 for i in range(20 - n % 5)]) for n, row in enumerate(rows)], count, 0, 0)
 
 
-def drafter(tiny: Target) -> Eagle3:
+def drafter(shallow: Target) -> Eagle3:
     torch.manual_seed(0)
-    made = Eagle3(tiny, ttt_steps=2, vocab_size=256)
-    made.prepare(tiny, torch.arange(tiny.head.vocab_size))
+    made = Eagle3(shallow, ttt_steps=2, vocab_size=256)
+    made.prepare(shallow, torch.arange(shallow.head.vocab_size))
     return made
 
 
@@ -50,19 +50,19 @@ class Killed(Exception):
 
 @pytest.mark.sweep(2, free=("step",))
 @pytest.mark.parametrize("step", [1, 4, 6, 8])
-def test_resumed_equals_uninterrupted(tiny: Target, tmp_path: Path, step: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resumed_equals_uninterrupted(shallow: Target, tmp_path: Path, step: int, capsys: pytest.CaptureFixture[str]) -> None:
     """A run killed after any step and gone on with says so, ends in the same weights and metrics, and repeats no step."""
-    whole = drafter(tiny)
-    trainer().fit(whole, tiny, dataset(), Live(), tmp_path / "whole")
+    whole = drafter(shallow)
+    trainer().fit(whole, shallow, dataset(), Live(), tmp_path / "whole")
 
     def kill(at: int) -> None:
         if at == step:
             raise Killed
 
     with pytest.raises(Killed):
-        trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path / "cut", on_step=kill)
-    resumed = drafter(tiny)
-    trainer().fit(resumed, tiny, dataset(), Live(), tmp_path / "cut")
+        trainer().fit(drafter(shallow), shallow, dataset(), Live(), tmp_path / "cut", on_step=kill)
+    resumed = drafter(shallow)
+    trainer().fit(resumed, shallow, dataset(), Live(), tmp_path / "cut")
     assert (f"going on from {tmp_path / 'cut'}" in capsys.readouterr().out) == (step >= 3)
     for key, value in whole.state_dict().items():
         assert torch.equal(value, resumed.state_dict()[key]), key
@@ -71,33 +71,33 @@ def test_resumed_equals_uninterrupted(tiny: Target, tmp_path: Path, step: int, c
     assert [m["loss"] for m in one] == [m["loss"] for m in two]
 
 
-def test_accumulation_equals_one_large_batch(tiny: Target, tmp_path: Path) -> None:
+def test_accumulation_equals_one_large_batch(shallow: Target, tmp_path: Path) -> None:
     """Four accumulated batches step like one batch of the same sequences."""
     data = dataset(8)
     data = Dataset([Example(example.tokens[:16], example.mask[:16]) for example in data.examples], 8, 0, 0)
     found = []
     for name, options in (("many", {"batch_tokens": 32, "accumulate": 4}), ("one", {"batch_tokens": 128})):
-        made = drafter(tiny)
+        made = drafter(shallow)
         (tmp_path / name).mkdir()
-        trainer(max_steps=1, warmup=0.0, save_every=None, **options).fit(made, tiny, data, Live(), tmp_path / name)
+        trainer(max_steps=1, warmup=0.0, save_every=None, **options).fit(made, shallow, data, Live(), tmp_path / name)
         found.append(made)
     for key, value in found[0].state_dict().items():
         # Adam's first step is the sign of the gradient, so compare what it moved by, loosely where that is near zero
         assert (value.float() - found[1].state_dict()[key].float()).abs().float().mean() < 1e-5, key
 
 
-def test_kept_features_equal_live_ones(tiny: Target, tmp_path: Path) -> None:
+def test_kept_features_equal_live_ones(shallow: Target, tmp_path: Path) -> None:
     """Keeping features in memory changes nothing but the work."""
     losses = []
     for keep in (0.0, 1.0):
         run = tmp_path / str(keep)
         run.mkdir()
-        trainer().fit(drafter(tiny), tiny, dataset(), Live(keep_gb=keep), run)
+        trainer().fit(drafter(shallow), shallow, dataset(), Live(keep_gb=keep), run)
         losses.append(torch.tensor([m["loss"] for m in metrics(run)]))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-4, atol=1e-4)
 
 
-def test_full_disk_keeps_the_previous_checkpoint(tiny: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_keeps_the_previous_checkpoint(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fills while saving is told in one sentence, leaves no half checkpoint, and the run goes on later."""
     save = checkpoints.save_file
 
@@ -109,26 +109,26 @@ def test_full_disk_keeps_the_previous_checkpoint(tiny: Target, tmp_path: Path, m
 
     monkeypatch.setattr(checkpoints, "save_file", full)
     with pytest.raises(UserError, match=r"step-000006.*disk is full.*resume=auto"):
-        trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path)
+        trainer().fit(drafter(shallow), shallow, dataset(), Live(), tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000003"]
     monkeypatch.setattr(checkpoints, "save_file", save)
-    trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path)
+    trainer().fit(drafter(shallow), shallow, dataset(), Live(), tmp_path)
     assert [m["step"] for m in metrics(tmp_path)] == list(range(1, 10))
 
 
-def test_old_checkpoints_are_dropped(tiny: Target, tmp_path: Path) -> None:
+def test_old_checkpoints_are_dropped(shallow: Target, tmp_path: Path) -> None:
     """Only the newest `keep_checkpoints` stay."""
-    trainer(save_every=2, keep_checkpoints=2).fit(drafter(tiny), tiny, dataset(), Live(), tmp_path)
+    trainer(save_every=2, keep_checkpoints=2).fit(drafter(shallow), shallow, dataset(), Live(), tmp_path)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000006", "step-000008"]
 
 
-def test_broken_checkpoint_is_named(tiny: Target, tmp_path: Path) -> None:
+def test_broken_checkpoint_is_named(shallow: Target, tmp_path: Path) -> None:
     """A truncated checkpoint stops the resume with its path and the way out."""
-    trainer(max_steps=4).fit(drafter(tiny), tiny, dataset(), Live(), tmp_path)
+    trainer(max_steps=4).fit(drafter(shallow), shallow, dataset(), Live(), tmp_path)
     weights = tmp_path / "checkpoints" / "step-000003" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(UserError, match=r"step-000003.*cannot be read.*delete it"):
-        trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path)
+        trainer().fit(drafter(shallow), shallow, dataset(), Live(), tmp_path)
 
 
 class Poisoned(Live):
@@ -145,37 +145,37 @@ class Poisoned(Live):
         return replace(batch, features=replace(batch.features, hidden=hidden))
 
 
-def test_a_step_that_is_not_finite_is_left_out(tiny: Target, tmp_path: Path) -> None:
+def test_a_step_that_is_not_finite_is_left_out(shallow: Target, tmp_path: Path) -> None:
     """Weights after it are those before it, it is counted, and training goes on."""
     kept: list[dict[str, torch.Tensor]] = []
-    made = drafter(tiny)
+    made = drafter(shallow)
 
     def keep(step: int) -> None:
         kept.append({name: value.clone() for name, value in made.state_dict().items()})
 
-    trainer().fit(made, tiny, dataset(), Poisoned({3}), tmp_path, on_step=keep)
+    trainer().fit(made, shallow, dataset(), Poisoned({3}), tmp_path, on_step=keep)
     assert all(torch.equal(value, kept[3][name]) for name, value in kept[2].items())
     assert any(not torch.equal(value, kept[4][name]) for name, value in kept[3].items())
     assert [line["skipped"] for line in metrics(tmp_path)] == [0, 0, 0, 1, 1, 1, 1, 1, 1]
     assert [line["step"] for line in metrics(tmp_path) if line["loss"] is None] == [4]
 
 
-def test_many_steps_that_are_not_finite_stop(tiny: Target, tmp_path: Path) -> None:
+def test_many_steps_that_are_not_finite_stop(shallow: Target, tmp_path: Path) -> None:
     """After `max_skipped` of them in a row the run stops; it names the last good checkpoint, which holds numbers."""
     said = r"not finite in 2 steps in a row, up to step 6; the last good checkpoint is .*step-000003; lower"
     with pytest.raises(RunError, match=said):
-        trainer(max_skipped=2).fit(drafter(tiny), tiny, dataset(), Poisoned({4, 5}), tmp_path)
+        trainer(max_skipped=2).fit(drafter(shallow), shallow, dataset(), Poisoned({4, 5}), tmp_path)
     weights = load_file(tmp_path / "checkpoints" / "step-000003" / "model.safetensors")
     assert all(value.float().isfinite().all() for value in weights.values())
 
 
 @pytest.mark.parametrize("family", ["eagle3", "causal"])
-def test_gradient_checkpointing_changes_no_bit(tiny: Target, tmp_path: Path, family: str) -> None:
+def test_gradient_checkpointing_changes_no_bit(shallow: Target, tmp_path: Path, family: str) -> None:
     """What is run again in the backward pass gives the same weights; it was run again, and not while decoding."""
     found = []
     for again in (False, True):
         torch.manual_seed(0)
-        made: Any = drafter(tiny) if family == "eagle3" else Causal(tiny, num_layers=2)
+        made: Any = drafter(shallow) if family == "eagle3" else Causal(shallow, num_layers=2)
         part = made if family == "eagle3" else made.model.layers[0].mlp
         name, runs = ("_unroll", 0) if family == "eagle3" else ("forward", 0)
         inner = getattr(part, name)
@@ -187,16 +187,16 @@ def test_gradient_checkpointing_changes_no_bit(tiny: Target, tmp_path: Path, fam
 
         setattr(part, name, counted)
         folder = tmp_path / f"{again}"
-        trainer(max_steps=2, gradient_checkpointing=again, save_every=None).fit(made, tiny, dataset(), Live(), folder)
+        trainer(max_steps=2, gradient_checkpointing=again, save_every=None).fit(made, shallow, dataset(), Live(), folder)
         found.append((runs, {key: value.clone() for key, value in made.state_dict().items()}))
     assert found[1][0] == 2 * found[0][0] > 0
     assert all(torch.equal(value, found[1][1][key]) for key, value in found[0][1].items())
 
 
-def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(tiny: Target, tmp_path: Path) -> None:
+def test_gradient_checkpointing_is_refused_where_it_would_be_wrong(shallow: Target, tmp_path: Path) -> None:
     """Mask tokens add to the target's layers by hooks that are gone in the backward pass."""
     with pytest.raises(UserError, match=r"trainer.gradient_checkpointing=true.*leave it out"):
-        trainer(gradient_checkpointing=True).fit(GatedLora(tiny, num_masks=2), tiny, dataset(), Live(), tmp_path)
+        trainer(gradient_checkpointing=True).fit(GatedLora(shallow, num_masks=2), shallow, dataset(), Live(), tmp_path)
 
 
 def test_learning_rate_warms_up_and_decays() -> None:
@@ -217,10 +217,10 @@ def test_wrong_settings_are_named(key: str, value: Any) -> None:
         Trainer(**{key: value})
 
 
-def test_what_a_training_took_adds_up(tiny: Target, tmp_path: Path) -> None:
+def test_what_a_training_took_adds_up(shallow: Target, tmp_path: Path) -> None:
     """Tokens are those of the batches, parameters those that learn; a resumed run counts the tokens before and after."""
-    one = drafter(tiny)
-    told = trainer().fit(one, tiny, dataset(), Live(), tmp_path / "whole")
+    one = drafter(shallow)
+    told = trainer().fit(one, shallow, dataset(), Live(), tmp_path / "whole")
     assert (told.steps, told.parameters) == (9, sum(p.numel() for p in one.parameters() if p.requires_grad))
     stream = dataset().stream(Batching(60, 0))
     assert told.tokens == sum(len(example.tokens) for _ in range(9) for example in next(stream))
@@ -230,7 +230,7 @@ def test_what_a_training_took_adds_up(tiny: Target, tmp_path: Path) -> None:
             raise Killed
 
     with pytest.raises(Killed):
-        trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path / "cut", on_step=kill)
-    resumed = trainer().fit(drafter(tiny), tiny, dataset(), Live(), tmp_path / "cut")
+        trainer().fit(drafter(shallow), shallow, dataset(), Live(), tmp_path / "cut", on_step=kill)
+    resumed = trainer().fit(drafter(shallow), shallow, dataset(), Live(), tmp_path / "cut")
     assert (resumed.steps, resumed.tokens) == (told.steps, told.tokens)
     assert [line["tokens"] for line in metrics(tmp_path / "cut")] == [line["tokens"] for line in metrics(tmp_path / "whole")]

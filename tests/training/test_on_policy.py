@@ -303,8 +303,8 @@ def test_bad_settings_are_refused(key: str, value: Any) -> None:
 
 
 def fit(shallow: Target, run: Path, source: Source, kill: int | None = None) -> Causal:
-    """Six steps over small batches; with `kill`, broken off after that step and gone on with by a fresh drafter."""
-    trainer = Trainer(lr=1e-3, max_steps=6, batch_tokens=60, log_every=1, save_every=2)
+    """Four steps over small batches; with `kill`, broken off after that step and gone on with by a fresh drafter."""
+    trainer = Trainer(lr=1e-3, max_steps=4, batch_tokens=60, log_every=1, save_every=2)
     torch.manual_seed(3)
     drafter = Causal(shallow, num_layers=2)
 
@@ -320,16 +320,21 @@ def fit(shallow: Target, run: Path, source: Source, kill: int | None = None) -> 
     return drafter
 
 
+@pytest.fixture(scope="module")
+def live(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> Causal:
+    """A drafter trained on the data alone."""
+    return fit(shallow, tmp_path_factory.mktemp("live"), Live())
+
+
 @pytest.mark.parametrize("by", [*WAYS, "replay"])
-def test_trainings_repeat_and_resume(shallow: Target, tmp_path: Path, by: Any) -> None:
+def test_trainings_repeat_and_resume(shallow: Target, live: Causal, tmp_path: Path, by: Any) -> None:
     """Two runs of one seed end in identical weights, and so does one that was killed on the way."""
     runs = [
         fit(shallow, tmp_path / str(n), Generated(0.7, by, max_new_tokens=6), kill) for n, kill in enumerate((None, None, 3))
     ]
-    other = fit(shallow, tmp_path / "live", Live())
     for name, value in runs[0].state_dict().items():
         assert torch.equal(value, runs[1].state_dict()[name]) and torch.equal(value, runs[2].state_dict()[name]), name
-    assert any(not torch.equal(value, other.state_dict()[name]) for name, value in runs[0].state_dict().items())
+    assert any(not torch.equal(value, live.state_dict()[name]) for name, value in runs[0].state_dict().items())
 
 
 # The rule

@@ -1,5 +1,6 @@
 """What test_processes.py starts on several processes: trains drafters and writes down what came of it. Not a test itself."""
 
+import copy
 import gc
 import importlib
 import json
@@ -9,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,16 @@ class Slow(Live):
         return super().batch(request)
 
 
+def target_of(model: str, sharding: Any) -> Target:
+    """A target of its own for each training; what is not cut up is read once."""
+    return copy.deepcopy(whole(model)) if sharding == "none" else load_hf(model, sharding=sharding)
+
+
+@cache
+def whole(model: str) -> Target:
+    return load_hf(model)
+
+
 def train(job: dict[str, Any]) -> None:
     """Train one family for the target in the directory `model`; write its weights, those of the target that it trained, and
     the metrics to `out`.
@@ -70,7 +82,7 @@ def train(job: dict[str, Any]) -> None:
     `die` is (rank, step) of a process that is killed there, `leave` a step after which all of them leave.
     """
     out = Path(job["out"])
-    target = load_hf(job["model"], sharding=job.get("target", "none"))
+    target = target_of(job["model"], job.get("target", "none"))
     drafter = make(job["family"], target)
     own = {id(parameter) for parameter in drafter.parameters()}
     theirs = {id(p) for group in drafter.stages[-1].groups for p in group["params"]} - own
