@@ -53,7 +53,7 @@ def looped_walk(tokens: list[int], parents: list[int], usable: list[bool], choic
         path.append(below[0])
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("shape", ["random", "star", "chain"])
 @pytest.mark.parametrize("num_nodes", [1, 2, 9, 70])
 @pytest.mark.parametrize("seed", range(4))
@@ -226,7 +226,7 @@ def shaped(logits: list[float], temperature: float, top_k: int, top_p: float) ->
     return [score if v in kept else -math.inf for v, score in enumerate(scores)]
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 @pytest.mark.parametrize("top_k", [0, 1, 5, 99])
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.4, 1e-6])

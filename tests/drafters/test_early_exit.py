@@ -104,7 +104,7 @@ def at(step: int, num_steps: int) -> TrainingState:
     return TrainingState(step, step / num_steps)
 
 
-@pytest.mark.sweep(14)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("num_layers", [2, 5, 8, 32])
 @pytest.mark.parametrize("scale", [1.0, 0.2])
 @pytest.mark.parametrize("step", [0, 1, 7, 30, 49, 50, 99])

@@ -298,7 +298,7 @@ def equal(drafter: Any, reference: Callable[..., Losses], batch: Batch, target: 
     assert any(wanted.norm() > 0.1 for wanted in gradients(drafter.loss(batch, target, STATE), parameters))
 
 
-@pytest.mark.sweep(30)
+@pytest.mark.sweep(15)
 @pytest.mark.parametrize("chunk", [CHUNK, 2048])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("family", FAMILIES)

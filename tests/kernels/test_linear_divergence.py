@@ -106,7 +106,7 @@ def agree(case: Case, found: Judged, losses: Tensor, wanted: Tensor, tolerance: 
     assert torch.equal(found.best, case.log_q().argmax(-1)) and torch.equal(found.labels, wanted)
 
 
-@pytest.mark.sweep(40)
+@pytest.mark.sweep(20)
 @pytest.mark.parametrize("dtype", EXACT)
 @pytest.mark.parametrize("chunk", CHUNKS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -396,7 +396,7 @@ def said(which: str, rows: int, vocab: int) -> tuple[Tensor | None, Tensor | Non
     return log_p, None, None
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(12)
 @pytest.mark.parametrize("with_grad", [True, False])
 @pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.7, None), (1.3, 4.0)])
 @pytest.mark.parametrize("vocab", [3, 1500])

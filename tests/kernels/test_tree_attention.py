@@ -61,7 +61,7 @@ def agree(inputs: Inputs, window: int | None = None, softcap: float | None = Non
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("prefix", [0, 1, 5, 64, 65])
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("num_nodes", [1, 2, 9])
@@ -70,7 +70,7 @@ def test_one_row_equals_the_loop(prefix: int, group: int, num_nodes: int) -> Non
     agree(case([prefix], num_nodes, num_nodes, group))
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
 @pytest.mark.parametrize("num_new", [1, 4, 9])

@@ -79,7 +79,7 @@ def attended(target: Target) -> Iterator[list[tuple[int, int]]]:
             handle.remove()
 
 
-@pytest.mark.sweep(24)
+@pytest.mark.sweep(12)
 @MASKS
 @pytest.mark.parametrize("length", [9, ROWS, 1])
 def test_dropped_rows_equal_a_masked_model(models: tuple[Target, Any], dropped: Tensor, length: int) -> None:

@@ -203,7 +203,7 @@ def test_drafting_sees_what_its_layers_say(target: Target, last: int, skipped: t
         start = end
 
 
-@pytest.mark.sweep(16)
+@pytest.mark.sweep(8)
 @CHILDREN
 @LENGTHS
 @pytest.mark.parametrize("drafted", [True, False])

@@ -225,7 +225,7 @@ def test_cached_features_equal_whole_ones(models: tuple[Target, Any]) -> None:
     close(torch.cat([prompt.hidden, chain.hidden], dim=1), target.features(tokens, EVERY).hidden)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("middle", range(LAYERS + 1))
 def test_two_partial_runs_equal_a_whole_one(models: tuple[Target, Any], middle: int) -> None:
     """Layers up to `middle`, then the others from what these gave; an early exit reads the final norm of `middle`."""

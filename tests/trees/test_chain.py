@@ -39,7 +39,7 @@ def chain(row: int, builder: Chain) -> list[Path]:
     return found
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("children", ["deterministic", "sampled", "without_replacement"])
 @pytest.mark.parametrize("stop", [0.0, 0.2, 0.5, 0.7])
 @pytest.mark.parametrize("depth, temperature, seed", [(1, 1.0, 0), (2, 0.6, 1), (5, 1.0, 2)])

@@ -117,7 +117,7 @@ def test_drawn_siblings_are_distributed_as_q(children: Children) -> None:
     assert ((observed - expected)[real] ** 2 / expected[real]).sum() < 67  # 29 or 35 degrees of freedom
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("budget, depth, width", [(2, 1, 3), (4, 2, 2), (5, 5, 5), (7, 3, 2), (7, 6, 6), (7, 2, 3)])
 def test_search_equals_exhaustive_search(budget: int, depth: int, width: int, seed: int) -> None:
@@ -136,7 +136,7 @@ def test_search_equals_exhaustive_search(budget: int, depth: int, width: int, se
     grown(lambda: builder)
 
 
-@pytest.mark.sweep(12)
+@pytest.mark.sweep(8)
 @pytest.mark.parametrize("chances", CHANCES, ids=str)
 @pytest.mark.parametrize("levels", [1, 2, 3, 4, 7])
 def test_sequoia_table_equals_brute_force(chances: list[float], levels: int) -> None:
@@ -151,7 +151,7 @@ def test_sequoia_table_equals_brute_force(chances: list[float], levels: int) -> 
             np.testing.assert_allclose(table[nodes, level], list(found.values()), atol=1e-7)
 
 
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(10)
 @pytest.mark.parametrize("chances", CHANCES, ids=str)
 @pytest.mark.parametrize("nodes", range(2, 8))
 @pytest.mark.parametrize("levels", [2, 3, 7])
