@@ -30,6 +30,9 @@ as transformers gives them. Where only some of it is, the table names that.
 - **Sinks** (gpt-oss) run in the kernel and in training; **chunks** (Llama 4), heads wider than 256 and **values of
   another size than keys** (DeepSeek) are exact but take the slower reference attention on a GPU. Latent attention caches
   expanded heads.
+- **Layers that keep a state** (Qwen3-Next, Qwen3.5, Kimi Linear, Nemotron-H, LFM2, Granite 4 hybrid, Mamba 2) verify trees
+  and chains: each node has a state of its own, computed level by level, which takes as many steps as the tree is deep.
+  Drafters that run some of the layers only, or take committed tokens back, are refused.
 - **Gemma 3n** has several residual streams between its layers: drafters that read none but the final features work.
 - Of a **model of text and images** the text decoder is the target; images in conversations are not read yet.
 

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spectrain.errors import UserError, first_line
 from spectrain.trees.token_tree import TokenTree
 
 from .attention import Call, Reach
+from .decoder import cache_name
 from .features import Layer
 from .forward_plan import ForwardPlan
 from .kv_cache import KeyValueShape
 from .masks import Mask, masks_asked_for
+from .recurrent import Watching
 
 if TYPE_CHECKING:
     from .target import Target
@@ -39,13 +41,15 @@ MOST = 1 << 20  # positions at which windows are looked for
 class Attending:
     """What the layers of a target are like, as one forward shows."""
 
-    returns_tuple: bool  # a layer gives its states in a tuple
-    is_one_stream: bool  # between its layers there is one state for each token
-    shapes: tuple[KeyValueShape, ...] | None  # of its layers, where they are not all alike
-    reaches: dict[int, Reach] | None  # of layers that do not say themselves how far back they see
+    num_returned: int = 0  # a layer gives its states in a tuple of so many; 0: alone
+    is_one_stream: bool = True  # between its layers there is one state for each token
+    layers: tuple[int, ...] | None = None  # those that attend; None: all
+    shapes: dict[int, KeyValueShape] | None = None  # of these, where they are not all alike or not all
+    reaches: dict[int, Reach] | None = None  # of those that do not say themselves how far back they see
+    recurrent: dict[int, nn.Module] = field(default_factory=dict)  # what keeps a state in place of keys and values, by layer
 
 
-UNKNOWN = Attending(False, True, None, None)
+UNKNOWN = Attending()
 
 
 def attending(target: Target) -> Attending:
@@ -53,13 +57,21 @@ def attending(target: Target) -> Attending:
     calls: list[Call] = []
     outputs: list[Any] = []
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
+    watching = Watching(target.config)
+    name = cache_name(target.decoder)
+    cached: dict[str, Any] = {name: watching, "use_cache": True} if watching.is_recurrent else {"use_cache": False}
     handle = target.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output))
     try:
-        with torch.no_grad(), explaining(target), masks_asked_for() as masks:
-            target.decoder(input_ids=tokens, use_cache=False, calls=calls)
+        with torch.no_grad(), explaining(target), masks_asked_for() as masks, watching.over(target.layers):
+            target.decoder(input_ids=tokens, calls=calls, **cached)
     finally:
         handle.remove()
-    if [call.layer for call in calls] != [*range(target.num_layers)]:
+    layers = [call.layer for call in calls]
+    if (
+        layers != sorted({*layers})
+        or not {*layers} | {*watching.found}
+        or (not watching.found and len(layers) < target.num_layers)
+    ):
         raise UserError(
             f"target {target.name}: {len(calls)} of its {target.num_layers} layers go through transformers' attention "
             "interface, so trees cannot be verified with it; use a model whose layers are all ordinary attention"
@@ -70,12 +82,13 @@ def attending(target: Target) -> Attending:
             f"target {target.name}: its attention depends on {', '.join(unheeded)}, which tree attention does not know; use "
             "a model whose layers are all ordinary attention"
         )
-    shapes = tuple(call.shape for call in calls)
-    alike = len({*shapes}) == 1 and shapes[0].key_size == shapes[0].value_size
+    shapes = {call.layer: call.shape for call in calls}
+    alike = len(shapes) == target.num_layers and len({*shapes.values()}) == 1
+    alike = alike and all(shape.key_size == shape.value_size for shape in shapes.values())
     reaches = {call.layer: reach for call in calls if (reach := _reach(target, call, masks)) is not None}
-    is_tuple = isinstance(outputs[0], tuple)
-    states = outputs[0][0] if is_tuple else outputs[0]
-    return Attending(is_tuple, states.dim() == 3, None if alike else shapes, reaches or None)
+    num_returned = len(outputs[0]) if isinstance(outputs[0], tuple) else 0
+    states = outputs[0][0] if num_returned else outputs[0]
+    return Attending(num_returned, states.dim() == 3, tuple(layers), None if alike else shapes, reaches or None, watching.found)
 
 
 @contextmanager
@@ -132,10 +145,11 @@ def check_exact(target: Target) -> None:
     from .plain import plain_model
 
     tokens, layers = _text(target), _layers(target)
-    # hooks of ours: asked for hidden states, transformers leaves hooks in the model for good
-    with explaining(target), plain_model(target) as model, target.captured(layers) as captured:
-        logits = model(input_ids=tokens, use_cache=False).logits.float()
-    plain = Unmodified(tokens, logits, layers, captured)
+    with explaining(target), plain_model(target) as model:
+        with target.captured(layers) as captured:  # asked for hidden states, transformers leaves hooks in the model for good
+            logits = model(input_ids=tokens, use_cache=False).logits.float()
+        stepped = _stepped(model, tokens, target) if target.attending.recurrent else logits
+    plain = Unmodified(tokens, logits, stepped, layers, captured)
     limit = NEAR.get(target.dtype, ROUNDED)
     with explaining(target):
         for what, gap in _gaps(target, plain):
@@ -152,6 +166,7 @@ class Unmodified:
 
     tokens: Tensor  # [1, T]
     logits: Tensor  # [1, T, V]
+    stepped: Tensor  # the same, half of the text read at once and the rest token by token
     layers: tuple[Layer, ...]
     states: dict[Layer, Tensor]  # [1, T, D] entering each of the layers
 
@@ -185,7 +200,17 @@ def _gaps(target: Target, plain: Unmodified) -> Iterator[tuple[str, float]]:
     seen = target.run(plain.tokens, ForwardPlan(layers=plain.layers, logits=True))
     yield "features", max([0.0, *(_apart(seen.at(layer), plain.states[layer]) for layer in plain.layers)])
     yield "logits", _apart(seen.logits, plain.logits)
-    yield "logits over a cached tree", max(_cached(target, plain.tokens, plain.logits))
+    yield "logits over a cached tree", max(_cached(target, plain.tokens, plain.stepped))
+
+
+def _stepped(model: Any, tokens: Tensor, target: Target) -> Tensor:
+    """As `generate` steps: recurrent layers read a text at once in other ways, which with some models is not quite the same."""
+    name, parts, cache = cache_name(target.decoder), [], None
+    for part in (tokens[:, : LENGTH // 2], *tokens[:, LENGTH // 2 :].split(1, dim=1)):
+        output = model(input_ids=part, use_cache=True, **({} if cache is None else {name: cache}))
+        cache = output[name]
+        parts.append(output.logits.float())
+    return torch.cat(parts, dim=1)
 
 
 def _cached(target: Target, tokens: Tensor, logits: Tensor) -> Iterator[float]:

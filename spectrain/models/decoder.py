@@ -1,5 +1,6 @@
 """Where in a model its decoder layers are."""
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -25,3 +26,8 @@ def list_name(decoder: nn.Module) -> str | None:
 def layers_of(decoder: nn.Module) -> nn.ModuleList | None:
     name = list_name(decoder)
     return None if name is None else getattr(decoder, name)
+
+
+def cache_name(decoder: nn.Module) -> str:
+    """What a decoder calls the cache that it is given."""
+    return "cache_params" if "cache_params" in inspect.signature(decoder.forward).parameters else "past_key_values"

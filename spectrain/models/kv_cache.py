@@ -5,7 +5,7 @@ whose widest W numbers a slot each takes what it needs. A row holds `lengths[b]`
 behind them (a prompt, a tree, or one more level of a tree); `commit` keeps one path of what was appended and forgets the rest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
@@ -19,6 +19,8 @@ from spectrain.errors import UserError
 from spectrain.kernels.kv_append import kv_append
 from spectrain.kernels.kv_commit import kv_commit
 from spectrain.kernels.tree_attention import Visibility, tree_attention
+
+from .recurrent import Recurrence
 
 _numbers = count()
 known_caches: WeakValueDictionary[int, "TreeCache"] = WeakValueDictionary()
@@ -41,7 +43,8 @@ class TreeCache(Cache):
 
     The host knows `longest` exactly, for which a commit asks the device; or, with a `bound` that no row that is still decoded
     passes, it knows the bound only. Then nothing is ever asked, tensors stay where they are, and a CUDA graph may replay
-    what was done. `shapes` are of the layers, where they are not all alike.
+    what was done. `shapes` are of the layers that attend, where they are not all alike or not all; what others keep is in
+    `recurrences`.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class TreeCache(Cache):
         max_length: int,
         device: torch.device | str,
         bound: int | None = None,
-        shapes: Sequence[KeyValueShape] | None = None,
+        shapes: Mapping[int, KeyValueShape] | None = None,
     ) -> None:
         self.number = next(_numbers)  # what compiled code knows it by
         known_caches[self.number] = self
@@ -61,6 +64,8 @@ class TreeCache(Cache):
         self.is_empty = True  # no forward has appended anything yet
         self.pending = 0  # nodes appended behind the committed tokens and not yet committed or forgotten
         self.positions: Tensor | None = None  # [B, pending] the position ids of these nodes, where they were said
+        self.recurrences: dict[int, Recurrence] = {}
+        self.prompt_lengths: Tensor | None = None  # [B] of prompts that are about to be read
         self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
@@ -73,6 +78,7 @@ class TreeCache(Cache):
         self.lengths.zero_()
         self.longest = self.bound or 0
         self.forget()
+        self.recurrences.clear()
         self.is_empty = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -139,13 +145,15 @@ class TreeCache(Cache):
     def _allocated(self, keys: Tensor) -> Tensor:
         """Empty slots for all layers."""
         batch, heads, _, size = keys.shape
-        each = (heads, size) if self.shapes is None else (1, max(shape.width for shape in self.shapes))
-        return torch.zeros((len(self.layers), 2, batch, self.max_length, *each), dtype=held_dtype(keys), device=keys.device)
+        count, each = len(self.layers), (heads, size)
+        if self.shapes is not None:
+            count, each = len(self.shapes), (1, max(shape.width for shape in self.shapes.values()))
+        return torch.zeros((count, 2, batch, self.max_length, *each), dtype=held_dtype(keys), device=keys.device)
 
     def _held(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """All slots of a layer's keys and values, [B, T, H, D] each."""
         assert self.storage is not None
-        store = self.storage[layer]
+        store = self.storage[layer if self.shapes is None else list(self.shapes).index(layer)]
         if self.shapes is None:
             expected = (store.shape[1], *store.shape[3:])
             if expected != (len(keys), keys.shape[1], keys.shape[3]) or values.shape != keys.shape:
@@ -163,6 +171,8 @@ class TreeCache(Cache):
 
     def arrange(self, order: Tensor, layers: slice = slice(None)) -> None:
         """Put the appended nodes in another order: the i-th behind the committed tokens becomes node `order[b, i]` [B, N]."""
+        for recurrence in self.recurrences.values():
+            recurrence.arrange(order)
         if self.storage is None:
             return
         source = self.lengths[:, None] + order
@@ -177,6 +187,8 @@ class TreeCache(Cache):
 
         `fresh` [B, P, ...] gets what `hidden` [B, N, ...] holds along the path.
         """
+        for recurrence in self.recurrences.values():
+            recurrence.commit(path, counts)
         if path is not None and self.bound is not None and self.storage is not None:
             kv_commit(self.storage, self.lengths, path, counts, hidden, fresh)
         else:
@@ -187,10 +199,18 @@ class TreeCache(Cache):
             self.longest = int(self.lengths.max())
         self.forget()
 
+    def _check_no_states(self) -> None:
+        if self.recurrences:
+            raise UserError(
+                "target: its layers keep a state, which cannot take committed tokens back as this drafter does; use another "
+                "drafter, such as eagle3"
+            )
+
     @contextmanager
     def rewound(self, committed: int) -> Iterator[None]:
         """For so long the newest committed tokens of every row are not there, and what is appended in their place is forgotten;
         then they are back, bit by bit."""
+        self._check_no_states()
         assert self.bound is None and self.storage is not None and not self.pending
         rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
         slots = self.lengths[:, None] - committed + torch.arange(committed, device=self.lengths.device)
@@ -206,7 +226,10 @@ class TreeCache(Cache):
 
     def forget(self, committed: int = 0) -> None:
         """Drop every node that was appended and not committed, and the newest committed ones of every row."""
+        for recurrence in self.recurrences.values():
+            recurrence.forget(len(self.lengths))
         if committed:
+            self._check_no_states()
             self.lengths -= committed
             self.longest -= 0 if self.bound is not None else committed
         self.pending = 0

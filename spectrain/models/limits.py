@@ -2,6 +2,7 @@
 
 from typing import Any
 
+UNBOUNDED = 1 << 20  # of a model that names no length, for it keeps a state alone
 SPARE = 256  # slots that trees may take behind a text
 
 
@@ -11,7 +12,7 @@ def longest_text(config: Any) -> int:
     Longrope turns all positions otherwise from a certain length on, those of keys that lie in the cache as well. Llama 4's
     temperature grows with a token's slot, which in a tree is not its position, from `floor_scale` on.
     """
-    longest = int(config.max_position_embeddings)
+    longest = int(getattr(config, "max_position_embeddings", None) or UNBOUNDED)
     switch = rope_switch(config)
     if switch is not None:
         longest = min(longest, switch)

@@ -44,11 +44,11 @@ def checkpointed(layer: nn.Module) -> Forward:
     return partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def passing_on(returns_tuple: bool) -> Forward:
+def passing_on(num_returned: int) -> Forward:
     """In a layer's place, nothing: its input is its output."""
 
     def run(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (hidden_states,) if returns_tuple else hidden_states
+        return (hidden_states, *[None] * (num_returned - 1)) if num_returned else hidden_states
 
     return run
 

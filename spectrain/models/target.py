@@ -26,14 +26,15 @@ from spectrain.trees.token_tree import TokenTree
 from .attention import ATTENTION, trees_alone
 from .check import UNKNOWN, attending
 from .compiled_layers import running
-from .decoder import decoder_of, layers_of
+from .decoder import cache_name, decoder_of, layers_of
 from .features import Features, Layer, document_positions
-from .forward_plan import TEXT, ForwardPlan, LayerSpan, Part, Sublayer
+from .forward_plan import TEXT, WHOLE, ForwardPlan, LayerSpan, Part, Sublayer
 from .head import Head
 from .kv_cache import TreeCache
 from .lean_layers import lean_layers
 from .limits import longest_text, rope_switch
 from .prepacked import pack_linears, rows_alike
+from .recurrent_forward import with_states
 from .replaced_forward import Forward, adding_nothing, checkpointed, for_kept, passing_on, replaced
 from .sharding import Sharding
 
@@ -128,6 +129,7 @@ class Target(nn.Module):
     def prefill(self, tokens: Tensor, lengths: Tensor, cache: TreeCache, layers: tuple[Layer, ...]) -> Features:
         """Run prompts [B, T], padded on the right, into an empty cache; logits [B, 1, V] follow each row's last token."""
         kept = layers if "final" in layers else (*layers, "final")
+        cache.prompt_lengths = lengths
         features = self.run(tokens, ForwardPlan(layers=kept, cache=cache))
         cache.commit(None, lengths)
         last = features.at("final").gather(1, (lengths - 1)[:, None, None].expand(-1, 1, self.width))
@@ -148,7 +150,7 @@ class Target(nn.Module):
         with ExitStack() as stack, torch.set_grad_enabled(plan.grad):
             captured = stack.enter_context(self.captured(plan.layers))
             stack.enter_context(self._fed(plan.span))
-            if not plan.grad and self.device.type == "cpu" and not self.attending.returns_tuple:
+            if not plan.grad and self.device.type == "cpu" and not self.attending.num_returned:
                 stack.enter_context(replaced(lean_layers(self.layers)))
             stack.enter_context(replaced(self._passed_by(plan, working)))
             if plan.recompute and plan.grad and plan.cache is None:
@@ -156,11 +158,12 @@ class Target(nn.Module):
                 stack.enter_context(replaced([(layer, checkpointed(layer)) for layer in layers]))
             if visibility is not None:
                 stack.enter_context(rows_alike())
-            stack.enter_context(running(plan.cache, visibility, plan.span.attending(self.num_layers)))
+            stack.enter_context(replaced(self._with_states(plan, visibility)))
+            stack.enter_context(running(plan.cache, visibility, self._attending(plan)))
             output = self.decoder(
                 input_ids=tokens,
                 position_ids=positions,
-                past_key_values=plan.cache,
+                **{cache_name(self.decoder): plan.cache},
                 use_cache=plan.cache is not None,
                 visibility=visibility,
                 tree_cache=plan.cache,
@@ -293,13 +296,32 @@ class Target(nn.Module):
         for index, layer in enumerate(self.layers):
             kept = None if dropped is None else ~dropped[index].cpu()
             if index not in working or (kept is not None and not kept.any() and not self.in_step):
-                yield layer, passing_on(self.attending.returns_tuple)
+                yield layer, passing_on(self.attending.num_returned)
             elif kept is not None and not kept.all():
-                yield layer, for_kept(layer, kept, plan.lengths, self.attending.returns_tuple, self.device)
+                yield layer, for_kept(layer, kept, plan.lengths, self.attending.num_returned > 0, self.device)
         for index, part in (one for one in plan.span.skipped if isinstance(one, Sublayer)):
             layer = self.layers[index]
             yield layer, partial(type(layer).forward, layer)  # uncompiled: one compilation serves whole layers
             yield self.sublayer(index, part), adding_nothing(returns_tuple=part == "attention")
+
+    def _attending(self, plan: ForwardPlan) -> list[int]:
+        """The layers whose attention runs."""
+        layers, known = plan.span.attending(self.num_layers), self.attending.layers
+        return layers if known is None else [layer for layer in layers if layer in known]
+
+    def _with_states(
+        self, plan: ForwardPlan, visibility: Visibility | list[Visibility] | None
+    ) -> Iterator[tuple[nn.Module, Forward]]:
+        """What runs in the place of modules that keep a state: over a prompt, a tree behind it, or packed documents."""
+        if not self.attending.recurrent or (plan.cache is None and plan.mask is None and plan.lengths is None):
+            return
+        if (plan.cache is None and plan.mask is not None) or (plan.cache is not None and plan.span is not WHOLE):
+            raise UserError(
+                f"target {self.name}: its layers keep a state, which this drafter's trees without a cache, or over some of "
+                "the layers, do not; use another drafter, such as eagle3"
+            )
+        for layer, module in self.attending.recurrent.items():
+            yield module, with_states(module, layer, plan.cache, visibility, plan.lengths)
 
     def sublayer(self, layer: int, part: Part) -> nn.Module:
         """The module of a half of a layer."""

@@ -89,6 +89,7 @@ OWN: dict[str, dict[str, Any]] = {  # what differs from SMALL
     "longcat_flash": LATENT,
     "mamba2": {"num_heads": 4, "head_dim": 8, "expand": 1},
     "minicpm3": LATENT,
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 4,
     },

@@ -29,6 +29,8 @@ from spectrain.trees.token_tree import TokenTree
 
 from .architectures import VOCAB, auto_class, names, save_small
 
+STATES_AFTER = ("mamba", "mamba2", "falcon_mamba")  # whose hidden states are told after each layer, not before it
+STEPS_APART = ("nemotron_h",)  # which in transformers too says up to 0.3 % otherwise when a text is read token by token
 IDENTICAL, ERROR = "identical", "error"
 NEW_TOKENS = 24
 
@@ -56,6 +58,19 @@ def random_tree(batch: int, num_nodes: int) -> TokenTree:
 
 
 @torch.no_grad()
+def stepped_after(plain: Any, sequences: list[list[int]], read: int) -> Tensor:
+    """The same of a model that steps otherwise than it reads: the first `read` tokens at once, each other by itself."""
+    found = []
+    for sequence in sequences:
+        tokens, cache = torch.tensor([sequence]), None
+        for part in (tokens[:, :read], *tokens[:, read:].split(1, dim=1)):
+            output = plain(part, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+        found.append(output.logits[0, -1].float())
+    return torch.stack(found)
+
+
+@torch.no_grad()
 def logits_after(plain: Any, sequences: list[list[int]]) -> Tensor:
     """What the unmodified model says follows each sequence, [S, V]; sequences of a length are run together."""
     found: list[Tensor] = [torch.empty(0)] * len(sequences)
@@ -79,8 +94,9 @@ class Trial:
         tokens = words(2, 20)
         with torch.no_grad():
             states = self.plain(tokens, output_hidden_states=True, use_cache=False)
-        several = not self.target.attending.is_one_stream
-        layers: tuple[Layer, ...] = ("final",) if several else (*range(self.target.num_layers), "final")
+        several, count = not self.target.attending.is_one_stream, self.target.num_layers
+        first = 1 if self.target.config.model_type in STATES_AFTER else 0
+        layers: tuple[Layer, ...] = ("final",) if several else (*range(first, first + count), "final")
         seen = self.target.run(tokens, ForwardPlan(layers=layers, logits=True))
         wanted = () if several else states.hidden_states
         gaps = [difference(seen.hidden[:, :, place], state) for place, state in enumerate(wanted)]
@@ -105,12 +121,20 @@ class Trial:
                 for node in range(num_nodes)
             ]
             seen = self.target.verify(tree, cache)
-            gaps.append(difference(seen.logits, logits_after(self.plain, sequences).view(batch, num_nodes, -1)))
+            gaps.append(difference(seen.logits, self.after(sequences, lengths).view(batch, num_nodes, -1)))
             counts = tree.ancestors[:, -1].sum(1)
             path = (~tree.ancestors[:, -1]).long().argsort(dim=1, stable=True)
             cache.commit(path, counts)
             texts = [text + row[kept].tolist() for text, row, kept in zip(texts, tree.tokens, tree.ancestors[:, -1])]
         return max(gaps)
+
+    def after(self, sequences: list[list[int]], lengths: list[int]) -> Tensor:
+        """What follows each of the sequences, as many of them for each of the prompts of these lengths."""
+        if self.target.config.model_type not in STEPS_APART:
+            return logits_after(self.plain, sequences)
+        each = len(sequences) // len(lengths)
+        parts = zip(lengths, (sequences[start : start + each] for start in range(0, len(sequences), each)))
+        return torch.cat([stepped_after(self.plain, part, length) for length, part in parts])
 
     def ngram(self) -> float:
         return self.decoded(Session(self.target, Greedy(), Ngram(self.target), Chain(3)))
@@ -162,7 +186,7 @@ def outcomes(name: str, folder: Path) -> dict[str, str]:
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
-SAMPLE = ("llama", "gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "qwen2_moe", "doge", "qwen3_vl")
+SAMPLE = ("llama", "gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "qwen2_moe", "doge", "qwen3_vl", "qwen3_next")
 
 
 def row(name: str, found: dict[str, str]) -> str:

@@ -57,7 +57,7 @@ SCALED: dict[str, Any] = {  # their output layer's logits are multiplied by a se
     "cohere": hf.CohereConfig(**SIZE, logit_scale=0.25),
 }
 REFUSED: dict[str, tuple[Any, str]] = {
-    "mamba": (hf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4), "attention"),
+    "bloom": (hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "attention"),
     "doge": (hf.DogeConfig(**SIZE, keep_window_size=4), "features differ"),
     "falcon": (hf.FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4), "attention"),
 }
@@ -384,7 +384,7 @@ def test_a_cache_that_is_told_of_unlike_layers_holds_them() -> None:
     shapes = [KeyValueShape(2, 4, 4), KeyValueShape(1, 6, 3), KeyValueShape(3, 2, 5)]
     kept = torch.tensor([[0, 2], [0, 1]]), torch.tensor([2, 1])
     for bound in (None, 12):
-        cache, given = TreeCache(3, 2, 16, "cpu", bound, shapes), []
+        cache, given = TreeCache(3, 2, 16, "cpu", bound, dict(enumerate(shapes))), []
         for layer, (heads, *sizes) in enumerate(shapes):
             parts = [torch.randn(2, heads, 3, size) for size in sizes]
             given.append(parts)

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from spectrain.models.attention import causal_attention
 from spectrain.models.compiled_layers import attend_behind
+from spectrain.models.limits import longest_text
 
 if TYPE_CHECKING:
     from spectrain.models.kv_cache import TreeCache
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def llama_layer(config: Any) -> dict[str, Any]:
     """Settings of one Llama layer with the width, heads and rotary embedding of a model's (text) configuration."""
-    heads = config.num_attention_heads
+    heads = num_heads(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in rope and "rope_type" not in rope:  # one entry per kind of layer: take full attention's
         rope = rope.get("full_attention", {})
@@ -32,9 +33,14 @@ def llama_layer(config: Any) -> dict[str, Any]:
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": head_size(config),
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
-        "max_position_embeddings": config.max_position_embeddings,
+        "max_position_embeddings": longest_text(config),
         **({"rope_parameters": dict(rope)} if rope else {}),
     }
+
+
+def num_heads(config: Any) -> int:
+    """Of a model's attention; of one that has none, heads of 64."""
+    return getattr(config, "num_attention_heads", None) or max(1, config.hidden_size // 64)
 
 
 def inner_size(config: Any) -> int:
@@ -45,7 +51,7 @@ def inner_size(config: Any) -> int:
 
 def head_size(config: Any) -> int:
     """Of an attention head; of layers with unlike heads, the configuration's own entry."""
-    size = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    size = config.to_dict().get("head_dim") or config.hidden_size // num_heads(config)
     return size + size % 2  # rotary embeddings turn pairs
 
 

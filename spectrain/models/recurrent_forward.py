@@ -1,0 +1,43 @@
+"""A module that keeps a state, called over what a forward of the target brings. Shapes: B batch, N tokens or nodes, D width."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectrain.kernels.tree_attention import Visibility
+
+from .kv_cache import TreeCache
+from .recurrent import Recurrence, calling
+from .replaced_forward import Forward
+
+
+def with_states(
+    module: Any,
+    layer: int,
+    cache: TreeCache | None,
+    visibility: Visibility | list[Visibility] | None,
+    lengths: tuple[int, ...] | None,
+) -> Forward:
+    """In a module's place: packed documents one by one, or prompts and nodes with the states of a cache."""
+    forward = type(module).forward.__get__(module)
+
+    def documents(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        assert lengths is not None
+        return torch.cat([forward(part, *args, **kwargs) for part in hidden_states.split(lengths, dim=1)], dim=1)
+
+    def nodes(*args: Any, **kwargs: Any) -> Tensor:
+        assert cache is not None
+        hidden = args[0] if args else kwargs["hidden_states"]
+        run = calling(forward, cache, args, kwargs, layer)
+        recurrence = cache.recurrences.setdefault(layer, Recurrence())
+        if visibility is None:
+            said = cache.prompt_lengths
+            whole = torch.full_like(cache.lengths, hidden.shape[1])
+            return recurrence.read(run, hidden, whole if said is None else said)
+        assert isinstance(visibility, Visibility)
+        return recurrence.step(run, hidden, visibility.tree)
+
+    return documents if cache is None else nodes
