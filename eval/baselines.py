@@ -53,6 +53,7 @@ class Baselines(Part):
         chain = Chain(min(3, builder.depth), builder.children, builder.temperature, builder.seed)
         plain = rule.matched()  # a drafter that copies text draws nothing, so p / q has no meaning for it
         drafts = not drafter.abilities.copies_text
+        judged = "" if plain.name == rule.name else f", rule {plain.name}"
         found = []
         by_clock = target.sharding == "none"  # processes that share a target must draft the same trees
         if "auto" in self.names and drafts and by_clock and builder.children == "deterministic" and builder.name != Auto.name:
@@ -61,7 +62,7 @@ class Baselines(Part):
         store = self._store(candidate) if COPYING & ({*self.names} - {*TRAINING_FREE} | others) else None
         tree = Auto() if by_clock else Eagle2(builder.depth, builder.budget)
         if "copies" in self.names and drafts and not drafter.abilities.undrawn:
-            found.append(System("copies", "the same, with copies", Merged(drafter, Copying(store)), tree, plain))
+            found.append(System("copies", f"the same, with copies{judged}", Merged(drafter, Copying(store)), tree, plain))
         if "chain" in self.names and not builder.is_chain and drafts:
             found.append(System("chain", "the same, chain", drafter, chain, rule))
         name = shipped_for(target) if "shipped" in self.names and candidate.untrained is not None else None
@@ -71,11 +72,13 @@ class Baselines(Part):
             found.append(System("untrained", "untrained", candidate.untrained(), copy.deepcopy(builder), rule))
         if "retrieval" in others:
             alone = Retrieval(target, None if store is None else str(store.folder))
-            found.append(System("retrieval", "copies alone", alone, copy.deepcopy(tree), plain))
+            found.append(System("retrieval", f"copies alone{judged}", alone, copy.deepcopy(tree), plain))
         if "ngram" in others:
-            found.append(System("ngram", "n-gram lookup", Ngram(target), Chain(chain.depth), plain))
+            found.append(System("ngram", f"n-gram lookup{judged}", Ngram(target), Chain(chain.depth), plain))
         if "lookahead" in others:
-            found.append(System("lookahead", "lookahead", Lookahead(target), Eagle2(builder.depth, builder.budget), plain))
+            found.append(
+                System("lookahead", f"lookahead{judged}", Lookahead(target), Eagle2(builder.depth, builder.budget), plain)
+            )
         return found
 
     def _store(self, candidate: Candidate) -> Datastore | None:

@@ -127,7 +127,8 @@ def time_share(turns: Sequence[Turn]) -> dict[str, float]:
 
 def acceptance_interval(turns: Sequence[Turn]) -> Interval:
     """The 95 % confidence interval of `pooled_acceptance`, over draws of prompts."""
-    return interval(acceptance_columns(turns), (1, -1))
+    found = interval(acceptance_columns(turns), (1, -1))
+    return None if found is None else [max(1.0, end) for end in found]  # a forward emits a token at least
 
 
 def speedup_interval(turns: Sequence[Turn]) -> Interval:

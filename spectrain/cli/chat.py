@@ -204,6 +204,8 @@ class Chat:
         console = Console(highlight=False)
         screen = Screen(console) if console.is_terminal and not console.is_dumb_terminal else Plain()
         talk = Talk(self, session, screen)
+        if not session.rule.lossless:
+            screen.note(f"LOSSY: acceptance={session.rule.name} changes what the target would say")
         if self.once is not None:
             if talk.ask(self.once) is None:
                 raise UserError(

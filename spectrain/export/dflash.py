@@ -80,8 +80,9 @@ class DFlashLayout(Layout):
         """Tensors that the family has no place for -> what they are."""
         mine = self.shapes(self.settings(files))
         parts = {part: what for part, what in OTHERS.items() if part not in self.family.own}
-        names = (name for name in files.tensors if plain(name, self.renamed) not in mine)
-        return {name: what for name in names for part, what in parts.items() if part in name}
+        strange = [name for name in files.tensors if plain(name, self.renamed) not in mine]
+        told = {name: [what for part, what in parts.items() if part in name] for name in strange}
+        return {name: what[0] for name, what in told.items() if what}
 
     def expected(self, files: Files) -> Expected:
         said, present = self.settings(files), {plain(name, self.renamed): name for name in files.tensors}

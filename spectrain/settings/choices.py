@@ -15,6 +15,7 @@ from spectrain.errors import UserError, nearest
 from .schema import choice_files, load
 from .signatures import ROOT
 
+# The names of classes as drafters of earlier versions saved them; nothing new belongs here.
 FORMER = {
     "acceptance": {"Block": "block", "Greedy": "greedy", "Match": "match", "Recursive": "recursive",
                    "SpeculativeSampling": "chain", "Traversal": "traversal", "Typical": "typical"},

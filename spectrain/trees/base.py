@@ -159,6 +159,9 @@ class Round:
     seconds: dict[str, float]  # draft, verify, accept, other
 
 
+LARGEST = 4096  # nodes, and so levels, of a tree: many times what any kernel or any drafter has a use for
+
+
 class TreeBuilder(ABC):
     """How much to draft, and where."""
 
@@ -219,10 +222,12 @@ class TreeBuilder(ABC):
         return {"name": self.name, "depth": self.depth, "budget": self.budget, "children": self.children}
 
     def _check(self, **least: tuple[float, float]) -> None:
-        """Refuse settings below their least value: key=(value, least)."""
+        """Refuse settings below their least value, key=(value, least), and trees that no memory would hold."""
         for key, (value, lowest) in least.items():
             if not value >= lowest:
                 raise UserError(f"tree.{key}={value}: use {lowest} or more")
+            if value > LARGEST:
+                raise UserError(f"tree.{key}={value}: use {LARGEST} or less; few drafts so far down are ever kept")
         if not self.temperature > 0:
             raise UserError(f"tree.temperature={self.temperature}: use more than 0, or tree.children=deterministic")
 

@@ -199,7 +199,7 @@ def test_names_are_those_that_engines_read(tiny: Target, tmp_path: Path) -> None
 def test_heads_of_another_kind_are_not_guessed(tiny: Target, tmp_path: Path) -> None:
     """DSpark's heads in a file that says DFlash are refused by their names, and so are DFlash2's in DSpark."""
     start = spoilt(foreign.speculators_dspark(tmp_path / "start", tiny), proposing(7))
-    with pytest.raises(UserError, match="markov_head.*DSpark"):
+    with pytest.raises(UserError, match="(markov|confidence)_head.*DSpark"):
         read_drafter(spoilt(start, said(speculators_model_type="dflash", sample_from_anchor=False)), TINY)
     other = foreign.deepspec_dspark(tmp_path / "other", tiny)
     more = {"layers.0.mlp_conv.base_kernel": torch.ones(2, 2, tiny.width)}

@@ -214,11 +214,20 @@ def test_whole_models(tiny: Target, tmp_path: Path) -> None:
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize(("case", "form"), [(case, form) for case in CASES for form in CASES[case][1]])
 def test_clean_exports_have_no_finding(case: str, form: str, tiny: Target, tmp_path: Path) -> None:
-    """Whatever a layout's writer writes, the linter finds nothing wrong with, by itself and beside the target."""
+    """Whatever a layout's writer writes, the linter finds nothing wrong with, by itself and beside the target; it warns of what
+    vLLM does not read in its own layout."""
     start = CASES[case][0](tmp_path / "start", tiny)
     assert not found(start)
     convert(start, tmp_path / form, form, TINY)
-    assert not found(tmp_path / form) and not found(tmp_path / form, None)
+    expected = UNREAD_BY_VLLM.get(case, {}).get(form, set())
+    assert found(tmp_path / form).keys() == found(tmp_path / form, None).keys() == expected
+
+
+UNREAD_BY_VLLM: dict[str, dict[str, set[str]]] = {
+    "peagle, other settings": {"vllm": {"fc-norm-dropped"}},
+    "dspark, gated, in a window": {"vllm": {"markov-head"}, "sglang": {"markov-head"}},
+    "dspark, a cell": {"vllm": {"markov-head"}, "sglang": {"markov-head"}},
+}
 
 
 # Faults that only a measurement shows
