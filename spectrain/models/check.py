@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, N nodes, V vocabulary, D width.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,7 @@ class Attending:
 
     num_returned: int = 0  # a layer gives its states in a tuple of so many; 0: alone
     is_one_stream: bool = True  # between its layers there is one state for each token
+    cache_name: str = "past_key_values"  # what the decoder calls the cache that it is given
     layers: tuple[int, ...] | None = None  # those that attend; None: all
     shapes: dict[int, KeyValueShape] | None = None  # of these, where they are not all alike or not all
     reaches: dict[int, Reach] | None = None  # of those that do not say themselves how far back they see
@@ -88,7 +90,8 @@ def attending(target: Target) -> Attending:
     reaches = {call.layer: reach for call in calls if (reach := _reach(target, call, masks)) is not None}
     num_returned = len(outputs[0]) if isinstance(outputs[0], tuple) else 0
     states = outputs[0][0] if num_returned else outputs[0]
-    return Attending(num_returned, states.dim() == 3, tuple(layers), None if alike else shapes, reaches or None, watching.found)
+    held = tuple(layers), None if alike else shapes, reaches or None, watching.found
+    return Attending(num_returned, states.dim() == 3, name, *held)
 
 
 @contextmanager
@@ -205,9 +208,12 @@ def _gaps(target: Target, plain: Unmodified) -> Iterator[tuple[str, float]]:
 
 def _stepped(model: Any, tokens: Tensor, target: Target) -> Tensor:
     """As `generate` steps: recurrent layers read a text at once in other ways, which with some models is not quite the same."""
-    name, parts, cache = cache_name(target.decoder), [], None
+    name, parts, cache, done = target.attending.cache_name, [], None, 0
+    has_positions = "position_ids" in inspect.signature(model.forward).parameters
     for part in (tokens[:, : LENGTH // 2], *tokens[:, LENGTH // 2 :].split(1, dim=1)):
-        output = model(input_ids=part, use_cache=True, **({} if cache is None else {name: cache}))
+        places = torch.arange(done, done := done + part.shape[1], device=part.device)[None]
+        told: dict[str, Any] = {"position_ids": places} if has_positions else {}
+        output = model(input_ids=part, use_cache=True, **({} if cache is None else {name: cache}), **told)
         cache = output[name]
         parts.append(output.logits.float())
     return torch.cat(parts, dim=1)

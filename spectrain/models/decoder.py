@@ -11,9 +11,11 @@ LISTS = ("layers", "h", "blocks")
 
 def decoder_of(model: Any) -> nn.Module:
     """The part of a model that holds its decoder layers and no output layer; inside a model of text and images, of the text."""
-    decoder = model.get_decoder()
-    for found in (decoder, getattr(decoder, "model", None), getattr(model, "base_model", None)):
-        if found is not None and layers_of(found) is not None:
+    decoder: nn.Module = model.get_decoder()
+    if list_name(decoder) is not None:
+        return decoder
+    for found in (getattr(decoder, "model", None), getattr(model, "base_model", None)):
+        if found is not None and list_name(found) is not None:
             return found
     return decoder
 

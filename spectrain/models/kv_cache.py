@@ -128,41 +128,37 @@ class TreeCache(Cache):
         num_nodes = keys.shape[2]
         if self.storage is None:
             self.storage = self._allocated(keys)
-        held_keys, held_values = self._held(layer, keys, values)
-        keys, values = keys.to(held_keys.dtype), values.to(held_keys.dtype)
+        keys, values = keys.to(self.storage.dtype), values.to(self.storage.dtype)
         end = self.reach(num_nodes) + self.pending + num_nodes
+        if self.shapes is not None:
+            return self._append_unlike(layer, keys, end), self._append_unlike(layer, values, end, half=1)
+        store = self.storage[layer]
+        if (len(keys), keys.shape[1], keys.shape[3]) != (store.shape[1], *store.shape[3:]) or values.shape != keys.shape:
+            raise UserError("target: its layers differ in key-value shape, which the static cache was not told")
         if len(keys) == 1 and self.bound is None:
-            held_keys[0, end - num_nodes : end] = keys.transpose(1, 2)
-            held_values[0, end - num_nodes : end] = values.transpose(1, 2)
-        elif self.shapes is None:
-            kv_append(self.storage[layer], keys, values, self.lengths, self.pending)
+            store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
+            store[1, :, end - num_nodes : end] = values.transpose(1, 2)
         else:
-            rows, slots = torch.arange(len(keys), device=keys.device)[:, None], self.slots(num_nodes)
-            held_keys[rows, slots] = keys.transpose(1, 2)
-            held_values[rows, slots] = values.transpose(1, 2)
-        return held_keys[:, :end].transpose(1, 2), held_values[:, :end].transpose(1, 2)
+            kv_append(store, keys, values, self.lengths, self.pending)
+        return store[0, :, :end].transpose(1, 2), store[1, :, :end].transpose(1, 2)
+
+    def _append_unlike(self, layer: int, new: Tensor, end: int, half: int = 0) -> Tensor:
+        """The same for keys (`half` 0) or values (1) of a layer that differs from others, which take a part of the widest."""
+        assert self.storage is not None and self.shapes is not None
+        batch, heads, num_nodes, size = new.shape
+        place = list(self.shapes).index(layer)
+        held = self.storage[place, half, :, :, 0, : heads * size].unflatten(-1, (heads, size))  # [B, T, H, D]
+        rows = torch.arange(batch, device=new.device)[:, None]
+        held[rows, self.slots(num_nodes)] = new.transpose(1, 2)
+        return held[:, :end].transpose(1, 2)
 
     def _allocated(self, keys: Tensor) -> Tensor:
-        """Empty slots for all layers."""
+        """Empty slots for all layers that attend."""
         batch, heads, _, size = keys.shape
         count, each = len(self.layers), (heads, size)
         if self.shapes is not None:
             count, each = len(self.shapes), (1, max(shape.width for shape in self.shapes.values()))
         return torch.zeros((count, 2, batch, self.max_length, *each), dtype=held_dtype(keys), device=keys.device)
-
-    def _held(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """All slots of a layer's keys and values, [B, T, H, D] each."""
-        assert self.storage is not None
-        store = self.storage[layer if self.shapes is None else list(self.shapes).index(layer)]
-        if self.shapes is None:
-            expected = (store.shape[1], *store.shape[3:])
-            if expected != (len(keys), keys.shape[1], keys.shape[3]) or values.shape != keys.shape:
-                raise UserError("target: its layers differ in key-value shape, which the static cache was not told")
-            return store[0], store[1]
-        heads, key_size, value_size = self.shapes[layer]
-        sizes = key_size, value_size
-        held = [half[:, :, 0, : heads * size].unflatten(-1, (heads, size)) for half, size in zip(store, sizes)]
-        return held[0], held[1]
 
     def advance(self, num_nodes: int) -> None:
         """Say that a forward over every layer has appended `num_nodes` nodes."""

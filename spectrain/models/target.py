@@ -26,7 +26,7 @@ from spectrain.trees.token_tree import TokenTree
 from .attention import ATTENTION, trees_alone
 from .check import UNKNOWN, attending
 from .compiled_layers import running
-from .decoder import cache_name, decoder_of, layers_of
+from .decoder import decoder_of, list_name
 from .features import Features, Layer, document_positions
 from .forward_plan import TEXT, WHOLE, ForwardPlan, LayerSpan, Part, Sublayer
 from .head import Head
@@ -51,8 +51,10 @@ class Target(nn.Module):
         self.name, self.path = name, path
         self.sharding = sharding  # how the processes of the launch hold it together
         self.in_step = sharding != "none"  # all processes run the same layers at the same time, if need be on no row
-        if layers_of(self.decoder) is None:
+        self.list_name = list_name(decoder_of(model)) or ""  # what its decoder calls its layers
+        if not self.list_name:
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
+        self.rope_switch = rope_switch(self.config)
         self.attending = UNKNOWN if self.device.type == "meta" else attending(self)  # of no data only shapes are asked
 
     @classmethod
@@ -67,13 +69,12 @@ class Target(nn.Module):
     @property
     def decoder(self) -> nn.Module:
         """The model without its output layer."""
-        return decoder_of(self.model)
+        decoder = self.model.get_decoder()  # type: ignore[operator]
+        return decoder if self.list_name in decoder._modules else decoder_of(self.model)
 
     @property
     def layers(self) -> nn.ModuleList:
-        layers = layers_of(self.decoder)
-        assert layers is not None
-        return layers
+        return self.decoder._modules[self.list_name]  # type: ignore[return-value]
 
     @property
     def config(self) -> Any:
@@ -163,7 +164,7 @@ class Target(nn.Module):
             output = self.decoder(
                 input_ids=tokens,
                 position_ids=positions,
-                **{cache_name(self.decoder): plan.cache},
+                **{self.attending.cache_name: plan.cache},
                 use_cache=plan.cache is not None,
                 visibility=visibility,
                 tree_cache=plan.cache,
@@ -194,7 +195,7 @@ class Target(nn.Module):
     def _within_reach(self, tokens: Tensor, plan: ForwardPlan) -> ForwardPlan:
         """The plan with no position from which on all others would be turned otherwise: past the end of the longest text there
         are only nodes that no answer has room for."""
-        switch = rope_switch(self.config)
+        switch = self.rope_switch
         if switch is None:
             return plan
         longest = max(plan.lengths or (tokens.shape[1],)) if plan.cache is None else 0
