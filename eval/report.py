@@ -32,7 +32,7 @@ def print_table(summary: dict[str, Any]) -> None:
         length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry["lossless"]
         identical = f"{lossless['identical']} of {lossless['checked']}" if lossless and lossless["checked"] else ""
         table.add_row(
-            entry["label"], f"{length['pooled']:.2f}", range_text(length["ci95"]),
+            entry["label"], f"{length['pooled']:.2f}", _range(length["ci95"]),
             f"{entry['tokens_per_second']['drafted']:.1f}", speed_text(speed), speed_range(speed),
             f"{speed['predicted']:.2f}", identical,
         )  # fmt: skip
@@ -71,7 +71,7 @@ def speed_text(speed: dict[str, Any], unit: str = "") -> str:
 
 def speed_range(speed: dict[str, Any]) -> str:
     """Its interval, where it can be."""
-    return range_text(speed["ci95"]) if is_possible(speed) else ""
+    return _range(speed["ci95"]) if is_possible(speed) else ""
 
 
 def noise_of(summary: dict[str, Any]) -> Iterator[str]:
@@ -225,7 +225,7 @@ def _checked(lossless: dict[str, Any]) -> str:
     return f"rule {lossless['rule']}: output follows {lossless['reference']}"
 
 
-def range_text(interval: list[float] | None) -> str:
+def _range(interval: list[float] | None) -> str:
     """A 95 % interval as tables show it: none where there were too few prompts for one, unknown where it says nothing."""
     if interval is None:
         return ""
@@ -288,7 +288,7 @@ def comparison_cells(row: dict[str, Any], begin: str, end: str) -> Iterator[list
     """A drafter's lines, one a tree; intervals stand between `begin` and `end`."""
 
     def ranged(value: str, interval: list[float] | None) -> str:
-        return f"{value}{begin}{range_text(interval)}{end}" if interval else value
+        return f"{value}{begin}{_range(interval)}{end}" if interval else value
 
     for number, entry in enumerate(row["systems"]):
         length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry["lossless"]

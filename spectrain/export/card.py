@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from spectrain.eval.report import noise_of, range_text, speed_range, speed_text
 from spectrain.settings.saved import read_object
 
 from .layout import Layout, Portable
@@ -77,7 +76,9 @@ def measured(run: Path) -> list[str]:
         lossless = summary.get("lossless") or {}
         if not lossless.get("lossless", True):
             lines.append(f"LOSSY: acceptance={lossless['rule']} changes what the target would say.")
-        lines += noise_of(summary)
+        reason = summary["speedup"].get("reason")
+        if reason:
+            lines.append(f"Its speedup is not to be quoted: {reason}.")
     return lines
 
 
@@ -89,8 +90,16 @@ def describe(entry: dict[str, Any]) -> str:
 def row(entry: dict[str, Any]) -> str:
     length, speed, same = entry["acceptance_length"], entry["speedup"], entry.get("lossless") or {}
     identical = f"{same['identical']} of {same['checked']}" if same.get("checked") else "not checked"
-    shown = (f"{length['pooled']:.2f}", range_text(length.get("ci95"))), (speed_text(speed), speed_range(speed))
-    return f"{' | '.join(f'{value} [{ends}]' if ends else value for value, ends in shown)} | {identical}"
+    kept, quicker = (
+        f"{value:.2f}{within(entry.get('ci95'))}" for value, entry in ((length["pooled"], length), (speed["ratio"], speed))
+    )
+    return f"{kept} | {quicker if speed.get('quotable', True) else 'not to be quoted'} | {identical}"
+
+
+def within(bounds: list[float | None] | None) -> str:
+    """An interval, where there were prompts enough for one."""
+    low, high = bounds or (None, None)
+    return "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
 
 
 def setting_line(setting: dict[str, Any]) -> str:

@@ -55,8 +55,8 @@ def test_card_holds_the_measured_numbers_with_their_setting(tiny: Target, tmp_pa
     (run / "eval" / "heldout" / "summary.json").write_text(json.dumps(SUMMARY))
     card = (exported(run, "vllm", tmp_path / "out") / "README.md").read_text()
     for words in (
-        "2.35 [2.10 to 2.60]",
-        "1.23 [1.10 to 1.40]",
+        "2.35 [2.10, 2.60]",
+        "1.23 [1.10, 1.40]",
         "17 of 17",
         "17 prompts, 99 tokens",
         "torch 9.9",
@@ -69,18 +69,15 @@ def test_card_holds_the_measured_numbers_with_their_setting(tiny: Target, tmp_pa
 
 
 def test_card_promises_no_more_than_the_table(tiny: Target, tmp_path: Path) -> None:
-    """A speedup that is not to be quoted is marked, with the reason; one that cannot be is left out; a lossy rule is named."""
+    """A speedup that is not to be quoted is left out, with the reason; a lossy rule is named."""
     run = run_of(tmp_path / "run", tiny, "eagle3", vocab_size=256)
-    for name, speed in (("noisy", {"ratio": 1.37, "ci95": [0.2, 9.0]}), ("impossible", {"ratio": 7.31, "at_most": 2.0})):
-        doubtful = {"ci95": [1.0, 2.0], "quotable": False, "reason": "steps were unsteady", **speed}
-        lossy = {"rule": "typical", "lossless": False, "checked": 0, "identical": 0}
-        (run / "eval" / name).mkdir(parents=True)
-        (run / "eval" / name / "summary.json").write_text(
-            json.dumps({"label": "drafter", **SUMMARY, "compared": {}, "speedup": doubtful, "lossless": lossy})
-        )
+    doubtful = {"ratio": 7.31, "ci95": [1.5, 9.5], "quotable": False, "reason": "steps were unsteady"}
+    lossy = {"rule": "typical", "lossless": False, "checked": 0, "identical": 0}
+    (run / "eval" / "noisy").mkdir(parents=True)
+    (run / "eval" / "noisy" / "summary.json").write_text(json.dumps({**SUMMARY, "speedup": doubtful, "lossless": lossy}))
     card = (exported(run, "vllm", tmp_path / "out") / "README.md").read_text()
-    assert "1.37? [unknown]" in card and "steps were unsteady" in card and "LOSSY: acceptance=typical" in card
-    assert "not to be quoted" in card and "7.31" not in card and "9.00" not in card
+    assert "steps were unsteady" in card and "LOSSY: acceptance=typical" in card
+    assert "not to be quoted" in card and "7.31" not in card and "9.50" not in card
 
 
 def test_card_without_a_score_says_so(tiny: Target, tmp_path: Path) -> None:

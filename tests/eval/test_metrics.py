@@ -209,8 +209,8 @@ def test_interval_joins_turns_of_a_prompt() -> None:
 
 
 def test_few_prompts_take_students_t() -> None:
-    """By hand: 3 prompts of 2 rounds with 2, 4 and 6 tokens; influences -1/2, 0, 1/2; t of 2 degrees is 4.3027. A forward emits a
-    token at least, whatever t says."""
+    """By hand: 3 prompts of 2 rounds with 2, 4 and 6 tokens; influences -1/2, 0, 1/2; t of 2 degrees is 4.3027. A forward
+    emits a token at least, whatever t says."""
     turns = [turn(f"p{i}", generation([count, count], [3, 3], 9)) for i, count in enumerate((1, 2, 3))]
     error = 4.3027 * np.sqrt(0.5 / 6)
     ends = [2 * np.exp(-error), 2 * np.exp(error)]
