@@ -176,6 +176,12 @@ def has_bfloat16() -> bool:
     return torch.bfloat16 in packable() and (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
 
 
+@cache
+def has_alike_rows() -> bool:
+    """Whether bfloat16 products give a row the same bits beside up to ALIKE - 1 others: with AMX, not with AVX512-BF16 alone."""
+    return has_bfloat16() and torch.cpu._is_amx_tile_supported()
+
+
 def pack_linears(module: nn.Module, rounded: bool = False) -> None:
     """Give every `nn.Linear` in `module` the packed forward; does nothing off the CPU or where oneDNN is missing. What only
     drafts may have large weights `rounded` to bfloat16, where that is faster. What is packed already stays as it is.

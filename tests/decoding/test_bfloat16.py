@@ -11,7 +11,7 @@ from spectrain.eval.identity import logit_gap
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import default_dtype
 from spectrain.models.plain import generate, plain_model
-from spectrain.models.prepacked import has_bfloat16
+from spectrain.models.prepacked import has_alike_rows
 from spectrain.models.target import Target
 from spectrain.trees.chain import Chain
 from spectrain.trees.token_tree import TokenTree
@@ -20,7 +20,7 @@ CONFIG = LlamaConfig(
     vocab_size=96, hidden_size=128, intermediate_size=320, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
-on_amx = pytest.mark.skipif(not has_bfloat16(), reason="this processor does not multiply bfloat16")
+on_amx = pytest.mark.skipif(not has_alike_rows(), reason="this processor has no AMX")
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,6 @@ def test_small_models_stay_in_float32() -> None:
     """On a CPU; larger ones go where the processor is quick; what is asked for is done."""
     large = LlamaConfig(hidden_size=576, intermediate_size=1536)
     assert default_dtype("cpu", CONFIG) == torch.float32
-    assert default_dtype("cpu", large) == (torch.bfloat16 if has_bfloat16() else torch.float32)
+    assert default_dtype("cpu", large) == (torch.bfloat16 if has_alike_rows() else torch.float32)
     assert default_dtype("cuda:0", CONFIG) == torch.bfloat16
     assert default_dtype("cpu", large, "float32") == torch.float32

@@ -15,7 +15,15 @@ from spectrain.drafters.causal import Causal
 from spectrain.models import prepacked
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
-from spectrain.models.prepacked import has_bfloat16, is_packed, pack_linears, packable, rows_alike, unpack_linears
+from spectrain.models.prepacked import (
+    has_alike_rows,
+    has_bfloat16,
+    is_packed,
+    pack_linears,
+    packable,
+    rows_alike,
+    unpack_linears,
+)
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 
@@ -286,7 +294,7 @@ def test_under_autocast_products_are_in_its_type() -> None:
         torch.testing.assert_close(one, other, atol=0.1, rtol=2e-2)
 
 
-@pytest.mark.skipif(not has_bfloat16(), reason="this processor does not multiply bfloat16")
+@pytest.mark.skipif(not has_alike_rows(), reason="this processor has no AMX")
 def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
     """One to forty rows, of weights as wide as a layer's of a small and of a large model."""
     for width in (96, 576, 4864):
