@@ -178,7 +178,7 @@ def has_bfloat16() -> bool:
 
 @cache
 def has_alike_rows() -> bool:
-    """Whether bfloat16 products give a row the same bits beside up to ALIKE - 1 others: with AMX, not with AVX512-BF16 alone."""
+    """Whether bfloat16 products give a row the same bits beside up to ALIKE - 1 others, as they do with AMX."""
     return has_bfloat16() and torch.cpu._is_amx_tile_supported()
 
 
