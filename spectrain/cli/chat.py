@@ -20,6 +20,7 @@ from tokenizers.decoders import DecodeStream
 
 from spectrain.data.chat import prompt_tokens
 from spectrain.data.readers import Embedded, check_text
+from spectrain.decoding.acceptance.lossy import named_lossy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.session import Choice, Session, captured_or_refused
 from spectrain.errors import UserError, nearest
@@ -205,7 +206,7 @@ class Chat:
         screen = Screen(console) if console.is_terminal and not console.is_dumb_terminal else Plain()
         talk = Talk(self, session, screen)
         if not session.rule.lossless:
-            screen.note(f"LOSSY: acceptance={session.rule.name} changes what the target would say")
+            screen.note(named_lossy(session.rule.name))
         if self.once is not None:
             if talk.ask(self.once) is None:
                 raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from spectrain.decoding.acceptance.lossy import named_lossy
 from spectrain.settings.saved import read_object
 
 from .layout import Layout, Portable
@@ -75,7 +76,7 @@ def measured(run: Path) -> list[str]:
         lines += ["", f"{name}: {setting_line(summary['setting'])}"]
         lossless = summary.get("lossless") or {}
         if not lossless.get("lossless", True):
-            lines.append(f"LOSSY: acceptance={lossless['rule']} changes what the target would say.")
+            lines.append(f"{named_lossy(lossless['rule'])}.")
         reason = summary["speedup"].get("reason")
         if reason:
             lines.append(f"Its speedup is not to be quoted: {reason}.")

@@ -59,6 +59,7 @@ class TreeCache(Cache):
         self.number = next(_numbers)  # what compiled code knows it by
         known_caches[self.number] = self
         self.max_length, self.bound, self.shapes = max_length, bound, shapes
+        self.places = {layer: place for place, layer in enumerate(shapes or ())}  # in the storage, of layers of unlike shapes
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # committed tokens a row
         self.longest = bound or 0  # the largest of them, or its bound, known without asking the device
         self.is_empty = True  # no forward has appended anything yet
@@ -144,10 +145,9 @@ class TreeCache(Cache):
 
     def _append_unlike(self, layer: int, new: Tensor, end: int, half: int = 0) -> Tensor:
         """The same for keys (`half` 0) or values (1) of a layer that differs from others, which take a part of the widest."""
-        assert self.storage is not None and self.shapes is not None
+        assert self.storage is not None
         batch, heads, num_nodes, size = new.shape
-        place = list(self.shapes).index(layer)
-        held = self.storage[place, half, :, :, 0, : heads * size].unflatten(-1, (heads, size))  # [B, T, H, D]
+        held = self.storage[self.places[layer], half, :, :, 0, : heads * size].unflatten(-1, (heads, size))  # [B, T, H, D]
         rows = torch.arange(batch, device=new.device)[:, None]
         held[rows, self.slots(num_nodes)] = new.transpose(1, 2)
         return held[:, :end].transpose(1, 2)
@@ -158,7 +158,8 @@ class TreeCache(Cache):
         count, each = len(self.layers), (heads, size)
         if self.shapes is not None:
             count, each = len(self.shapes), (1, max(shape.width for shape in self.shapes.values()))
-        return torch.zeros((count, 2, batch, self.max_length, *each), dtype=held_dtype(keys), device=keys.device)
+        dtype = attended_dtype(keys.dtype, keys.device)
+        return torch.zeros((count, 2, batch, self.max_length, *each), dtype=dtype, device=keys.device)
 
     def advance(self, num_nodes: int) -> None:
         """Say that a forward over every layer has appended `num_nodes` nodes."""
@@ -232,10 +233,10 @@ class TreeCache(Cache):
         self.positions = None
 
 
-def held_dtype(keys: Tensor) -> torch.dtype:
-    """What keys are held and attended to in: of half precision on a CPU float64, so that the sums over keys are the same, once
-    they are rounded, in whatever order the keys lie. Half precision makes of one different bit different logits."""
-    return torch.float64 if keys.device.type == "cpu" and keys.dtype in (torch.bfloat16, torch.float16) else keys.dtype
+def attended_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What keys of a type are held and attended to in: of half precision on a CPU float64, so that the sums over keys are the
+    same, once they are rounded, in whatever order the keys lie. Half precision makes of one different bit different logits."""
+    return torch.float64 if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 class _Layer(CacheLayerMixin):

@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from .attention import ATTENTION
+from .kv_cache import attended_dtype
 from .prepacked import is_packed, pack_linears, unpack_linears
 from .target import Target
 
@@ -49,8 +50,7 @@ def _as_generate_finds_it(target: Target) -> str:
     """The attention that transformers would choose for a model; on a CPU in half precision with single tokens in float64."""
     if not target.model._supports_sdpa:
         return "eager"
-    wide = target.device.type != "cpu" or target.dtype in (torch.float32, torch.float64)
-    return "sdpa" if wide else EXACT
+    return "sdpa" if attended_dtype(target.dtype, target.device) == target.dtype else EXACT
 
 
 def generate(

@@ -13,6 +13,11 @@ from .base import Siblings
 from .walking import Dice, VerifiedTree, Walking
 
 
+def named_lossy(rule: str) -> str:
+    """What every table, card and chat says of such a rule."""
+    return f"LOSSY: acceptance={rule} changes what the target would say"
+
+
 class Typical(Walking):
     """Typical acceptance (Cai et al., 2024, section 3.3.1): keep what the target finds likely enough. NOT lossless.
 
