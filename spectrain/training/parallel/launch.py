@@ -6,6 +6,7 @@ would go unnoticed.
 """
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -75,6 +76,8 @@ def connect(sharding: Sharding) -> Accelerator:
 def parallel(accelerator: Accelerator, sharding: Sharding, copies: int = 1, autocast: torch.dtype | None = None) -> Parallel:
     """The way to share that was asked for; `copies` neighbouring processes see the same data; products are in `autocast`."""
     way = asked_for(sharding)
+    if autocast is not None:  # norms in float32 take half-precision states, of which torch warns that it is slower
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     if way != "ddp" and not dist.is_initialized():  # a single process that was started by hand
         _alone(accelerator.device)
     if way == "fsdp2":
