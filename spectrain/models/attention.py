@@ -20,6 +20,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from spectrain.kernels.tree_attention import Visibility, attend_by_scores, tree_attention
 
 from .compiled_layers import attend_layer, passed
+from .joined_attention import is_joinable, joined_attention
 from .kv_cache import KeyValueShape, TreeCache
 from .masks import mask_of
 
@@ -74,6 +75,9 @@ def unrolled_attention(
 
     def attend(q: Tensor, *parts: Tensor) -> Tensor:
         length, steps = q.shape[2], len(keys)
+        if is_joinable(q) and (window is None or length + steps - 1 <= window):
+            later_keys, later_values = (torch.stack(parts[begin + 1 : begin + steps], dim=2) for begin in (0, steps))
+            return joined_attention(q, parts[0], parts[steps], later_keys, later_values)
         eye = torch.eye(length, dtype=torch.bool, device=q.device)
         first = torch.ones_like(eye).tril()
         later = [eye] * (steps - 1)

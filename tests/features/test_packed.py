@@ -176,13 +176,18 @@ def test_kept_features_are_kept_by_document(shallow: Target) -> None:
 @pytest.mark.parametrize("lengths", [None, (23,), (5, 1, 17)])
 def test_attention_by_document_is_attention_under_a_mask(steps: int, lengths: tuple[int, ...] | None) -> None:
     """Causal in each document over the first step's keys, and of later steps the own index's."""
-    q, *parts = (torch.randn(1, heads, 23, 8) for heads in (4, *[2] * 2 * steps))
+    q, *parts = every = [torch.randn(1, heads, 23, 8, requires_grad=True) for heads in (4, *[2] * 2 * steps)]
     document = torch.repeat_interleave(torch.arange(len(lengths or (1,))), torch.tensor(lengths or (23,)))
     inside = (document[:, None] == document) & torch.ones(23, 23).tril().bool()
     mask = torch.cat([inside, *[torch.eye(23).bool()] * (steps - 1)], dim=1)
     k, v = torch.cat(parts[:steps], dim=2), torch.cat(parts[steps:], dim=2)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    torch.testing.assert_close(unrolled_attention(q, parts[:steps], parts[steps:], lengths), expected)
+    found = unrolled_attention(q, parts[:steps], parts[steps:], lengths)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(found)
+    gradients = (torch.autograd.grad((output * weights).sum(), every) for output in (found, expected))
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("window", [None, 4])
