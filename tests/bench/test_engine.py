@@ -334,6 +334,7 @@ def test_the_twin_computes_the_drafters_loss() -> None:
     gradients(ways["drafter"], drafter)
 
 
+@pytest.mark.slow
 def test_command_takes_its_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """bench.part, bench.out and bench.toy reach it."""
     path = tmp_path / "found.json"

@@ -58,6 +58,7 @@ def test_every_command_has_help() -> None:
         assert 2 <= len(command.examples) <= 5 and command.about and command.results
 
 
+@pytest.mark.sweep(20, free=("words",))
 @pytest.mark.parametrize("name, words", EXAMPLES)
 def test_every_example_composes(name: str, words: str, place: Path) -> None:
     """An example passes the check that the command makes."""

@@ -175,6 +175,7 @@ def check(status: Any, stderr: str, expected: tuple[str, ...], folder: Path) -> 
     assert [path.name for path in (folder / "taken").iterdir()] == ["config.yaml"]
 
 
+@pytest.mark.sweep(52, free=("words", "expected"))
 @pytest.mark.parametrize("words, expected", MISTAKES.values(), ids=list(MISTAKES))
 def test_mistake_is_one_sentence(
     words: tuple[str, ...],

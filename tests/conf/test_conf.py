@@ -147,7 +147,7 @@ def test_recipe_composes_and_builds(recipe: str, tiny: Target) -> None:
     assert drafter.abilities.target_training or sum(len(group["params"]) for group in drafter.stages[0].groups) > 0
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(6, free=("target", "recipe"))
 @pytest.mark.parametrize("target", ["target=smollm2", "target=hf target.model=some/name"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_composes_for_every_target(recipe: str, target: str) -> None:

@@ -79,7 +79,7 @@ def uninterrupted(tokenizer: PreTrainedTokenizerBase, packed: bool) -> list[list
     return order(tokenizer, [(1, 72)], packed)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(3, free=("packed", "plan"))
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize(
     "plan",

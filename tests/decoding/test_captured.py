@@ -153,7 +153,7 @@ def test_autoregressive_decoding_equals_the_loop(shallow: Target, rounds: int) -
     same(shallow, Greedy(), None, None, rounds)
 
 
-@pytest.mark.sweep(3, free=("drafter", "builder"))
+@pytest.mark.sweep(1, free=("backend", "drafter", "builder", "models"))
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("drafter", "builder", "models"),
@@ -269,7 +269,7 @@ def test_a_drafter_keeps_its_settings(shallow: Target) -> None:
     assert copied.cache is not None and copied.cache.number != drafter.cache.number and copied.cache.storage is None
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(2, free=("drafter", "backend"))
 @pytest.mark.parametrize("drafter", ["eagle3", "causal", "early_exit", "hydra"])
 @pytest.mark.parametrize("backend", [None, "eager"])
 def test_what_is_known_is_kept_whole(drafter: str, backend: str | None) -> None:

@@ -690,6 +690,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.sweep(14, free=("wrong",))
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
 def test_a_wrong_variant_is_caught(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof finds another joint distribution than the target's, and still one that sums to 1."""

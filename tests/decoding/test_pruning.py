@@ -94,7 +94,7 @@ def kept(target: Target, text: list[int], found: list[Path], layer: int, top_k: 
     return [path for path in found if stays(path)]
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(2, free=("name", "layer", "batch"))
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("layer", [3, 6])
 @pytest.mark.parametrize("batch", [1, 3])

@@ -161,6 +161,7 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
             assert (parameter.grad is not None) == (id(parameter) in named)
 
 
+@pytest.mark.sweep(8, free=("name",))
 @pytest.mark.parametrize("name", each(), indirect=True)
 def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
     """Twenty steps on a few sequences lower the loss, in every stage by itself."""
@@ -191,6 +192,7 @@ def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: T
     assert kept.trees
 
 
+@pytest.mark.sweep(12, free=("name",))
 @pytest.mark.parametrize("name", each(1), indirect=True)
 def test_reloaded_equals_saved(name: str, trained: tuple[Drafter, Target], tmp_path: Path) -> None:
     """A drafter that was trained, saved and loaded has the same weights, bit by bit, and drafts the same."""

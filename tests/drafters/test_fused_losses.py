@@ -329,6 +329,7 @@ def test_split_loss_of_replays_equals_that_of_whole_matrices(
     equal(drafter, reference, batch_of(drafter, target, replayed=True), target)
 
 
+@pytest.mark.sweep(6, free=("chunk", "name"))
 @pytest.mark.parametrize("chunk", [CHUNK, 2048])
 @pytest.mark.parametrize("name", TRAINING_THE_TARGET)
 def test_losses_that_train_the_target_equal_those_of_whole_matrices(
@@ -368,6 +369,7 @@ class Largest(TorchDispatchMode):
 NARROW = {"dspark": ["drafter.rank=4"], "dflash2": ["drafter.selector_rank=4"]}  # as the target is: no weight is so large
 
 
+@pytest.mark.sweep(5, free=("recipe",))
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_recipe_holds_the_logits_of_all_rows(target: Target, recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every stage, loss and backward return nothing of the size rows x vocabulary, which one chunk of all rows does."""

@@ -315,6 +315,7 @@ def independent_loss(
     return terms, hits, counts
 
 
+@pytest.mark.sweep(2, free=("options",))
 @pytest.mark.parametrize(
     "options",
     [

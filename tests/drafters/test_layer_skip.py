@@ -99,7 +99,7 @@ def found_by(target: Target, steps: int, depth: int = 3, seed: int = 0) -> froze
     return search(target, answered(target, PROMPTS, 12), depth, steps, seed)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(1, free=("num_layers", "depth", "seed"))
 @pytest.mark.parametrize("num_layers", [3, 4])
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("seed", range(4))

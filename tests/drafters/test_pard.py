@@ -167,6 +167,7 @@ def independent_loss(shallow: Target, drafter: Pard, batch: Batch) -> tuple[Tens
     return torch.stack(losses).sum(), hits, counts
 
 
+@pytest.mark.sweep(3, free=("options",))
 @pytest.mark.parametrize("options", [
     {}, {"loss": "forward_kl"}, {"num_drafts": 2}, {"num_drafts": 6, "keep": 1.0, "loss": "forward_kl"},
     {"vocab_size": 2112, "loss": "forward_kl"}, {"num_layers": 2, "keep_least": 0.6},

@@ -115,6 +115,7 @@ def test_a_comparison_goes_on(compared: Path, shallow_folder: Path) -> None:
     assert comparison(compared)["rows"][:2] == before["rows"][:2]
 
 
+@pytest.mark.slow
 def test_finished_runs_are_joined(compared: Path, tmp_path: Path) -> None:
     """Runs that are done, named one by one or by the folder they are in, give the rows that they gave together."""
     for number, named in enumerate(([compared / "medusa1", compared / "ngram"], [compared])):

@@ -378,6 +378,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_the_learnt_drafter_is_kept_and_can_be_scored(learnt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """eval/NAME/drafter holds other weights than the run's drafter, and eval run=RUN/eval/NAME scores it losslessly."""
     before, after = (load_file(folder / "drafter" / "model.safetensors") for folder in (learnt, learnt / "eval" / "learnt"))

@@ -263,6 +263,7 @@ def counted_alone(
     return [found for found, _ in runs], 1 - sum(counted for _, counted in runs) / every
 
 
+@pytest.mark.slow
 @RULES
 def test_every_cell_of_prunings_is_decoded(
     shallow: Target, tmp_path: Path, rule: AcceptanceRule, capsys: pytest.CaptureFixture[str]

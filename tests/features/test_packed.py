@@ -67,6 +67,7 @@ def gradients(name: str, target: Target, stage: int, packed: bool, source: Any =
     return losses, {n: p.grad for n, p in named if p.grad is not None}
 
 
+@pytest.mark.sweep(10, free=("name",))
 @pytest.mark.parametrize("name", [*each(0, toys=False), "early exit dropping"])
 def test_loss_and_gradients_of_packed_documents_are_those_of_padded_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In every stage of every family."""
@@ -86,6 +87,7 @@ def test_loss_and_gradients_of_packed_documents_are_those_of_padded_ones(name: s
             close(actual[key], gradient)
 
 
+@pytest.mark.sweep(2, free=("name",))
 @pytest.mark.parametrize("name", ["eagle3", "causal", "kangaroo", "hydra"])
 def test_replays_packed_equal_replays_padded(name: str) -> None:
     """Documents whose tails are rejected drafts, too."""
@@ -104,6 +106,7 @@ def test_replays_packed_equal_replays_padded(name: str) -> None:
         close(actual[key], gradient)
 
 
+@pytest.mark.sweep(2, free=("by",))
 @pytest.mark.parametrize("by", ["drafter", "target", "interleaved", "replay"])
 def test_generated_sequences_are_packed_too(by: Any) -> None:
     """What is written while training does not depend on how it is laid out."""

@@ -405,7 +405,7 @@ def gradients(made: Drafter, batch: Batch, target: Target) -> list[Tensor]:
     return [losses.total.detach(), losses.hits, losses.counts, *found]
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(8, free=("packed", "supervised_only", "family"))
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("supervised_only", [True, False])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: "-".join(str(v).split(".")[-1] for v in family.values()))
@@ -448,6 +448,7 @@ def test_every_family_that_reads_features_is_compared() -> None:
     assert named == known | without
 
 
+@pytest.mark.slow
 def test_loss_curves_are_those_of_live(shallow: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured at first use, read from disk, with supervised positions only: the same losses, bit for bit, as source=live."""
     live = trained(shallow, Live(keep_gb=1.0), tmp_path / "live")
@@ -467,6 +468,7 @@ def test_what_is_captured_trains_as_what_is_read(shallow: Target, tmp_path: Path
     assert first != trained(shallow, Live(), tmp_path / "live")
 
 
+@pytest.mark.sweep(1, free=("step",))
 @pytest.mark.parametrize("step", [2, 4, 7])
 def test_a_killed_run_goes_on_the_same(shallow: Target, tmp_path: Path, step: int) -> None:
     """Killed while it captures and resumed with what was on disk by then, a run has the losses of one that was not killed."""

@@ -65,7 +65,7 @@ def engine_of(name: str) -> Captured:
     return Captured(target, rule, made, builder)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(5, free=("batch", "name"))
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("name", ROUNDS)
 def test_a_round_launches_and_makes_what_is_committed(name: str, batch: int) -> None:

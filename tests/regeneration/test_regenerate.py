@@ -139,6 +139,7 @@ def test_answers_are_the_targets_own(tmp_path: Path, tiny: Target, temperature: 
             assert (row.messages[at]["content"], size, reason) == (text, len(alone.output), "stop" if ended else "length")
 
 
+@pytest.mark.sweep(2, free=("change",))
 @pytest.mark.parametrize("change", ["shards", "batches", "drafted", "captured"])
 def test_answers_depend_on_no_batching_and_no_drafter(change: str, tmp_path: Path, tiny: Target, whole: Path) -> None:
     """Other shards, other batches, a drafter or captured rounds: the same rows."""
@@ -157,6 +158,7 @@ def command(*overrides: str) -> None:
         regenerate(compose("regenerate", overrides=list(overrides)))
 
 
+@pytest.mark.slow
 def test_a_run_drafts_and_names_its_target(tmp_path: Path, tiny: Target, whole: Path) -> None:
     """With run=DIR target, drafter and tree are the run's, and the answers those without it; a tree without it is refused."""
     with initialize_config_module("spectrain.conf", version_base="1.3"):

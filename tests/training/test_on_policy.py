@@ -326,6 +326,7 @@ def live(shallow: Target, tmp_path_factory: pytest.TempPathFactory) -> Causal:
     return fit(shallow, tmp_path_factory.mktemp("live"), Live())
 
 
+@pytest.mark.sweep(2, free=("by",))
 @pytest.mark.parametrize("by", [*WAYS, "replay"])
 def test_trainings_repeat_and_resume(shallow: Target, live: Causal, tmp_path: Path, by: Any) -> None:
     """Two runs of one seed end in identical weights, and so does one that was killed on the way."""

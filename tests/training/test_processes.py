@@ -140,7 +140,7 @@ def possible(ways: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(family, way) for family, way in ways if installed or not way.startswith("zero")]
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(4, free=("how", "family"))
 @pytest.mark.parametrize("how", ["accumulated", "packed"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_batching_changes_nothing(alone: Jobs, family: str, how: str) -> None:
