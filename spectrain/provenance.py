@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import subprocess
 import sys
@@ -16,7 +17,7 @@ PACKAGES = ("spectrain", "torch", "transformers", "accelerate", "peft", "triton"
 def provenance() -> dict[str, Any]:
     """Everything a number should carry: commit, versions, hardware, command."""
     root = Path(__file__).resolve().parents[1]
-    commit = None
+    commit = os.environ.get("SPECTRAIN_COMMIT")  # where a checkout travels without its .git
     if (root / ".git").exists():
         found = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         dirty = subprocess.run(["git", "-C", str(root), "status", "--porcelain"], capture_output=True, text=True, check=False)

@@ -63,12 +63,28 @@ class KernelBench(Bench):
         return TOY if self.toy else KernelSizes()
 
     def steps(self) -> Iterator[Step]:
-        """Everything that the part asks for, the ceilings first."""
+        """Everything that the part asks for, what is worth most first: the ceilings, a case of every kernel, the table's first
+        sizes, which have goals; the rest."""
         parts = {"correctness": self.correctness, "table": self.table, "divergence": self.divergence}
+        asked = {name: list(steps()) for name, steps in parts.items() if self.part in ("all", name)}
+        cases, table = asked.get("correctness", []), asked.get("table", [])
+        first = [*self.first_cases(cases), *table[: len(self.sizes.batches) * len(self.sizes.prefixes)]]
         yield from self.ceilings()
-        for name, steps in parts.items():
-            if self.part in ("all", name):
-                yield from steps()
+        yield from first
+        known = {step.name for step in first}
+        yield from (
+            step for name in ("table", "divergence", "correctness") for step in asked.get(name, ()) if step.name not in known
+        )
+
+    def first_cases(self, cases: list[Step]) -> list[Step]:
+        """Of every kernel the first case in the type that is served."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        found: dict[str, Step] = {}
+        for step in cases:
+            _, kernel, of, _ = step.name.split("/", 3)
+            if of == dtype:
+                found.setdefault(kernel, step)
+        return list(found.values())
 
     def correctness(self) -> Iterator[Step]:
         for name, check, case, dtype in named(self.toy):

@@ -80,6 +80,10 @@ class Rows:
         row = self.rows.get(name, {"failed": "not measured"})
         return "failed" not in row and row.get("source") == source
 
+    def trouble(self, name: str) -> int:
+        """How much went wrong with a row before: nothing, a failure, or so many processes that it ended."""
+        return self.attempts.get(name, 0) or int("failed" in self.rows.get(name, {}))
+
     def begin(self, name: str) -> int:
         """Note that something risky begins, before it can end the process; how often it had begun and never ended."""
         before = self.attempts.get(name, 0)

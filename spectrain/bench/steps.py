@@ -1,6 +1,8 @@
 """A benchmark as rows that are measured one after another, each written as it comes, the ceilings of the machine first."""
 
 import hashlib
+import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -17,6 +19,8 @@ from spectrain.errors import UserError
 
 from .attention import CONSTANTS
 from .measure import Rows, TimedWork, check_alive, reason, setting
+
+MOST_ATTEMPTS = 2  # of a row that ends the process
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Bench(ABC):
     out: str
     toy: bool
     seconds: float
+    row_seconds = 120
 
     @property
     @abstractmethod
@@ -74,6 +79,7 @@ class Bench(ABC):
         self.results = Rows(Path(self.out), setting(self.device, self.dtype, self.toy))
         console, began = Console(soft_wrap=True), time.monotonic()
         left = [step for step in self.steps() if not self.results.has(step.name, step.source)]
+        left.sort(key=lambda step: self.results.trouble(step.name))  # what was never tried goes first
         while left and time.monotonic() - began < self.seconds:
             step = left.pop(0)
             console.print(f"{step.name}: {self.measured(step)}", highlight=False, markup=False)
@@ -82,18 +88,44 @@ class Bench(ABC):
         console.print(f"{count}; {len(left)} are left: run it again" if left else f"{count}; none is left")
 
     def measured(self, step: Step) -> str:
-        """Measure one row, failed or not, and write it; a line about it."""
-        try:
-            row = step.measure()
-        except Exception as error:
-            check_alive(self.device)
-            row = {"failed": reason(error)}
-        self.results.rows[step.name] = {"source": step.source, **row}
-        self.results.lines = self.lines()
-        self.results.write()
+        """Measure one row, failed or not, and write it; a line about it.
+
+        An error may leave the GPU's context unusable, and a row may never come back. So its beginning is noted before it, its
+        failure before anything is asked of the device again, and the next process begins with the rows that were not tried.
+        """
+        if self.results.begin(step.name) >= MOST_ATTEMPTS:
+            row: dict[str, Any] = {"failed": f"the process ended {MOST_ATTEMPTS} times while this ran"}
+        else:
+            row = self._watched(step)
+        self._keep(step, row)
+        if "failed" in row and self.device.type == "cuda":
+            check_alive(self.device)  # where this raises, the process ends
+        self.results.end(step.name)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return summary(row)
+
+    def _watched(self, step: Step) -> dict[str, Any]:
+        """A row or why there is none; one that takes longer than `row_seconds` is written as failed and ends the process."""
+
+        def leave() -> None:
+            self._keep(step, {"failed": f"it took longer than {self.row_seconds} seconds"})
+            os._exit(1)
+
+        watchdog = threading.Timer(self.row_seconds, leave)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            return step.measure()
+        except Exception as error:
+            return {"failed": reason(error)}
+        finally:
+            watchdog.cancel()
+
+    def _keep(self, step: Step, row: dict[str, Any]) -> None:
+        self.results.rows[step.name] = {"source": step.source, **row}
+        self.results.lines = self.lines()
+        self.results.write()
 
     def ceilings(self) -> Iterator[Step]:
         yield Step("ceilings/copy", None, self.copy_rate)
@@ -102,7 +134,7 @@ class Bench(ABC):
     def rates(self) -> dict[str, float]:
         """The ceilings; where one could not be measured, an H200's."""
         rows = self.results.rows
-        found = {"bytes_per_second": rows["ceilings/copy"], "flops_per_second": rows["ceilings/product"]}
+        found = {"bytes_per_second": rows.get("ceilings/copy", {}), "flops_per_second": rows.get("ceilings/product", {})}
         return {name: row.get(name, CONSTANTS[name]) for name, row in found.items()}
 
     def copy_rate(self) -> dict[str, Any]:

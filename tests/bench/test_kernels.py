@@ -87,7 +87,7 @@ def test_missing_failed_and_outdated_rows_are_measured(written: Path, tmp_path: 
     path.write_text(json.dumps(content))
     monkeypatch.setattr(KernelBench, "measured", lambda self, step: ran.append(step.name) or "")
     KernelBench(out=str(path), toy=True).run()
-    assert ran == ["ceilings/copy", TOY.cells()[0].name, TOY.losses()[0].name]
+    assert ran == ["ceilings/copy", TOY.losses()[0].name, TOY.cells()[0].name]  # what failed before goes last
 
 
 def test_time_is_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +237,45 @@ def test_a_failing_row_is_kept_as_failed(tmp_path: Path, monkeypatch: pytest.Mon
     rows = read(path)["rows"]
     assert all(row["failed"].startswith("ZeroDivisionError") for name, row in rows.items() if name.startswith("correctness/"))
     assert "bytes_per_second" in rows["ceilings/copy"] and len(rows) == 2 + len(list(correctness.named(toy=True)))
+
+
+def test_a_row_that_ends_the_process_takes_no_other_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel leaves the device unusable: every other row is measured by the next process, and it is tried last, twice."""
+    path = tmp_path / "kernels.json"
+    cases = [name for name, *_ in correctness.named(toy=True)]
+    poor = cases[3]
+    order: list[str] = []
+
+    def judged(check: Any, case: Any, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        order.append(next(name for name, _, one, of in correctness.named(toy=True) if one is case and of == dtype))
+        if order[-1] == poor:
+            raise KeyboardInterrupt
+        return {"within": True, "relative_error": 0.0, "by_kernel": True}
+
+    monkeypatch.setattr(kernels, "judge", judged)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            KernelBench(part="correctness", out=str(path), toy=True).run()
+        assert order[-1] == poor
+    KernelBench(part="correctness", out=str(path), toy=True).run()
+    rows = read(path)["rows"]
+    assert rows[poor]["failed"] == "the process ended 2 times while this ran" and read(path)["attempts"] == {}
+    assert all(rows[name]["within"] for name in cases if name != poor) and sorted(order) == sorted([*cases, poor])
+    assert order.index(poor) < len(cases) - 1  # the first process did not reach them all
+
+
+def test_a_row_that_never_ends_is_left(tmp_path: Path) -> None:
+    """The watchdog writes that it took too long, and ends the process."""
+    path = tmp_path / "kernels.json"
+    hangs = (
+        "import time; from spectrain.bench import kernels, steps; steps.Bench.row_seconds = 1\n"
+        "kernels.judge = lambda *arguments: time.sleep(60)\n"
+        f"kernels.KernelBench('correctness', {str(path)!r}, True, 50).run()"
+    )
+    left = subprocess.run([sys.executable, "-c", hangs], capture_output=True, text=True, check=False)
+    assert left.returncode == 1, left.stderr
+    failed = [row["failed"] for row in read(path)["rows"].values() if "failed" in row]
+    assert failed == ["it took longer than 1 seconds"]
 
 
 def test_samples_are_paired_and_spread() -> None:
