@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.errors import UserError, first_line
 
-from .attention import ATTENTION
+from .attention import ATTENTION, attending_by
 from .check import check_exact
 from .prepacked import SMALL, has_alike_rows
 from .sharding import Sharding, auto_class, load_network
@@ -99,10 +99,11 @@ def load_hf(
     with explained(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(model, trust_remote_code, required=network is load_network)
-        options = {"attn_implementation": ATTENTION, "trust_remote_code": trust_remote_code}
+        options = {"attn_implementation": attending_by(config, ATTENTION), "trust_remote_code": trust_remote_code}
         made = network(model, config, place, sharding, dtype=default_dtype(place, config, dtype), **options)
     where = str(path.resolve()) if local else model
     target = Target(made, tokenizer, name or (path.name if local else model), where, sharding)
+    target.sight.trust_remote_code = trust_remote_code
     if network is load_network:
         check_exact(target)
     return target
