@@ -91,7 +91,7 @@ def with_images(
     shown = plain.count(sight.placeholder)
     if not 0 < shown <= len(paths):
         raise UserError(
-            f"data: a conversation has {len(paths)} images, of which the target's chat template tells {shown}; mend the template, "
+            f"data: a conversation has {len(paths)} images, of which the chat template tells {shown}; mend the template, "
             "or leave such conversations out"
         )
     found = sight.read(text, paths[:shown])
