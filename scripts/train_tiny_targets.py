@@ -204,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--names", nargs="+", default=list(NAMES))
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES))
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--drafter-steps", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=12)

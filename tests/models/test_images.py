@@ -17,6 +17,7 @@ from spectrain.drafters.dflash import DFlash
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
+from spectrain.export.targets import TargetFiles
 from spectrain.features.base import BatchRequest
 from spectrain.features.live import Live
 from spectrain.features.stored import Stored
@@ -197,6 +198,15 @@ def test_images_that_a_model_sees_otherwise_are_refused(target: Target, pictures
             target.features(torch.tensor([text]), ("final",), texts=[text])
     finally:
         handle.remove()
+
+
+def test_exports_name_the_model_of_text_and_images(target: Target) -> None:
+    """What an engine loads is the whole model; the ends that drafters take are those of its text decoder."""
+    files = TargetFiles(target.path)
+    assert files.whole_config.architectures == [type(target.model).__name__] and files.place == target.path
+    assert files.outline().num_layers == target.num_layers
+    assert torch.equal(files.embedding(), target.head.embedding.weight)
+    assert torch.equal(files.head(), target.head.output.weight)
 
 
 @pytest.mark.parametrize(
