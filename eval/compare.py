@@ -251,7 +251,7 @@ class Contest:
         """The data of a configuration, tokenised once for all that say the same."""
         key = json.dumps(OmegaConf.to_container(config.data), sort_keys=True)
         if key not in self.datasets:
-            self.datasets[key] = build(config.data).dataset(self.target.tokenizer)
+            self.datasets[key] = build(config.data).dataset(self.target.tokenizer, self.target.sight)
         return self.datasets[key]
 
     def target_for(self, config: DictConfig) -> Target:

@@ -69,5 +69,5 @@ def logits(target: Target, text: Text) -> Tensor:
     """What the target says before every token of an answer, [T, V]."""
     prompt, answer = text
     tokens = torch.tensor([prompt + answer], device=target.device)
-    final = target.features(tokens, ("final",)).at("final")[0, len(prompt) - 1 : -1]
+    final = target.features(tokens, ("final",), texts=[prompt + answer]).at("final")[0, len(prompt) - 1 : -1]
     return target.head.logits(final)

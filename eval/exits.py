@@ -41,7 +41,8 @@ def exit_quality(target: Target, texts: Sequence[Text]) -> dict[str, list[float]
     judged = 0
     for prompt, answer in texts:
         tokens = torch.tensor([prompt + answer], device=target.device)
-        states = target.features(tokens, tuple(range(1, count + 1))).hidden[0, len(prompt) - 1 : -1]  # [R, exits, D]
+        seen = target.features(tokens, tuple(range(1, count + 1)), texts=[prompt + answer])
+        states = seen.hidden[0, len(prompt) - 1 : -1]  # [R, exits, D]
         following = tokens[0, len(prompt) :, None]
         best: Tensor | None = None
         for exit in reversed(range(count)):

@@ -9,7 +9,9 @@ import torch
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.eval.metrics import Turn
 from spectrain.eval.systems import Decoder, System
+from spectrain.models.images import images_of
 from spectrain.models.plain import generate, plain_model
+from spectrain.models.quantization import is_quantised
 from spectrain.models.target import Target
 
 NEAR_TIE = 1e-4  # between logits that are computed in float32
@@ -113,10 +115,16 @@ def logit_gap(target: Target, context: list[int]) -> LogitGap:
     """The target's best logit minus its second best after `context`, computed in float64. Two logits are told apart by chance
     within twice the largest error that the target's own have there, which in bfloat16 is a few tenths."""
     with plain_model(target) as model, torch.inference_mode():
-        rounded = model(torch.tensor([context], device=target.device)).logits[0, -1].double().cpu()
+        images = images_of(context)
+        told = {} if images is None else images.inputs(len(context), model)
+        rounded = model(torch.tensor([context], device=target.device), **told).logits[0, -1].double().cpu()
+        if is_quantised(model):  # its products are of its kernels' own kind, and have no float64
+            best = rounded.topk(2).values
+            return LogitGap(float(best[0] - best[1]), NEAR_TIE)
         exact = copy.deepcopy(model)
         exact.set_experts_implementation("eager")  # the faster ones have no float64
         exact.to("cpu", torch.float64)
-        logits = exact(torch.tensor([context])).logits[0, -1].double()
+        told = {} if images is None else images.inputs(len(context), exact)
+        logits = exact(torch.tensor([context]), **told).logits[0, -1].double()
     best = logits.topk(2).values
     return LogitGap(float(best[0] - best[1]), max(NEAR_TIE, 2 * float((rounded - logits).abs().max())))

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spectrain.data.datastore import Datastore, phrase_hashes, text_hash
+from spectrain.data.images import text_of
 from spectrain.errors import UserError
 from spectrain.eval.metrics import Turn
 from spectrain.eval.prompts import Prompt
@@ -12,18 +13,23 @@ TELLING = 16  # tokens of an answer from which on saying the same is no chance
 ALIKE = 0.5  # of a prompt's phrases
 
 
+def asked_in(prompt: Prompt) -> list[str]:
+    """The questions, in words."""
+    return [text_of(turn) for turn in prompt.turns]
+
+
 def refuse_prompts(store: Datastore, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """Refuse a store that holds a prompt's questions, word by word; what the store is, and how many prompts are much like
     what it holds."""
     known, phrases = set(store.questions.tolist()), set(store.phrases.tolist())
     near = 0
     for prompt in prompts:
-        if any(text_hash(turn) in known for turn in prompt.turns):
+        if any(text_hash(turn) in known for turn in asked_in(prompt)):
             raise UserError(
                 f"store {store.folder}: it holds the question of prompt {prompt.id}, which is to be scored; score "
                 "other prompts, or index the data without them"
             )
-        asked = set().union(*map(phrase_hashes, prompt.turns))
+        asked = set().union(*map(phrase_hashes, asked_in(prompt)))
         near += len(asked & phrases) >= ALIKE * len(asked)
     return {**store.facts, "near_duplicates": near}
 

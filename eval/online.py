@@ -20,6 +20,7 @@ from spectrain.eval.metrics import Turn
 from spectrain.eval.parts import Part, Results
 from spectrain.eval.systems import System
 from spectrain.features.batch import Batch, collate
+from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 
@@ -56,6 +57,7 @@ class Learner:
 
     def see(self, generations: list[Generation], recorder: Recorder) -> None:
         """Take in answers; at every `every`-th learn from those since the last time."""
+        refuse_images([generation.prompt for generation in generations], "eval.online")
         for generation, rounds in zip(generations, recorder.rounds):
             if self.learn == "split":
                 self.drafts += replays(generation, rounds, 4, self.random)

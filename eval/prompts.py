@@ -11,6 +11,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from spectrain.data.chat import Message
+from spectrain.data.images import Content, Pictures, text_of
 from spectrain.data.readers import MOST_TURNS, check_text
 from spectrain.errors import UserError, first_line
 
@@ -41,11 +43,11 @@ class Prompt:
 
     id: str
     category: str
-    turns: list[str]
-    before: list[dict[str, str]]
+    turns: list[Content]
+    before: list[Message]
 
     @property
-    def opening(self) -> list[dict[str, str]]:
+    def opening(self) -> list[Message]:
         """The messages up to the first answer that is wanted."""
         return [*self.before, {"role": "user", "content": self.turns[0]}]
 
@@ -68,13 +70,14 @@ def read_prompts(source: str | None, limit: int | None = None, categories: list[
     ids: Counter[str] = Counter()
     present: dict[str, None] = {}  # the source's categories, in its order
     place, rows = _rows(source)
+    folder = None if source is None else Path(source).expanduser().parent  # of its images
     for number, row in rows:
-        prompt = _prompt(row, str(number), source if source in NAMES else "all", f"{place} {number}")
+        prompt = _prompt(row, str(number), source if source in NAMES else "all", f"{place} {number}", folder)
         name = _distinct(prompt.id, ids)
         present[prompt.category] = None
         if categories is not None and prompt.category not in categories:
             continue
-        turns = list(takewhile(str.strip, prompt.turns))
+        turns = list(takewhile(lambda turn: text_of(turn).strip() or not isinstance(turn, str), prompt.turns))
         if len(turns) < len(prompt.turns):
             skipped["empty turn" if turns else "empty"] += 1
         if turns:
@@ -157,36 +160,40 @@ def _json(data: bytes, file: Path, line: int, advice: str) -> Any:
         raise UserError(f"{file}, line {line + error.lineno - 1}: it is not JSON ({error.msg}); {advice}") from error
 
 
-def _prompt(row: Any, name: str, category: str, where: str) -> Prompt:
+def _prompt(row: Any, name: str, category: str, where: str, folder: Path | None = None) -> Prompt:
     """The prompt of a row; `name` and `category` stand in where the row has none."""
     if not isinstance(row, dict):
         raise UserError(f'{where}: it is not an object; write {{"prompt": ".."}}')
     row = {column: value for column, value in row.items() if value is not None}  # Parquet fills gaps with null
-    before: list[dict[str, str]] = []
+    before: list[Message] = []
     turns: Any = None
     if "messages" in row:
-        before, turns = _conversation(row["messages"])
+        before, turns = _conversation(row["messages"], Pictures(row, where, folder))
     else:
         turns = next((read(row) for columns, read in FORMATS.items() if row.keys() >= set(columns)), None)
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
+    if not isinstance(turns, list) or not turns or not ("messages" in row or all(isinstance(turn, str) for turn in turns)):
         raise UserError(f'{where}: it holds no prompt; write {{"turns": [..]}}, {{"messages": [..]}} or {{"prompt": ".."}}')
     if len(turns) + len(before) > MOST_TURNS:
         raise UserError(f"{where}: a prompt of {len(turns) + len(before)} turns; cut it into several of {MOST_TURNS} or fewer")
-    for text in [*turns, *(message["content"] for message in before)]:
-        check_text(text, where)
+    for said in [*turns, *(message["content"] for message in before)]:
+        check_text(text_of(said), where)
     named = [str(row[column]) for column in ("id", "question_id", "prompt_id", "task_id") if column in row]
     return Prompt([*named, name][0], str(row.get("category", category)), turns, before)
 
 
-def _conversation(messages: Any) -> tuple[list[dict[str, str]], list[str]]:
+def _conversation(messages: Any, pictures: Pictures) -> tuple[list[Message], list[Content]]:
     """The messages before the user's last one, and that one; answers that follow it are dropped."""
     try:
-        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+        plain = [{"role": message["role"], "content": pictures.content(message["content"])} for message in messages]
     except (TypeError, KeyError):
         return [], []
     while plain and plain[-1]["role"] == "assistant":
         plain.pop()
-    if not plain or plain[-1]["role"] != "user" or not all(isinstance(text, str) for one in plain for text in one.values()):
+    if (
+        not plain
+        or plain[-1]["role"] != "user"
+        or any(not isinstance(one["role"], str) or one["content"] is None for one in plain)
+    ):
         return [], []
     return plain[:-1], [plain[-1]["content"]]
 

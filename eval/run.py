@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from spectrain.data.chat import prompt_tokens
+from spectrain.data.images import text_of
 from spectrain.decoding.calibration import calibrate, settle
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.pruning import fit_early_heads
@@ -126,7 +127,7 @@ class Evaluation:
 
     def check_prompts(self, target: Target) -> None:
         """Leave out prompts that do not fit the target's context with their answer; stop where none does."""
-        lengths = [len(prompt_tokens(target.tokenizer, prompt.opening)) for prompt in self.chosen]
+        lengths = [len(prompt_tokens(target.tokenizer, prompt.opening, target.sight)) for prompt in self.chosen]
         room = target.max_length - self.max_new_tokens
         fitting = [prompt for prompt, length in zip(self.chosen, lengths) if length <= room]
         if not fitting:
@@ -316,7 +317,7 @@ class Evaluation:
         if calibration is not None:
             calibration.save(folder / "calibration.json")
         if self.report:
-            texts = {prompt.id: prompt.turns[0] for prompt in self.chosen}
+            texts = {prompt.id: text_of(prompt.turns[0]) for prompt in self.chosen}
             drafts = record_drafts(results.candidate.target, results.systems[0], mine, texts, self.max_new_tokens)
             write_lines(folder / "drafts.jsonl", drafts)
         write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
@@ -342,5 +343,5 @@ class Evaluation:
             from spectrain.data.readers import Embedded
 
             openings = [messages[:1] for messages in Embedded(limit=self.calibration_limit).conversations()]
-        tokens = [prompt_tokens(target.tokenizer, opening) for opening in openings]
+        tokens = [prompt_tokens(target.tokenizer, opening, target.sight) for opening in openings]
         return [prompt for prompt in tokens if len(prompt) + 64 <= target.max_length] or tokens[:1]

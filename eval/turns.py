@@ -57,7 +57,8 @@ class Interleaving:
 
     def run(self, prompts: Sequence[Prompt]) -> None:
         """Decode all turns of all prompts."""
-        opening = prompt_tokens(self.decoder.target.tokenizer, prompts[0].opening)
+        target = self.decoder.target
+        opening = prompt_tokens(target.tokenizer, prompts[0].opening, target.sight)
         for system in (None, *self.systems):  # warm up, outside every timer
             self.decoder(system, [opening], min(8, self.max_new_tokens), [0])
         for part in self.parts:
@@ -74,13 +75,13 @@ class Interleaving:
 
     def _converse(self, prompts: Sequence[Prompt]) -> None:
         """Decode a batch of prompts turn by turn; a later turn follows the target's own answers."""
-        chats = [(prompt, list(prompt.before)) for prompt in prompts]
+        chats, target = [(prompt, list(prompt.before)) for prompt in prompts], self.decoder.target
         index = 0
         while chats:
             batch: list[Asked] = []
             for prompt, messages in chats:
                 messages.append({"role": "user", "content": prompt.turns[index]})
-                tokens = prompt_tokens(self.decoder.target.tokenizer, messages)
+                tokens = prompt_tokens(target.tokenizer, messages, target.sight)
                 batch.append(Asked(prompt, index, tokens, sum(map(len, self.batches)) + len(batch) + 1))
             self.batches.append(batch)
             runs = self._decode(batch, len(self.batches) - 1)
@@ -142,7 +143,7 @@ class Interleaving:
             if index >= len(prompt.turns):
                 continue
             following = [*messages, {"role": "user", "content": prompt.turns[index]}]
-            if len(prompt_tokens(target.tokenizer, following)) + self.max_new_tokens > target.max_length:
+            if len(prompt_tokens(target.tokenizer, following, target.sight)) + self.max_new_tokens > target.max_length:
                 self.left_out["turn too long"] += len(prompt.turns) - index
                 continue
             left.append((prompt, messages))

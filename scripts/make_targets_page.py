@@ -34,11 +34,33 @@ as transformers gives them. Where only some of it is, the table names that.
   and chains: each node has a state of its own, computed level by level, which takes as many steps as the tree is deep.
   Drafters that run some of the layers only, or take committed tokens back, are refused.
 - **Gemma 3n** has several residual streams between its layers: drafters that read none but the final features work.
-- Of a **model of text and images** the text decoder is the target; images in conversations are not read yet.
+- Of a **model of text and images** the text decoder is the target; [images](#images) come through the model's own code.
+
+## Images
+
+The model of text and images runs up to its text decoder, and what it calls that with is what the decoder is run with here:
+embeddings, rotary positions in three planes (Qwen), states that later layers add (DeepStack). Behind an image a token's
+position is not its place; the cache knows the difference, for trees as for chains. The first text with images is held against
+transformers, whole and behind the cache, and a model that sees otherwise reads text alone. {images}
+
+## Weights in few bits
+
+`target.quantization=8bit` or `4bit` loads weights through bitsandbytes (LLM.int8 without outliers, NF4), `int8` or `int4` by
+torchao; a checkpoint that is quantised already is loaded as it is, by transformers' own path, and where a package is missing
+the refusal names it. The quantised model is the target: drafts are judged by it, and output is what it says by itself. A
+target whose weights learn (`recipe=medusa2`, `recipe=layerskip`) takes adapters on bitsandbytes or torchao weights
+(`drafter.adapt=lora`, QLoRA); what was learnt is merged into whole weights, for in few bits it would be rounded away.
+{quantised}
+
+## All architectures
 
 | architecture | identical | why not |
 |---|---|---|
 """
+
+
+IMAGES = """IMAGES_TEXT"""
+QUANTISED = """QUANTISED_TEXT"""
 
 
 def main() -> None:
@@ -49,7 +71,8 @@ def main() -> None:
             found[name] = outcomes(name, Path(folder))
         print(row(name, found[name]), flush=True)
     identical = sum({*said.values()} == {IDENTICAL} for said in found.values())
-    facts = {"length": 24, "version": transformers.__version__, "identical": identical, "total": len(found)}
+    facts = {"length": 24, "version": transformers.__version__, "identical": identical, "total": len(found),
+             "images": IMAGES, "quantised": QUANTISED}  # fmt: skip
     rows = "\n".join(row(name, said) for name, said in found.items())
     PAGE.write_text(INTRODUCTION.format(**facts) + rows + "\n")
 

@@ -112,7 +112,7 @@ def training_throughput(config: DictConfig, steps: int = 12) -> None:
     target.pack()
     data = build(config.data)
     data.limit = min(data.limit or 200, 200)
-    dataset = data.dataset(target.tokenizer)
+    dataset = data.dataset(target.tokenizer, target.sight)
     drafter = fresh_drafter(config, target, dataset)
     with TemporaryDirectory() as folder:
         trainer.fit(drafter, target, dataset, build(config.source), Path(folder))

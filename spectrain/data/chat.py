@@ -13,8 +13,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
+from spectrain.models.images import Sight, images_of
 
-Message = dict[str, str]
+from .images import paths_of, template_form, with_images
+
+Message = dict[str, Any]  # "role", and "content": a text, or parts of which some are images
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,9 @@ class Example:
     @cached_property
     def key(self) -> str:
         """A hash of the tokens: what is kept of a sequence is found by it, in whatever order or company it comes."""
-        return blake2b(array("q", self.tokens).tobytes(), digest_size=16).hexdigest()
+        images = images_of(self.tokens)
+        seen = b"" if images is None else images.digest
+        return blake2b(array("q", self.tokens).tobytes() + seen, digest_size=16).hexdigest()
 
     @property
     def prompt(self) -> list[int]:
@@ -38,15 +43,24 @@ class Example:
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], prompt: bool = False) -> str:
     """The conversation as text; with `prompt`, up to where the assistant would go on."""
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+        return str(tokenizer.apply_chat_template(template_form(messages), tokenize=False, add_generation_prompt=prompt))
     except Exception as error:  # templates raise whatever their author chose
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"data: the chat template refuses a conversation of {roles} ({error}); mend or drop it") from error
 
 
-def prompt_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[int]:
-    """The token ids after which the assistant goes on."""
-    return list(tokenizer(render(tokenizer, messages, prompt=True), add_special_tokens=False)["input_ids"])
+def prompt_tokens(tokenizer: PreTrainedTokenizerBase, messages: list[Message], sight: Sight | None = None) -> list[int]:
+    """The token ids after which the assistant goes on; images are read by a target's `sight`."""
+    text, paths = render(tokenizer, messages, prompt=True), paths_of(messages)
+    if paths:
+        return _sighted(sight).read(text, paths)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _sighted(sight: Sight | None) -> Sight:
+    if sight is None:
+        raise UserError("data: a conversation has images, and text alone is read here; leave such conversations out")
+    return sight
 
 
 def assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message]) -> list[tuple[str, list[tuple[int, int]]]]:
@@ -74,10 +88,12 @@ def assistant_spans(tokenizer: PreTrainedTokenizerBase, messages: list[Message])
     return [(whole, shared)] if len(shared) == len(apart) else apart
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, messages: list[Message] | Example) -> list[Example]:
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message] | Example, sight: Sight | None = None
+) -> list[Example]:
     """Token ids and loss masks of a conversation; stops where a mask comes out all zero or all one.
 
-    One that another project has tokenised stays as it is.
+    One that another project has tokenised stays as it is. Images are read by a target's `sight`.
     """
     if isinstance(messages, Example):
         return [messages]
@@ -87,12 +103,15 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, messages: list[Message] | Examp
         )
     if not tokenizer.is_fast:
         raise UserError("target: its tokenizer cannot tell where tokens lie in the text; save it as a fast tokenizer")
-    examples = []
+    examples, paths = [], paths_of(messages)
     for text, spans in assistant_spans(tokenizer, messages):
         encoded: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         mask = [any(low <= start < high for low, high in spans) for start, _ in encoded["offset_mapping"]]
         if not any(mask) or all(mask):
             what = "no token is the assistant's" if not any(mask) else "every token is the assistant's"
             raise UserError(f"data: in this conversation {what}, so its chat template or its roles are wrong: {text!r}")
-        examples.append(Example(list(encoded["input_ids"]), mask))
+        tokens = list(encoded["input_ids"])
+        if paths:
+            tokens, mask = with_images(tokenizer, _sighted(sight), text, mask, paths)
+        examples.append(Example(tokens, mask))
     return examples

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
+from spectrain.models.images import Sight, images_are_whole
 
 from .chat import Example, Message, tokenize
 
@@ -48,10 +49,10 @@ class Dataset:
     is_sample: ClassVar[bool] = False  # there is more to train on than the examples
 
     @classmethod
-    def build(cls, data: Data, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-        """Tokenise every conversation."""
+    def build(cls, data: Data, tokenizer: PreTrainedTokenizerBase, sight: Sight | None = None) -> Dataset:
+        """Tokenise every conversation; images are read by a target's `sight`."""
         conversations = data.conversations()
-        tokenized = [examples_of(tokenizer, messages, data.max_length) for messages in conversations]
+        tokenized = [examples_of(tokenizer, messages, data.max_length, sight) for messages in conversations]
         examples, held_out = split([found for found, _, _ in tokenized], data.held_out)
         if not examples:
             raise UserError(f"data.max_length={data.max_length}: it cuts off every answer; raise it")
@@ -130,11 +131,14 @@ class Dataset:
         return {"fingerprint": self.fingerprint, "tokens": self.num_tokens}
 
 
-def examples_of(tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int) -> tuple[list[Example], int, int]:
-    """A conversation's examples, how many were cut to `max_length`, and how many of these had no answer left."""
-    found = tokenize(tokenizer, messages)
+def examples_of(
+    tokenizer: PreTrainedTokenizerBase, messages: list[Message], max_length: int, sight: Sight | None = None
+) -> tuple[list[Example], int, int]:
+    """A conversation's examples, how many were cut to `max_length`, and how many of these had no answer left, or not all of an
+    image."""
+    found = tokenize(tokenizer, messages, sight)
     cut = [Example(example.tokens[:max_length], example.mask[:max_length]) for example in found]
-    kept = [example for example in cut if any(example.mask)]
+    kept = [example for example in cut if any(example.mask) and images_are_whole(example.tokens)]
     return kept, sum(len(example.tokens) > max_length for example in found), len(cut) - len(kept)
 
 

@@ -11,6 +11,7 @@ from spectrain.settings.build import build
 
 from .dataset import Dataset
 from .datastore import LONGEST, vocabulary_hash, write_store
+from .images import text_of
 from .readers import Data
 
 
@@ -21,8 +22,9 @@ def index(config: DictConfig) -> None:
     if Path(config.out).exists():
         raise UserError(f"out={config.out}: it is there already; name a new folder, or delete it")
     data: Data = build(config.data)
-    tokenizer: Any = build(config.target).tokenizer
-    size = index_data(data, data.dataset(tokenizer), tokenizer, Path(config.out))
+    target: Any = build(config.target)
+    tokenizer = target.tokenizer
+    size = index_data(data, data.dataset(tokenizer, target.sight), tokenizer, Path(config.out))
     print(f"{size} tokens of {len(data.conversations())} conversations, {data.name}, written to {config.out}")
 
 
@@ -32,7 +34,7 @@ def index_data(data: Data, dataset: Dataset, tokenizer: Any, folder: Path) -> in
     said: dict[str, list[str]] = {"user": [], "assistant": []}
     for messages in data.conversations():
         for message in messages:
-            said.get(message["role"], []).append(message["content"])
+            said.get(message["role"], []).append(text_of(message["content"]))
     facts = {
         "data": data.name,
         "fingerprint": dataset.fingerprint,

@@ -20,9 +20,10 @@ def show(config: DictConfig) -> None:
         raise UserError(
             f"index={config.index}: the data holds {len(conversations)} conversations; use 0 to {len(conversations) - 1}"
         )
-    tokenizer: Any = build(config.target).tokenizer
+    target: Any = build(config.target)
+    tokenizer = target.tokenizer
     console = Console(highlight=False)
-    for number, example in enumerate(tokenize(tokenizer, conversations[config.index])):
+    for number, example in enumerate(tokenize(tokenizer, conversations[config.index], target.sight)):
         if number:
             console.rule("the next assistant turn is an example of its own")
         text = Text()
@@ -30,7 +31,7 @@ def show(config: DictConfig) -> None:
             text.append(tokenizer.decode([token]), style="bold green" if supervised else "dim")
         console.print(text)
         console.print(f"[bold green]{sum(example.mask)} supervised[/] of {len(example.tokens)} tokens")
-    dataset = data.dataset(tokenizer)
+    dataset = data.dataset(tokenizer, target.sight)
     console.rule(f"{data.name}")
     console.print(
         f"{dataset.num_conversations} conversations, {len(dataset.examples)} examples, {dataset.num_tokens} tokens, "

@@ -19,10 +19,12 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import UserError, first_line
+from spectrain.models.images import Sight
 from spectrain.settings.values import Below1
 
 from .chat import Message
 from .dataset import Dataset
+from .images import Pictures, paths_of, text_of
 from .shards import MANIFEST, Shards
 
 FOLDER = Path(__file__).parent
@@ -76,9 +78,9 @@ class Data(ABC):
         """The tokens of answers behind `limit`, where they cost nothing: only a draft vocabulary is chosen from them."""
         return []
 
-    def dataset(self, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-        """These conversations as a tokenizer cuts them, to train on."""
-        return Dataset.build(self, tokenizer)
+    def dataset(self, tokenizer: PreTrainedTokenizerBase, sight: Sight | None = None) -> Dataset:
+        """These conversations as a tokenizer cuts them, to train on; images are read by a target's `sight`."""
+        return Dataset.build(self, tokenizer, sight)
 
 
 class Embedded(Data):
@@ -148,7 +150,7 @@ class Jsonl(Data):
             with opener(path, "rt", encoding="utf-8") as lines:
                 for number, line in enumerate(lines, 1):
                     if line.strip():
-                        yield self._parse(line, f"{path}, line {number}")
+                        yield self._parse(line, f"{path}, line {number}", path.parent)
         except UnicodeDecodeError as error:
             raise UserError(f"{path}, after line {number}: it is no text ({error.reason}); save it as UTF-8 text") from error
         except (OSError, EOFError) as error:
@@ -156,14 +158,14 @@ class Jsonl(Data):
                 f"{path}, after line {number}: it cannot be read ({first_line(error)}); see that it is whole and yours"
             ) from error
 
-    def _parse(self, line: str, where: str) -> list[Message]:
+    def _parse(self, line: str, where: str, folder: Path) -> list[Message]:
         try:
             row = json.loads(line)
         except RecursionError as error:
             raise UserError(f"{where}: its values are nested too deeply; write one conversation a line") from error
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: it is not JSON ({error.msg}); write one object a line") from error
-        return conversation(row, where, self.asks_only)
+        return conversation(row, where, self.asks_only, folder)
 
 
 class Hub(Data):
@@ -236,10 +238,11 @@ def stream_array(path: Path) -> Iterator[Any]:
                 yield element
 
 
-def conversation(row: Any, where: str, asks_only: bool = False) -> list[Message]:
+def conversation(row: Any, where: str, asks_only: bool = False, folder: Path | None = None) -> list[Message]:
     """One conversation in our form, from either layout; assistant turns before the first question are dropped.
 
     Where it `asks_only`, {"prompt": ..} and {"turns": [..]} are conversations too, and an answer that is missing is empty.
+    Images are files, as seen from `folder`.
     """
     if asks_only and isinstance(row, dict) and not {"messages", "conversations"} & row.keys():
         questions = row.get("turns", [row.get("prompt")])
@@ -252,19 +255,22 @@ def conversation(row: Any, where: str, asks_only: bool = False) -> list[Message]
     if len(turns) > MOST_TURNS:
         raise UserError(f"{where}: a conversation of {len(turns)} turns; cut it into several of {MOST_TURNS} or fewer")
     messages: list[Message] = []
+    pictures = Pictures(row, where, folder)
     for turn in turns:
         role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
-        if not isinstance(role, str) or role not in ROLES or not isinstance(content, str):
+        content = pictures.content(turn.get("content", turn.get("value"))) if isinstance(turn, dict) else None
+        if not isinstance(role, str) or role not in ROLES or content is None:
             raise UserError(f"{where}: a turn has no text or an unknown role ({role!r}); use system, user and assistant")
-        check_text(content, where)
+        check_text(text_of(content), where)
         if asks_only and ROLES[role] == "user" and messages and messages[-1]["role"] == "user":
             messages.append({"role": "assistant", "content": ""})
         if ROLES[role] != "assistant" or any(message["role"] != "system" for message in messages):
             messages.append({"role": ROLES[role], "content": content})
     if asks_only and messages and messages[-1]["role"] == "user":
         messages.append({"role": "assistant", "content": ""})
-    answers = [message["content"] for message in messages if message["role"] == "assistant"]
+    answers = [text_of(message["content"]) for message in messages if message["role"] == "assistant"]
+    if asks_only and paths_of(messages):
+        raise UserError(f"{where}: it has images, and answers are written to text alone; leave it out")
     if not asks_only and not any(text.strip() for text in answers):
         empty = "its answers are empty" if answers else "the conversation has no assistant turn to learn from"
         raise UserError(f"{where}: {empty}; add one or drop the line")

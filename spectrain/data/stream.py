@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import PreTrainedTokenizerBase
 
 from spectrain.errors import RunError, UserError
+from spectrain.models.images import Sight
 from spectrain.settings.values import Below1
 
 from .chat import Example, Message
@@ -143,8 +144,8 @@ class Stream(Data):
             read = f"data.path={self.path}: none of its first {self.num_left_out} rows is of use"
             raise UserError(f"{read}; of the first: {self.first_reason}") from error
 
-    def dataset(self, tokenizer: PreTrainedTokenizerBase) -> StreamedDataset:
-        """The stream, with a sample of what it holds."""
+    def dataset(self, tokenizer: PreTrainedTokenizerBase, sight: Sight | None = None) -> StreamedDataset:
+        """The stream, with a sample of what it holds; conversations with images are left out of it."""
         conversations = self.conversations()
         found = [self.examples(tokenizer, messages) for messages in conversations]
         usable = [one for one in found if one is not None]

@@ -261,7 +261,33 @@ def measure_latency(
         verify[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.verify.items() if times}
         step[length] = {size: float(np.median(times[1:] or times)) for size, times in probe.step.items() if times} or {1: 0.0}
         starts += probe.start[1:]
-    return Latency(verify, step, float(np.median(starts)))
+    return Latency(verify, step, float(np.median(starts)), time_levels(target, min(prompts, key=len), builder.depth, repeats))
+
+
+@torch.inference_mode()
+def time_levels(target: Target, prompt: list[int], depth: int, repeats: int = 5) -> float:
+    """Seconds that each level below the first adds to verifying a tree: a chain against as many nodes below the root. Nothing
+    but where layers keep a state, which they bring up to date level by level."""
+    if not target.attending.recurrent or depth < 2:
+        return 0.0
+    nodes = torch.zeros(1, depth + 1, dtype=torch.int64, device=target.device)
+    parents = torch.zeros_like(nodes)
+    parents[:, 0] = -1
+    trees = TokenTree.chain(nodes), TokenTree.of(nodes, parents)
+    cache = target.new_cache(1, len(prompt) + depth + 1)
+    lengths = torch.tensor([len(prompt)], device=target.device)
+    target.prefill(torch.tensor([prompt], device=target.device), lengths, cache, ())
+    seconds: list[list[float]] = [[], []]
+    for _ in range(repeats):
+        for tree, taken in zip(trees, seconds):
+            wait(target.device)
+            began = time.perf_counter()
+            target.verify(tree, cache)
+            wait(target.device)
+            taken.append(time.perf_counter() - began)
+            cache.forget()
+    deep, flat = (float(np.median(taken)) for taken in seconds)
+    return max(0.0, deep - flat) / (depth - 1)
 
 
 class Probe(TreeBuilder):

@@ -19,6 +19,7 @@ from spectrain.drafters.base import Drafter, Drafts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.models.features import Features, Layer
+from spectrain.models.images import refuse_images
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft, RootAlone, Round, TreeBuilder
@@ -229,6 +230,9 @@ def read(context: Context, drafter: Drafter | None, rule: AcceptanceRule, reques
     padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in request.prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in request.prompts], device=device)
     prefill = None if drafter is None else drafter.abilities.prefill
+    if prefill is not None:
+        refuse_images(request.prompts, "drafter: this family reads prompts by itself")
+    context.texts = request.prompts
     seen = context.prefill(padded, lengths) if prefill is None else prefill(drafter, context, padded, lengths)
     assert seen.logits is not None
     context.tokens[:, :longest] = padded

@@ -9,6 +9,7 @@ from typing import Literal
 
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
+from spectrain.models.images import images_of
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.trees.base import RootAlone, TreeBuilder
@@ -80,13 +81,14 @@ class Session:
     ) -> Steps:
         """The same, pausing after the prompts and after every look of the host."""
         request = asked(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)
-        if self.why_eager is not None:
+        if self.why_eager is not None or any(images_of(prompt) is not None for prompt in prompts):
             return steps(self._eager(max_new_tokens), request)
         return self._captured.steps(request)
 
     def warm_up(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None = None) -> None:
         """Compile and capture what such a batch runs, where that is to come, so that decoding it can be timed."""
-        if self.why_eager is None and not self._captured.is_ready(prompts, max_new_tokens):
+        sees = any(images_of(prompt) is not None for prompt in prompts)
+        if self.why_eager is None and not sees and not self._captured.is_ready(prompts, max_new_tokens):
             self._captured.decode(prompts, max_new_tokens, sequence_ids, ignore_eos=True)
 
     @property

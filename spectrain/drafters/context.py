@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,7 @@ class Context:
     active: Tensor  # [B] texts that are not done
     left: Tensor  # [B] tokens that they may still emit
     stops: Tensor  # [S] tokens that end a text
+    texts: Sequence[Sequence[int]] = ()  # the prompts, for their images
     round: int = 0  # drafts made so far
     waiting: list[tuple[Features, Tensor]] = field(default_factory=list)  # `fresh` and `counts` of rounds without a draft
     partial: PartialForward | None = None  # this round's nodes that a part of the target has run already
@@ -78,7 +80,7 @@ class Context:
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> Features:
         """Run the prompts [B, T], padded on the right, into the empty cache; logits [B, 1, V] follow each."""
-        return self.target.prefill(tokens, lengths, self.cache, self.layers)
+        return self.target.prefill(tokens, lengths, self.cache, self.layers, self.texts)
 
     def verify(self, tree: TokenTree) -> Features:
         """The target's logits and features at every node, from where a partial forward left them if there was one."""

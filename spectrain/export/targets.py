@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from spectrain.errors import UserError
-from spectrain.models.attention import ATTENTION
+from spectrain.models.attention import ATTENTION, attending_by
 from spectrain.models.loading import convert_smollm2
+from spectrain.models.sharding import auto_class
 from spectrain.models.target import Target
 from spectrain.settings.choices import choice
 
@@ -105,7 +106,8 @@ class TargetFiles:
     def outline(self) -> Target:
         """The target without data, on the device "meta": of it only shapes are asked."""
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.whole_config, attn_implementation=ATTENTION, trust_remote_code=False)
+            kind, attention = auto_class(self.whole_config), attending_by(self.whole_config, ATTENTION)
+            model = kind.from_config(self.whole_config, attn_implementation=attention, trust_remote_code=False)
         return Target(model, self.tokenizer, self.said, str(self.directory))
 
     def embedding(self) -> Tensor:
@@ -114,7 +116,7 @@ class TargetFiles:
 
     def head(self) -> Tensor:
         """The output layer [V, D], which may be the embedding."""
-        if self.config.tie_word_embeddings:
+        if self.whole_config.tie_word_embeddings:
             return self.embedding()
         return self._tensor(("lm_head.weight", "embed_out.weight"), "output layer")
 

@@ -24,6 +24,11 @@ class BatchRequest:
     step: int = 0  # of the training, for what is drawn anew in each
     drafter: nn.Module | None = None  # that learns, for a source that `asks_drafter`
 
+    @property
+    def texts(self) -> list[list[int]]:
+        """The tokens of each, with the images that they stand for."""
+        return [example.tokens for example in self.examples]
+
 
 class Source(ABC):
     """Turns examples into batches that hold the features a drafter reads."""

@@ -27,7 +27,7 @@ def capture(config: DictConfig) -> None:
     data = build(config.data)
     data.conversations()
     target: Target = build(config.target)
-    dataset: Dataset = data.dataset(target.tokenizer)
+    dataset: Dataset = data.dataset(target.tokenizer, target.sight)
     if dataset.is_sample:
         raise UserError("data: a stream does not know how much it holds; train with source=store, which captures what it reads")
     if target.sharding != "none":

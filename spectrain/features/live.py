@@ -7,6 +7,7 @@ from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.models.features import Features
+from spectrain.models.images import refuse_images
 
 from .base import BatchRequest, Source
 from .batch import Batch, collate, laid_out
@@ -24,11 +25,12 @@ class Live(Source):
         target, layers = request.target, request.layers
         batch = collate(request.examples, request.packed).to(target.device)
         if not layers:
+            refuse_images(request.texts, "source: this family reads no features, it runs the target itself")
             return batch
         if self.keep_bytes and not target.in_step:
             hidden = laid_out([self._features(example, request) for example in request.examples], request.packed)
             return replace(batch, features=Features(batch.tokens, layers, hidden.to(target.device)))
-        return replace(batch, features=target.features(batch.tokens, layers, batch.lengths))
+        return replace(batch, features=target.features(batch.tokens, layers, batch.lengths, request.texts))
 
     def _features(self, example: Example, request: BatchRequest) -> Tensor:
         """[T, L, D] of one example, kept where there is room. It is run alone: its last bits would depend on its company, so a
@@ -36,7 +38,8 @@ class Live(Source):
         if example.key in self.kept:
             return self.kept[example.key]
         target = request.target
-        hidden = target.features(torch.tensor([example.tokens], device=target.device), request.layers).hidden[0]
+        tokens = torch.tensor([example.tokens], device=target.device)
+        hidden = target.features(tokens, request.layers, texts=[example.tokens]).hidden[0]
         size = hidden.numel() * hidden.element_size()
         if self.bytes + size <= self.keep_bytes:
             self.kept[example.key] = hidden = hidden.to("cpu", copy=True)

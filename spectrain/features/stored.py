@@ -12,6 +12,7 @@ from torch import Tensor
 from spectrain.data.chat import Example
 from spectrain.errors import RunError, UserError
 from spectrain.models.features import Features, Layer
+from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
 
 from .base import BatchRequest, Source
@@ -135,6 +136,7 @@ class Stored(Source):
         target, layers, examples = request.target, request.layers, request.examples
         batch = collate(examples, request.packed).to(target.device)
         if not layers:
+            refuse_images(request.texts, "source: this family reads no features, it runs the target itself")
             return batch
         store = self._open(target, layers, None)
         rows = [store.read(example, layers, target) for example in examples]
@@ -143,7 +145,7 @@ class Stored(Source):
             if absent and not self.capture:
                 raise RunError(f"source.path={self.path}: {absent} sequences of a batch are not in it; say source.capture=true")
             # The whole batch, as source=live runs it: the last bits of a product depend on what is batched with what.
-            hidden = target.features(batch.tokens, store.layers, batch.lengths).hidden
+            hidden = target.features(batch.tokens, store.layers, batch.lengths, request.texts).hidden
             parts = hidden if batch.lengths is None else hidden[0].split(batch.lengths)
             rows = [
                 store.take(example, states[: len(example.tokens)], layers) if row is None else row

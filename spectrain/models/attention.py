@@ -176,5 +176,12 @@ def in_chunks(lengths: tuple[int, ...], size: int) -> tuple[int, ...]:
     return tuple(min(size, length - start) for length in lengths for start in range(0, length, size))
 
 
+def attending_by(config: Any, implementation: str) -> str | dict[str, str]:
+    """What transformers is told so that the decoder attends by `implementation`; what sees images keeps its own."""
+    text = config.get_text_config()
+    parts = [name for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is text]
+    return {"": implementation, **dict.fromkeys(parts, implementation)} if parts else implementation
+
+
 AttentionInterface.register(ATTENTION, layer_attention)
 AttentionMaskInterface.register(ATTENTION, mask_of)

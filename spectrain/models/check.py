@@ -24,6 +24,7 @@ from .attention import Call, Reach
 from .decoder import cache_name
 from .features import Layer
 from .forward_plan import ForwardPlan
+from .images import TextWithImages
 from .kv_cache import KeyValueShape
 from .masks import Mask, masks_asked_for
 from .recurrent import Watching
@@ -204,6 +205,32 @@ def _gaps(target: Target, plain: Unmodified) -> Iterator[tuple[str, float]]:
     yield "features", max([0.0, *(_apart(seen.at(layer), plain.states[layer]) for layer in plain.layers)])
     yield "logits", _apart(seen.logits, plain.logits)
     yield "logits over a cached tree", max(_cached(target, plain.tokens, plain.stepped))
+
+
+@torch.no_grad()
+def check_sight(target: Target, text: TextWithImages) -> None:
+    """Refuse images where what is made of a text with some is not what transformers makes of it: its last tokens, read at once
+    and behind the cached rest."""
+    from .plain import plain_model
+
+    last = min(LENGTH // 4, len(text) - text.images.end)
+    tokens = torch.tensor([text], device=target.device)
+    with explaining(target), plain_model(target) as model:
+        told = text.images.inputs(len(text), model)
+        logits = model(input_ids=tokens, use_cache=False, logits_to_keep=last + 1, **told).logits.float()
+    with explaining(target):
+        final = target.features(tokens, ("final",), texts=[text]).at("final")[:, -last - 1 :]
+        gaps = [_apart(target.head.logits(final), logits)]
+        cache, read = target.new_cache(1, len(text)), len(text) - last
+        prompt = target.prefill(tokens[:, :read], torch.tensor([read], device=target.device), cache, (), [text[:read]])
+        gaps.append(_apart(prompt.logits, logits[:, :1]))
+        if last:
+            gaps.append(_apart(target.verify(TokenTree.chain(tokens[:, read:]), cache).logits, logits[:, 1:]))
+    if not max(gaps) <= NEAR.get(target.dtype, ROUNDED):
+        raise UserError(
+            f"target {target.name}: with images its logits differ by {max(gaps):.1%} from what transformers computes, so it "
+            "reads text alone here; leave out conversations with images"
+        )
 
 
 def _stepped(model: Any, tokens: Tensor, target: Target) -> Tensor:

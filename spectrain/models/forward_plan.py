@@ -1,6 +1,6 @@
 """What one forward of the target is asked for. Shapes: B batch, N tokens or nodes, D width."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -71,6 +71,7 @@ class ForwardPlan:
     mask: Tensor | tuple[Tensor, ...] | None = None
     cache: TreeCache | None = None
     lengths: tuple[int, ...] | None = None
+    texts: Sequence[Sequence[int]] = ()  # of the rows or documents, where any of them has images
     span: LayerSpan = WHOLE
 
     def __post_init__(self) -> None:

@@ -67,6 +67,7 @@ class TreeCache(Cache):
         self.positions: Tensor | None = None  # [B, pending] the position ids of these nodes, where they were said
         self.recurrences: dict[int, Recurrence] = {}
         self.prompt_lengths: Tensor | None = None  # [B] of prompts that are about to be read
+        self.offsets: Tensor | None = None  # [B] what position ids are ahead of places in the text, behind images
         self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
@@ -80,6 +81,7 @@ class TreeCache(Cache):
         self.longest = self.bound or 0
         self.forget()
         self.recurrences.clear()
+        self.offsets = None
         self.is_empty = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.errors import UserError, first_line
 
-from .attention import ATTENTION
+from .attention import ATTENTION, attending_by
 from .check import check_exact
 from .prepacked import SMALL, has_alike_rows
+from .quantization import Quantization, is_plain_weight, is_quantised, loading_options, missing_package
 from .sharding import Sharding, auto_class, load_network
 from .target import Target
 
@@ -81,11 +82,13 @@ def load_hf(
     trust_remote_code: bool = False,
     sharding: Sharding = "none",
     network: Network = load_network,
+    quantization: Quantization | None = None,
 ) -> Target:
     """A target from the hub or from a local directory in transformers format; as an `untrained_network` only its config.json is
     read, and its tokenizer, where there is one.
 
     With `sharding` the processes of a launch hold it together: fsdp2 spreads its layers out, tensor cuts through them.
+    `quantization` loads weights in few bits; a checkpoint that is quantised stays as it is.
     """
     path = Path(model).expanduser()
     local = path.is_dir()
@@ -96,13 +99,24 @@ def load_hf(
     place = default_device(device)
     if network is load_network:
         check_device(place)
+    if quantization is not None and sharding != "none":
+        raise UserError(
+            f"target.quantization={quantization}: weights that processes share are whole; leave out target.sharding"
+        )
     with explained(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(model, trust_remote_code, required=network is load_network)
-        options = {"attn_implementation": ATTENTION, "trust_remote_code": trust_remote_code}
-        made = network(model, config, place, sharding, dtype=default_dtype(place, config, dtype), **options)
+        options = {"attn_implementation": attending_by(config, ATTENTION), "trust_remote_code": trust_remote_code}
+        options["dtype"] = kind = default_dtype(place, config, dtype)
+        if network is load_network:
+            options |= loading_options(model, config, quantization, kind, place)
+        with naming_package(model, config, quantization):
+            made = network(model, config, place, sharding, **options)
     where = str(path.resolve()) if local else model
     target = Target(made, tokenizer, name or (path.name if local else model), where, sharding)
+    target.sight.trust_remote_code = trust_remote_code
+    if network is load_network and is_quantised(made) and not is_plain_weight(target.head.output):
+        raise UserError(f"target.model={model}: its output layer, which drafters read, is quantised; use another checkpoint")
     if network is load_network:
         check_exact(target)
     return target
@@ -125,6 +139,23 @@ def explained(model: str) -> Iterator[None]:
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise UserError(
             f"target.model={model}: it could not be loaded ({first_line(error)}); check the name or the directory"
+        ) from error
+
+
+@contextmanager
+def naming_package(model: str, config: Any, quantization: Quantization | None) -> Iterator[None]:
+    """Say what to install, where it is quantised weights that could not be loaded."""
+    package = missing_package(config, quantization)
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # of whatever kind a quantiser raises
+        if package is None:
+            raise
+        raise UserError(
+            f"target.model={model}: its quantised weights could not be loaded ({first_line(error)}); this needs pip install "
+            f"{package}, and a machine that its kernels know"
         ) from error
 
 

@@ -12,6 +12,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from .quantization import forget_quantization, is_plain_weight, is_quantised, refuse_training, whole_weight
 from .target import Target
 
 
@@ -45,12 +46,25 @@ def adapters_off(target: Target) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+def whole(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
+    """A linear of the same weights, which are kept in few bits no longer."""
+    weight = whole_weight(linear).to(dtype)
+    found = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    found.weight = nn.Parameter(weight, requires_grad=False)
+    if linear.bias is not None:
+        found.bias = nn.Parameter(linear.bias.detach().to(dtype), requires_grad=False)
+    return found
+
+
 def merge_lora(target: Target) -> None:
-    """Add the adapters to the weights, so that the target is an ordinary model again."""
+    """Add the adapters to the weights, so that the target is an ordinary model again; quantised ones become whole, for in few
+    bits what was learnt would be rounded away."""
     for name, module in list(target.named_modules()):
         if isinstance(module, LoraLayer):
             base: nn.Linear = module.get_base_layer()
             with torch.no_grad():  # peft's own merge writes where no copy of the weight would notice
+                if not is_plain_weight(base):
+                    base = whole(base, target.dtype)
                 base.weight.add_(module.get_delta_weight("default").to(base.weight.dtype))
             parent, _, child = name.rpartition(".")
             setattr(target.get_submodule(parent), child, base)
@@ -69,6 +83,7 @@ class TargetTraining:
 
     def begin(self, target: Target) -> None:
         """Get a target ready to be trained. Weights that change are kept in float32."""
+        refuse_training(target.name, target.model, self.adapt)
         self.dtype = target.dtype
         if self.adapt == "lora":
             self.parameters = inject_lora(target, self.rank, self.alpha)
@@ -93,6 +108,8 @@ class TargetTraining:
         """The trained target as an ordinary model again, frozen, in the type that it had."""
         if self.adapt == "lora":
             merge_lora(target)
+            if is_quantised(target.model):
+                forget_quantization(target.model)
         cast_parameters(target, self.dtype)
         target.requires_grad_(False)
         self.parameters, self.original = [], None
@@ -101,4 +118,5 @@ class TargetTraining:
 def cast_parameters(target: Target, dtype: torch.dtype) -> None:
     """Change the type of the weights, not of buffers: rotary frequencies rounded to bfloat16 would be another model's."""
     for parameter in target.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)

@@ -10,7 +10,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from .attention import ATTENTION
+from .attention import ATTENTION, attending_by
+from .images import images_of
 from .kv_cache import attended_dtype
 from .prepacked import is_packed, pack_linears, unpack_linears
 from .target import Target
@@ -37,11 +38,11 @@ def plain_model(target: Target) -> Iterator[Any]:
     model: Any = target.model
     packed = any(is_packed(module) for module in model.modules())
     unpack_linears(model)
-    model.set_attn_implementation(_as_generate_finds_it(target))
+    model.set_attn_implementation(attending_by(model.config, _as_generate_finds_it(target)))
     try:
         yield model
     finally:
-        model.set_attn_implementation(ATTENTION)
+        model.set_attn_implementation(attending_by(model.config, ATTENTION))
         if packed:
             pack_linears(model)
 
@@ -56,10 +57,11 @@ def _as_generate_finds_it(target: Target) -> str:
 def generate(
     model: Any, prompt: list[int], max_new_tokens: int, stop_ids: frozenset[int], static: bool = False, **options: Any
 ) -> list[int]:
-    """The greedy output of transformers' `generate`, EOS included; `options` are its own."""
+    """The greedy output of transformers' `generate`, EOS included; `options` are its own. Images come with the prompt."""
     if static:
         options |= {"cache_implementation": "static", "disable_compile": True}
-    device = next(model.parameters()).device
+    device, images = next(model.parameters()).device, images_of(prompt)
+    options |= {} if images is None else images.inputs(len(prompt), model)
     with torch.inference_mode():
         output = model.generate(
             torch.tensor([prompt], device=device), attention_mask=torch.ones(1, len(prompt), device=device, dtype=torch.int64),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from spectrain.kernels.onednn import product
 
+from .quantization import is_plain_weight
 from .replaced_forward import set_forward
 
 SMALL = 1 << 18  # weights: with so few, and FEW rows, the default BLAS is done before oneDNN has begun (Xeon: 8 us against 25)
@@ -195,7 +196,7 @@ def pack_linears(module: nn.Module, rounded: bool = False) -> None:
     for child in module.modules():
         if is_packed(child):
             child.forward.forget()  # type: ignore[attr-defined]
-        elif type(child) is nn.Linear and child.weight.device.type == "cpu":
+        elif type(child) is nn.Linear and is_plain_weight(child) and child.weight.device.type == "cpu":
             set_forward(child, PackedLinear(child, together.get(child), rounded))
 
 
@@ -203,7 +204,8 @@ def siblings_of(parent: nn.Module, rounded: bool = False) -> list[SharedInput]:
     """The linears of an attention or feed-forward block that read the same input."""
     found = []
     for names in SIBLINGS:
-        linears = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]
+        found_linears = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]
+        linears = [linear for linear in found_linears if is_plain_weight(linear)]
         alike = len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1
         if len(linears) == len(names) and alike:
             found.append(SharedInput(linears, rounded))

@@ -24,12 +24,13 @@ from spectrain.kernels.tree_attention import Visibility
 from spectrain.trees.token_tree import TokenTree
 
 from .attention import ATTENTION, trees_alone
-from .check import UNKNOWN, attending
+from .check import UNKNOWN, attending, check_sight
 from .compiled_layers import running
 from .decoder import decoder_of, list_name
 from .features import Features, Layer, document_positions
 from .forward_plan import TEXT, WHOLE, ForwardPlan, LayerSpan, Part, Sublayer
 from .head import Head
+from .images import Sight, called, images_of
 from .kv_cache import TreeCache
 from .lean_layers import lean_layers
 from .limits import longest_text, rope_switch
@@ -54,6 +55,8 @@ class Target(nn.Module):
         self.list_name = list_name(decoder_of(model)) or ""  # what its decoder calls its layers
         if not self.list_name:
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
+        self.sight = Sight(path, "vision_config" in getattr(model.config, "sub_configs", {}))
+        self.has_seen = False  # a text with images, and was found to see it as transformers does
         self.rope_switch = rope_switch(self.config)
         self.attending = UNKNOWN if self.device.type == "meta" else attending(self)  # of no data only shapes are asked
 
@@ -123,15 +126,30 @@ class Target(nn.Module):
             return
         pack_linears(self.model)
 
-    def features(self, tokens: Tensor, layers: tuple[Layer, ...], lengths: tuple[int, ...] | None = None) -> Features:
-        """Frozen features of whole sequences [B, T], padded on the right, or of packed ones; no logits are built."""
-        return self.run(tokens, ForwardPlan(layers=layers, lengths=lengths))
+    def features(
+        self,
+        tokens: Tensor,
+        layers: tuple[Layer, ...],
+        lengths: tuple[int, ...] | None = None,
+        texts: Sequence[Sequence[int]] = (),
+    ) -> Features:
+        """Frozen features of whole sequences [B, T], padded on the right, or of packed ones; no logits are built. `texts` are
+        the same, for their images."""
+        return self.run(tokens, ForwardPlan(layers=layers, lengths=lengths, texts=self._with_images(texts)))
 
-    def prefill(self, tokens: Tensor, lengths: Tensor, cache: TreeCache, layers: tuple[Layer, ...]) -> Features:
-        """Run prompts [B, T], padded on the right, into an empty cache; logits [B, 1, V] follow each row's last token."""
+    def prefill(
+        self,
+        tokens: Tensor,
+        lengths: Tensor,
+        cache: TreeCache,
+        layers: tuple[Layer, ...],
+        texts: Sequence[Sequence[int]] = (),
+    ) -> Features:
+        """Run prompts [B, T], padded on the right, into an empty cache; logits [B, 1, V] follow each row's last token. `texts`
+        are the same, for their images."""
         kept = layers if "final" in layers else (*layers, "final")
         cache.prompt_lengths = lengths
-        features = self.run(tokens, ForwardPlan(layers=kept, cache=cache))
+        features = self.run(tokens, ForwardPlan(layers=kept, cache=cache, texts=self._with_images(texts)))
         cache.commit(None, lengths)
         last = features.at("final").gather(1, (lengths - 1)[:, None, None].expand(-1, 1, self.width))
         return Features(tokens, features.layers, features.hidden, self.head.logits(last))
@@ -162,8 +180,7 @@ class Target(nn.Module):
             stack.enter_context(replaced(self._with_states(plan, visibility)))
             stack.enter_context(running(plan.cache, visibility, self._attending(plan)))
             output = self.decoder(
-                input_ids=tokens,
-                position_ids=positions,
+                **self._called(tokens, positions, plan),
                 **{self.attending.cache_name: plan.cache},
                 use_cache=plan.cache is not None,
                 visibility=visibility,
@@ -191,6 +208,30 @@ class Target(nn.Module):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.model.save_pretrained(path)  # type: ignore[operator]
         self.tokenizer.save_pretrained(path)
+
+    def _with_images(self, texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The texts, where any has images; the first such text is held against transformers."""
+        seen = next((text for text in texts if images_of(text) is not None), None)
+        if seen is None:
+            return ()
+        if not self.has_seen:
+            self.has_seen = True
+            try:
+                check_sight(self, seen)
+            except UserError:
+                self.has_seen = False
+                raise
+        return texts
+
+    def _called(self, tokens: Tensor, positions: Tensor, plan: ForwardPlan) -> dict[str, Any]:
+        """What the decoder is called with for tokens: themselves, or with images what these come to."""
+        offsets = None if plan.cache is None else plan.cache.offsets
+        if not plan.texts:
+            return {"input_ids": tokens, "position_ids": positions if offsets is None else positions + offsets[:, None]}
+        found = called(self, tokens, plan.texts, positions, plan.lengths)
+        if plan.cache is not None:
+            plan.cache.offsets = found.offsets
+        return found.inputs
 
     def _within_reach(self, tokens: Tensor, plan: ForwardPlan) -> ForwardPlan:
         """The plan with no position from which on all others would be turned otherwise: past the end of the longest text there

@@ -69,7 +69,7 @@ def calibrate(config: DictConfig) -> tuple[float, float]:
     """Seconds that a padded token takes in the target's features and in the rest of a step, from steps that really run."""
     trainer = Trainer.of(config).trial(CALIBRATION)
     target: Target = build(config.target)
-    dataset = build(config.data).dataset(target.tokenizer)
+    dataset = build(config.data).dataset(target.tokenizer, target.sight)
     drafter = fresh_drafter(config, target, dataset)
     target.pack()
     source = _Timed(build(config.source), target)

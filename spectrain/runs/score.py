@@ -53,7 +53,7 @@ def evaluate(config: DictConfig, run: Path, target: Target | None = None, tracke
     evaluation.check_prompts(target)
     dataset = None
     if evaluation.reads_data and config.get("data") and "_target_" in config.data:
-        dataset = build(config.data).dataset(target.tokenizer)
+        dataset = build(config.data).dataset(target.tokenizer, target.sight)
     drafter = load_drafter(config, run, target)
     if state.is_main_process:
         settings: Any = OmegaConf.to_container(config)

@@ -97,7 +97,7 @@ def read_all(config: DictConfig, trainer: Trainer, target: Target | None, datase
     assert target is not None
     if evaluation is not None:
         evaluation.check_prompts(target)
-    dataset = dataset or data.dataset(target.tokenizer)
+    dataset = dataset or data.dataset(target.tokenizer, target.sight)
     trainer.num_steps(dataset)  # a stream must be told how long
     drafter = fresh_drafter(config, target, dataset)
     source: Source = build(config.source)

@@ -14,6 +14,7 @@ from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
+from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 
@@ -58,6 +59,7 @@ class Generated(Source):
                 "source=generated: answers take their time, and a target with sharding=fsdp2 runs in step; use tensor"
             )
         drafter = request.drafter
+        refuse_images(request.texts, "source=generated")
         assert drafter is None or isinstance(drafter, Drafter), "what learns is a drafter"
         draws = [Random(f"{self.seed}/{request.step}/{example.key}") for example in examples]  # whatever is batched with what
         anew = [

@@ -169,7 +169,8 @@ class Sequoia(Static):
         def seconds_a_token(size: tuple[int, int]) -> float:
             nodes, levels = size
             tokens = table[nodes, levels].max()
-            return (latency.draft(levels - 1, max(1, nodes // levels)) + latency.verify(nodes)) / max(float(tokens), 1e-9)
+            seconds = latency.verify(nodes) + latency.deeper(levels - 1)
+            return (latency.draft(levels - 1, max(1, nodes // levels)) + seconds) / max(float(tokens), 1e-9)
 
         return sequoia_paths(chances, *min(sizes, key=seconds_a_token))
 

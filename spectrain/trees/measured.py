@@ -78,7 +78,7 @@ class Cast(Measured):
             scores = draft.branch(self.top_k)
             best = scores.sort(dim=1, descending=True, stable=True)
             gains = best.values[:, : self.top_k].exp().mean(0).cumsum(0).tolist()
-            costs = [latency.step(k, length) / step for k in range(1, len(gains) + 1)]
+            costs = [(latency.step(k, length) + latency.level_seconds) / step for k in range(1, len(gains) + 1)]
             width = walk_up(gains, costs, self.breadth_gain)
             if last is not None:
                 self.change[level - 1].append(gains[width - 1] / max(last, 1e-9))
@@ -158,7 +158,7 @@ class Auto(Measured):
         self.start_seconds, self.step_seconds = latency.start_seconds, latency.step(self.top_k)
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
-        self.length = prefix.longest
+        self.length, latency = prefix.longest, self._known()
         draft = GrowingTree(self, prefix, rollout)
         device = prefix.root.device
         depths = torch.zeros_like(draft.tokens)
@@ -171,13 +171,14 @@ class Auto(Measured):
             depths = torch.cat([depths, torch.full_like(scores, level + 1, dtype=torch.int64)], dim=1)
             chances = (draft.scores + correction[depths]).exp().sort(dim=1, descending=True).values[:, : self.budget]
             tokens = chances.mean(0).cumsum(0)  # the root alone emits one
-            speed = tokens / (self.start_seconds + level * self.step_seconds + verify[: len(tokens)])
+            spent = self.start_seconds + level * self.step_seconds + latency.deeper(level + 1)
+            speed = tokens / (spent + verify[: len(tokens)])
             if level + 1 == depth:
                 break
             best = scores.sort(dim=1, descending=True, stable=True)
             mass = float((best.values[:, : self.top_k] + correction[level + 1]).exp().sum(1).mean())
             carried = self.observed[level + 1] / max(self.observed[level], 1e-6)
-            if mass * carried < self.step_seconds * float(speed.max()):
+            if mass * carried < (self.step_seconds + latency.level_seconds) * float(speed.max()):
                 break  # the tokens that another level promises would be decoded sooner without it
             draft.extend(best.indices[:, : self.top_k])
         size = max(2, int(speed.argmax()) + 1)
@@ -213,7 +214,9 @@ class Auto(Measured):
     def _fastest(self, chances: np.ndarray, spent: float) -> tuple[int, float]:
         """The best number of nodes after so many seconds of drafting, and the tokens that it promises."""
         tokens = chances.sum(1).mean(0).cumsum()
-        size = int((tokens / (spent + np.asarray(self._verify_seconds(self.length)))).argmax())
+        levels = np.arange(chances.shape[1])[:, None] * (chances.sum(0) > 0)
+        deeper = [self._known().deeper(int(level)) for level in np.maximum.accumulate(levels.max(0))]
+        size = int((tokens / (spent + np.asarray(self._verify_seconds(self.length)) + np.asarray(deeper))).argmax())
         return size + 1, float(tokens[size])
 
     def observe(self, round: Round) -> None:
@@ -222,7 +225,10 @@ class Auto(Measured):
         if int(judged.max()) == 1:
             return  # nothing was ready to draft
         self.sizes.append(int(judged.max()))
-        slower = (round.seconds["verify"] + round.seconds["accept"]) / self._known().verify(self.sizes[-1], self.length)
+        latency = self._known()
+        usual = latency.verify(self.sizes[-1], self.length)
+        usual += latency.deeper(int(round.tree.depths.max())) if latency.level_seconds else 0.0
+        slower = (round.seconds["verify"] + round.seconds["accept"]) / usual
         drafting = round.seconds["draft"] / max(slower, 1e-9)
         if levels > 1:
             step = max(0.0, (drafting - self.start_seconds) / (levels - 1))

@@ -19,6 +19,7 @@ class Latency:
     verify_seconds: dict[int, dict[int, float]]  # context -> nodes -> a target forward with its acceptance
     step_seconds: dict[int, dict[int, float]]  # context -> nodes -> one more draft step over so many nodes
     start_seconds: float  # the first draft step, which also reads what was accepted
+    level_seconds: float = 0.0  # each level of a tree below the first, where layers keep a state and run it level by level
 
     def verify(self, nodes: float, context: int = 0) -> float:
         return _between(self.verify_seconds[_bucket(self.verify_seconds, context)], nodes)
@@ -29,6 +30,10 @@ class Latency:
     def draft(self, levels: int, width: float, context: int = 0) -> float:
         """A draft of so many levels, every one after the first over `width` nodes."""
         return self.start_seconds + (levels - 1) * self.step(width, context)
+
+    def deeper(self, levels: int) -> float:
+        """What verifying a tree of so many levels below its root takes more than one with a single level and as many nodes."""
+        return max(0, levels - 1) * self.level_seconds
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from spectrain.decoding.calibration import time_levels
 from spectrain.errors import UserError
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.loading import load_hf, load_tiny
@@ -54,6 +55,12 @@ def test_a_tree_in_stages_after_a_forgotten_one(target: Target, lengths: list[in
         cache.commit(torch.tensor([[0, 1, 3]]).expand(batch, -1), torch.tensor([3, 2][:batch]))
     after = [target.verify(TokenTree.chain(other), cache).logits for cache in caches]
     torch.testing.assert_close(*after, atol=1e-4, rtol=1e-4)
+
+
+def test_a_level_costs_time_only_where_states_are_kept(target: Target) -> None:
+    """What trees are shaped by."""
+    assert time_levels(target, words(6).tolist(), 6, 3) > 0
+    assert time_levels(load_tiny(), [3, 4], 6) == 0
 
 
 def test_what_a_state_cannot_do_is_refused(target: Target) -> None:

@@ -206,6 +206,16 @@ def test_measured_time_chooses_among_sizes() -> None:
     assert sizes[0][0] == 7 and sizes[1][0] < sizes[0][0] and sizes[2][1] < sizes[0][1]
 
 
+def test_levels_that_cost_time_make_a_shallower_tree() -> None:
+    """Where layers keep a state, a level takes a step of theirs."""
+    depths = []
+    for level in (0.0, 3.0):
+        builder = Sequoia(depth=4, budget=7, measured=True)
+        builder.prepare(Calibration([[0.6, 0.2, 0.1]], [1], Latency({0: {1: 1.0, 9: 1.0}}, {0: {1: 0.0, 9: 0.0}}, 0.1, level)))
+        depths.append(builder.depth)
+    assert depths[1] < depths[0]
+
+
 @pytest.mark.parametrize(
     "shape, children, said",
     [

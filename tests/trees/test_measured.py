@@ -167,6 +167,18 @@ def test_untimed_builders_are_refused(name: type[Measured]) -> None:
         builder.expand(context(), Table(random_scores))
 
 
+@pytest.mark.parametrize("name", [Cast, Auto])
+def test_levels_that_cost_time_make_shallower_trees(name: type[Measured]) -> None:
+    """Where layers keep a state, every level of a tree takes another step of theirs: the dearer, the shallower."""
+    depths = []
+    for level in (0.0, 0.1, 10.0):
+        builder: Any = name(depth=6, top_k=1)  # type: ignore[call-arg]
+        latency = Latency({0: dict.fromkeys(SIZES, 1.0)}, {0: dict.fromkeys(SIZES, 0.001)}, 0.001, level)
+        builder.prepare(Calibration(latency=latency))
+        depths.append(int(builder.expand(context(), Table(shared_scores)).depths.max()))
+    assert depths == sorted(depths, reverse=True) and depths[0] > depths[-1] == 1
+
+
 def every_score(scores: Scores, row: int, depth: int) -> list[float]:
     """The scores of all paths down to a depth, from the best on."""
     level, found = [((), 0.0)], [0.0]

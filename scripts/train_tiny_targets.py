@@ -1,0 +1,227 @@
+"""Small targets of unlike kinds with real language statistics, and drafters for them: what they accept, and that it is exact.
+
+    python -m scripts.train_tiny_targets --work DIR [--names lfm2 gpt_oss deepseek_v3 qwen2_5_vl] [--steps 400]
+
+Each target (four layers of width 128, the tiny target's tokenizer) learns the embedded conversations for a few minutes on a
+core; the one of text and images learns pictures of coloured squares beside them. EAGLE-3, Medusa and DFlash are then trained
+on its features, and held-out prompts are decoded greedily, by a tree and by a chain, and compared with `generate`. Targets and
+drafters that are there already are not trained again.
+"""
+
+import argparse
+import json
+import math
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image, ImageDraw
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig
+
+from spectrain.cli.interface import composed, composing
+from spectrain.data.chat import Example, prompt_tokens, tokenize
+from spectrain.data.readers import Embedded, Jsonl
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.session import Session
+from spectrain.eval.prompts import read_prompts
+from spectrain.models.images import images_of
+from spectrain.models.loading import TINY, load_hf, load_tokenizer
+from spectrain.models.plain import generate, plain_model
+from spectrain.models.target import Target
+from spectrain.runs import train as training
+from spectrain.runs.drafter_files import load_drafter
+from spectrain.settings.check import check_config
+from spectrain.settings.keys import TRAIN_KEYS
+from spectrain.trees import Chain, Eagle2
+from tests.models.architectures import auto_class, config_named
+from tests.models.visions import BREAK, END, IMAGE, START, TEMPLATE, Processor
+
+NAMES = ("lfm2", "gpt_oss", "deepseek_v3", "qwen2_5_vl")
+FAMILIES = ("eagle3", "medusa1", "dflash")
+LARGER = {
+    "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "sliding_window": 64, "max_position_embeddings": 1024, "kv_lora_rank": 32, "q_lora_rank": 64,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32, "initializer_range": 0.02,
+}  # fmt: skip
+OWN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 16},
+    "gpt_oss": {"intermediate_size": 128},
+    "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 4, 4]}},
+}
+COLOURS = {"red": "#d02020", "green": "#20a020", "blue": "#2040d0", "yellow": "#e0d020", "white": "#f0f0f0", "black": "#101010"}
+PLACES = {"upper left": (4, 4), "upper right": (32, 4), "lower left": (4, 32), "lower right": (32, 32)}
+QUESTIONS = ("What does the picture show?", "Describe this image.", "What do you see here?")
+
+
+def make_tokenizer(sees: bool) -> Any:
+    tokenizer = load_tokenizer(str(TINY), False, True)
+    if sees:
+        tokenizer.add_special_tokens({"additional_special_tokens": [START, IMAGE, END, BREAK]})
+        tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_model(name: str, tokenizer: Any) -> Any:
+    """Untrained, as the tests' of this name but wider."""
+    settings = config_named(name).to_dict()
+    sees = "vision_config" in settings
+    text = settings["text_config"] if sees else settings
+    text |= {key: value for key, value in (LARGER | OWN.get(name, {})).items() if key in text}
+    text |= {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "bos_token_id": None}
+    if sees:
+        settings["vision_config"] |= {"out_hidden_size": text["hidden_size"], "hidden_size": 64, "intermediate_size": 64}
+        settings |= {"image_token_id": tokenizer.convert_tokens_to_ids(IMAGE), "tie_word_embeddings": False}
+    config = AutoConfig.for_model(**settings)
+    torch.manual_seed(0)
+    return auto_class(config).from_config(config, dtype=torch.float32)
+
+
+def make_pictures(folder: Path, count: int = 400) -> Path:
+    """Squares on grounds, each with a question and its answer."""
+    file, rows, draw = folder / "pictures.jsonl", [], random.Random(0)
+    if file.exists():
+        return file
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        square, ground = draw.sample(sorted(COLOURS), 2)
+        place = draw.choice(sorted(PLACES))
+        left, top = PLACES[place]
+        picture = Image.new("RGB", (56, 56), COLOURS[ground])
+        ImageDraw.Draw(picture).rectangle((left, top, left + 19, top + 19), fill=COLOURS[square])
+        picture.save(folder / f"{number}.png")
+        answer = f"The picture shows a {square} square in the {place} corner. The ground behind the square is {ground}."
+        parts = [{"type": "image", "path": f"{number}.png"}, {"type": "text", "text": draw.choice(QUESTIONS)}]
+        rows.append({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": answer}]})
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    return file
+
+
+def load(name: str, folder: Path) -> Target:
+    target = load_hf(str(folder), name, device="cpu")
+    if target.sight.has_vision:
+        target.sight.processor = Processor(target.tokenizer, target.model.config)
+    return target
+
+
+def train_target(name: str, folder: Path, pictures: Path, steps: int, batch_tokens: int = 2048) -> None:
+    """Next-token prediction over all text; with a vision tower, every third batch is of pictures."""
+    sees = "vision_config" in config_named(name).to_dict()
+    tokenizer = make_tokenizer(sees)
+    model = make_model(name, tokenizer).train()
+    order = random.Random(0)
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in Embedded().read()]
+    rows = [tokenizer(text, add_special_tokens=False)["input_ids"][:256] for text in texts]
+    seen: list[Example] = []
+    if sees:
+        folder.mkdir(parents=True, exist_ok=True)
+        sight = make_sight(model, tokenizer)
+        seen = [one for messages in Jsonl(str(pictures)).conversations()[40:] for one in tokenize(tokenizer, messages, sight)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    began = time.time()
+    for step in range(steps):
+        picked = order.sample(seen, 24) if seen and step % 3 == 2 else []
+        batch, told = [list(one.tokens) for one in picked], pixels(picked, model)
+        while not batch or (not told and (len(batch) + 1) * max(map(len, batch)) <= batch_tokens):
+            batch.append(order.choice(rows))
+        scale = min((step + 1) / 40, 0.5 * (1 + math.cos(math.pi * step / steps)) + 0.02)
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * scale
+        loss = cross_entropy(model, batch, told)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 50 == 49:
+            print(f"{name} step {step + 1}: {loss.item():.3f} nats, {time.time() - began:.0f} s", flush=True)
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_sight(model: Any, tokenizer: Any) -> Any:
+    from spectrain.models.images import Sight
+
+    sight = Sight("", True)
+    sight.processor = Processor(tokenizer, model.config)
+    return sight
+
+
+def pixels(examples: list[Example], model: Any) -> dict[str, Any]:
+    """What the model takes beside the tokens of these, all rows together."""
+    if not examples:
+        return {}
+    longest = max(len(one.tokens) for one in examples)
+    parts = [images.inputs(longest, model) for one in examples if (images := images_of(one.tokens)) is not None]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def cross_entropy(model: Any, rows: list[list[int]], told: dict[str, Any]) -> torch.Tensor:
+    """Nats a token, padding left out."""
+    tokens = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    labels = pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=-100)
+    logits = model(input_ids=tokens, use_cache=False, **told).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+
+
+def train_drafter(family: str, target: Target, run: Path, pictures: Path, steps: int) -> Any:
+    """By the recipe, on pictures where the target sees; its configuration."""
+    data = {"data": "jsonl", "data.path": str(pictures)} if target.sight.has_vision else {}
+    settings = {"recipe": family, "run": run, "target": "hf", "target.model": target.path, **data, "eval": "none",
+                "trainer.max_steps": steps, "trainer.batch_tokens": 1024, "trainer.resume": "auto"}  # fmt: skip
+    with composing():
+        config, words = composed("train", settings)
+    config = check_config(config, TRAIN_KEYS)
+    training.train(config, words, target, None)
+    return config
+
+
+def prompts_for(target: Target, pictures: Path, count: int) -> list[list[int]]:
+    """Held-out ones: pictures that nothing was trained on, or questions of the held-out set."""
+    if target.sight.has_vision:
+        chats = [messages[:1] for messages in Jsonl(str(pictures)).conversations()[:count]]
+        return [prompt_tokens(target.tokenizer, chat, target.sight) for chat in chats]
+    return [prompt_tokens(target.tokenizer, prompt.opening) for prompt in read_prompts(None, count).prompts]
+
+
+def measure(target: Target, drafter: Any, prompts: list[list[int]], new_tokens: int) -> list[str]:
+    """Acceptance length, the bonus token included, pooled over rounds, and how many texts are `generate`'s."""
+    with plain_model(target) as model:
+        wanted = [generate(model, prompt, new_tokens, target.stop_ids) for prompt in prompts]
+    target.pack()
+    found = []
+    for builder in (Eagle2(4, 16), Chain(4)):
+        session = Session(target, Greedy(), drafter.eval(), builder)
+        answers = [session.decode([prompt], new_tokens)[0] for prompt in prompts]
+        rounds = [count for answer in answers for count in answer.whole_rounds]
+        same = sum(answer.output == text for answer, text in zip(answers, wanted))
+        found += [f"{sum(rounds) / max(1, len(rounds)):.2f}", f"{same} of {len(prompts)}"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--names", nargs="+", default=list(NAMES))
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--drafter-steps", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    args = parser.parse_args()
+    pictures = make_pictures(args.work / "pictures")
+    for name in args.names:
+        folder = args.work / name
+        if not (folder / "model.safetensors").exists():
+            train_target(name, folder, pictures, args.steps)
+        for family in args.families:
+            target = load(name, folder)
+            config = train_drafter(family, target, args.work / f"{name}-{family}", pictures, args.drafter_steps)
+            drafter = load_drafter(config, args.work / f"{name}-{family}", target)
+            told = measure(target, drafter, prompts_for(target, pictures, args.prompts), args.new_tokens)
+            print(" | ".join(["", name, family, *told, ""]).strip(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Texts with images: which tokens stand for them, and what the target's own model makes of both for its text decoder.
+
+The model of text and images runs unmodified up to its decoder: what it calls that with (embeddings, positions in three planes
+where rotary embeddings have these, states that later layers add) is noted, and the decoder is then run with it as with any
+text. Behind the images text goes on at positions that are not its places: the cache knows by how much they differ.
+Shapes: B batch, T tokens, D width, P planes of positions, n tokens of images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoProcessor
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from spectrain.errors import UserError, first_line
+
+from .replaced_forward import replaced
+
+if TYPE_CHECKING:
+    from .target import Target
+
+OF_THE_CALL = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict",
+               "cache_position", "output_attentions", "output_hidden_states"}  # fmt: skip
+"""Arguments of a decoder that are not about images, or that a forward of the target says itself."""
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a text: files, read again whenever they are wanted, for their pixels take more room than their tokens."""
+
+    text: str  # with one placeholder for each
+    paths: tuple[str, ...]
+    digest: bytes  # of their contents
+    end: int  # tokens up to behind the last one
+    process: Callable[[str, Sequence[str]], Inputs] = field(repr=False, compare=False)
+
+    def inputs(self, length: int, like: nn.Module) -> Inputs:
+        """What a model takes beside a text's tokens, which may go on behind the text that was processed."""
+        found = self.process(self.text, self.paths)
+        weight, given = next(like.parameters()), {}
+        for name, value in found.items():
+            if name in ("input_ids", "attention_mask"):
+                continue
+            if isinstance(value, Tensor):
+                is_wide = value.dim() == 2 and value.shape == found["input_ids"].shape and not value.is_floating_point()
+                value = F.pad(value, (0, length - value.shape[1])) if is_wide else value
+                value = value.to(weight.device, weight.dtype if value.is_floating_point() else None)
+            given[name] = value
+        return given
+
+
+class TextWithImages(list[int]):
+    """Token ids that keep the images which some of them stand for: in front of other tokens, and where the end is cut off."""
+
+    def __init__(self, tokens: Iterable[int], images: Images) -> None:
+        super().__init__(tokens)
+        self.images = images
+
+    def __add__(self, other: Any) -> Any:
+        return TextWithImages([*self, *other], self.images)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        if not isinstance(index, slice) or index.start not in (None, 0) or index.step not in (None, 1):
+            return found
+        return TextWithImages(found, self.images)
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()} {self.images.digest.hex()}"
+
+
+def images_of(tokens: Sequence[int]) -> Images | None:
+    """The images of a text; None where it has none."""
+    return getattr(tokens, "images", None)
+
+
+def images_are_whole(tokens: Sequence[int]) -> bool:
+    """Whether no image of a text lost tokens where its end was cut off."""
+    images = images_of(tokens)
+    return images is None or len(tokens) >= images.end
+
+
+def refuse_images(texts: Iterable[Sequence[int]], who: str) -> None:
+    """Stop where any of the texts has images and `who` does not look at them."""
+    if any(images_of(text) is not None for text in texts):
+        raise UserError(f"{who}: it reads text alone, and there are images; leave out conversations that have any")
+
+
+class Sight:
+    """How a target reads images: through the processor that its model comes with."""
+
+    def __init__(self, model: str, has_vision: bool, trust_remote_code: bool = False) -> None:
+        self.model, self.has_vision, self.trust_remote_code = model, has_vision, trust_remote_code
+
+    @cached_property
+    def processor(self) -> Any:
+        if not self.has_vision:
+            raise UserError(f"target {self.model}: it reads text alone, and the data holds images; use a target that sees them")
+        try:
+            return AutoProcessor.from_pretrained(self.model, trust_remote_code=self.trust_remote_code)
+        except Exception as error:  # of any kind, where what it is made of is missing
+            raise UserError(
+                f"target {self.model}: its processor of images could not be loaded ({first_line(error)}); see that its files "
+                "are there, and run pip install pillow torchvision"
+            ) from error
+
+    @property
+    def placeholder(self) -> int:
+        """The token that stands for an image, or for a part of one."""
+        return int(self.processor.image_token_id)
+
+    def read(self, text: str, paths: Sequence[str]) -> TextWithImages:
+        """The tokens of a text, every placeholder replaced by those of its image."""
+        tokens = self.process(text, paths)["input_ids"][0].tolist()
+        digest = blake2b(digest_size=16)
+        for path in paths:
+            digest.update(blake2b(Path(path).read_bytes()).digest())
+        last = max(place for place, token in enumerate(tokens) if token == self.placeholder)
+        return TextWithImages(tokens, Images(text, tuple(paths), digest.digest(), last + 1, self.process))
+
+    def process(self, text: str, paths: Sequence[str]) -> Inputs:
+        """What the processor makes of a text and its images."""
+        pictures = [opened(path) for path in paths]
+        try:
+            return dict(self.processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt"))
+        except (ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
+            raise UserError(
+                f"target {self.model}: its processor refuses {', '.join(paths)} ({first_line(error)}); mend or drop them"
+            ) from error
+
+
+def opened(path: str) -> Any:
+    """A picture, in colour."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            return picture.convert("RGB")
+    except OSError as error:
+        raise UserError(f"{path}: it is no picture that can be read ({first_line(error)}); mend or drop it") from error
+
+
+# What a decoder is called with
+
+
+@dataclass(frozen=True)
+class Called:
+    """What a decoder is called with for texts with images among them."""
+
+    inputs: Inputs
+    offsets: Tensor | None  # [B] how far positions behind the text lie from its length; None where they never do
+
+
+def called(
+    target: Target, tokens: Tensor, texts: Sequence[Sequence[int]], positions: Tensor, lengths: tuple[int, ...] | None
+) -> Called:
+    """For rows [B, T], padded on the right, or for packed documents of these lengths, by their `texts`; the positions of those
+    without images are as they are in `positions`."""
+    rows = list(tokens.split(1)) if lengths is None else list(tokens.split(lengths, dim=1))
+    places = list(positions.split(1)) if lengths is None else list(positions.split(lengths, dim=1))
+    found = [_call(target, row, text, place) for row, text, place in zip(rows, texts, places)]
+    dim = 0 if lengths is None else 1
+    inputs = {"inputs_embeds": torch.cat([call["inputs_embeds"] for call in found], dim=dim)}
+    planes = max(len(call["position_ids"]) for call in found)
+    inputs["position_ids"] = torch.cat([call["position_ids"].expand(planes, -1, -1) for call in found], dim=1 + dim)
+    for name in sorted({name for call in found for name in call} - OF_THE_CALL):
+        inputs[name] = _together([call.get(name) for call in found], rows, dim, name, target)
+    ends = torch.stack([call["position_ids"].max() + 1 - row.shape[1] for call, row in zip(found, rows)])
+    if planes == 1:
+        return Called({**inputs, "position_ids": inputs["position_ids"][0]}, None)
+    return Called(inputs, ends if lengths is None else None)
+
+
+def _call(target: Target, row: Tensor, text: Sequence[int], positions: Tensor) -> Inputs:
+    """What the model calls its decoder with for one text, [1, T]."""
+    images, noted = images_of(text), Inputs()
+    if images is None:
+        return {"inputs_embeds": target.head.embed(row), "position_ids": positions[None]}
+
+    def note(*args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        noted.update(kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=kwargs["inputs_embeds"])
+
+    with torch.no_grad(), replaced([(target.decoder, note)]):
+        target.model.base_model(input_ids=row, use_cache=False, **images.inputs(row.shape[1], target.model))  # type: ignore[operator]
+    told = noted.get("position_ids")
+    noted["position_ids"] = positions[None] if told is None else told.view(-1, 1, row.shape[1])
+    return {name: value for name, value in noted.items() if value is not None}
+
+
+def _together(parts: list[Any], rows: list[Tensor], dim: int, name: str, target: Target) -> Any:
+    """An argument of the decoder, of all texts: for every token, or of the tokens of images alone."""
+    first = next(place for place, part in enumerate(parts) if part is not None)
+    some = parts[first]
+    if isinstance(some, Tensor) and some.shape[:2] == rows[first].shape:
+        blank = [part if part is not None else some.new_zeros(*row.shape, *some.shape[2:]) for part, row in zip(parts, rows)]
+        return torch.cat(blank, dim=dim)
+    if isinstance(some, (list, tuple)) and all(isinstance(one, Tensor) for one in some):
+        return [torch.cat(layer) for layer in zip(*(part for part in parts if part is not None))]
+    if isinstance(some, (bool, int, str)):
+        return some
+    raise UserError(f"target {target.name}: its model tells its decoder of images by {name}, which is not known here; use text")

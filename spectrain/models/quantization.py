@@ -1,0 +1,127 @@
+"""Targets whose weights are kept in few bits, by transformers' own ways: as a checkpoint has them, or as they are loaded.
+
+Decoding judges drafts by the quantised model: it is the target, and output is what it says by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.errors import UserError
+
+Quantization = Literal["8bit", "4bit", "int8", "int4"]
+"""How weights are loaded: by bitsandbytes in 8 bits (LLM.int8) or 4 (NF4), or by torchao as integers of 8 or 4 bits, which are
+multiplied in the model's own type."""
+
+PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "gptq": "optimum gptqmodel", "awq": "gptqmodel",
+            "compressed-tensors": "compressed-tensors", "hqq": "hqq", "quanto": "optimum-quanto", "mxfp4": "triton kernels",
+            "fbgemm_fp8": "fbgemm-gpu", "auto-round": "auto-round", "aqlm": "aqlm", "vptq": "vptq", "eetq": "eetq"}  # fmt: skip
+"""What transformers needs for a checkpoint's method."""
+DEQUANTISABLE = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit", "torchao")  # to which adapters can be added for good
+
+
+def _eight() -> Any:
+    from transformers import BitsAndBytesConfig
+
+    # No column is treated as an outlier: which ones are, is told from all rows of a product, so that a token's logits would
+    # depend on what is decoded beside it.
+    return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+
+
+def _four(dtype: torch.dtype) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+def _integers(bits: int) -> Any:
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig() if bits == 8 else Int4WeightOnlyConfig())
+
+
+WAYS: dict[str, tuple[str, Callable[[torch.dtype], Any]]] = {
+    "8bit": ("bitsandbytes", lambda dtype: _eight()),
+    "4bit": ("bitsandbytes", _four),
+    "int8": ("torchao", lambda dtype: _integers(8)),
+    "int4": ("torchao", lambda dtype: _integers(4)),
+}
+
+
+def method_of(config: Any) -> str | None:
+    """How a model's weights are quantised; None where they are not."""
+    found = getattr(config, "quantization_config", None) or getattr(config.get_text_config(), "quantization_config", None)
+    if found is None:
+        return None
+    said = found.get("quant_method") if isinstance(found, dict) else found.quant_method
+    return str(getattr(said, "value", said))
+
+
+def loading_options(model: str, config: Any, asked: Quantization | None, dtype: torch.dtype, place: str) -> dict[str, Any]:
+    """What `from_pretrained` is told, beside the device, of how weights are held."""
+    stored = method_of(config)
+    if asked is None:
+        return {} if stored is None else {"device_map": {"": place}}
+    if stored is not None:
+        raise UserError(f"target.quantization={asked}: the weights of {model} are quantised already ({stored}); leave it out")
+    package, make = WAYS[asked]
+    try:
+        return {"quantization_config": make(dtype), "device_map": {"": place}}
+    except ImportError as error:
+        raise UserError(f"target.quantization={asked}: its package is missing; run pip install {package}") from error
+
+
+def missing_package(config: Any, asked: Quantization | None) -> str | None:
+    """What to install for a model's weights; None where they ask for nothing."""
+    method = WAYS[asked][0] if asked is not None else method_of(config)
+    return None if method is None else PACKAGES.get(method, method)
+
+
+def is_quantised(model: nn.Module) -> bool:
+    return bool(getattr(model, "is_quantized", False) or method_of(model.config) is not None)
+
+
+def is_plain_weight(linear: nn.Linear) -> bool:
+    """Whether a linear's weights are numbers that any product can read."""
+    weight = linear.weight
+    return type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point()
+
+
+def whole_weight(linear: Any) -> Tensor:
+    """The weight that a linear multiplies by."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    return dequantize_module_weight(linear).detach()
+
+
+def refuse_training(name: str, model: nn.Module, adapt: str) -> None:
+    """Stop where weights are to learn that are kept in few bits."""
+    if not is_quantised(model):
+        return
+    method = method_of(model.config)
+    if adapt != "lora":
+        raise UserError(f"target {name}: its weights are quantised ({method}) and cannot learn; use drafter.adapt=lora")
+    if method not in DEQUANTISABLE:
+        raise UserError(
+            f"target {name}: adapters cannot be added to its quantised weights ({method}); train another target, or load one "
+            "with target.quantization=4bit"
+        )
+
+
+def forget_quantization(model: Any) -> None:
+    """Say that all weights of a model are numbers again."""
+    for config in (model.config, model.config.get_text_config()):
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+    for module in model.modules():
+        if getattr(module, "hf_quantizer", None) is not None:
+            module.hf_quantizer = None
+        for name, nothing in (("is_quantized", False), ("is_loaded_in_4bit", False), ("is_loaded_in_8bit", False),
+                              ("quantization_method", None)):  # fmt: skip
+            if getattr(module, name, None):
+                setattr(module, name, nothing)

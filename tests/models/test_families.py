@@ -1,0 +1,77 @@
+"""Every family on ten targets of unlike kinds: it decodes as `generate` does, or is refused in a sentence."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.session import Session
+from spectrain.errors import UserError
+from spectrain.models.loading import TINY, load_hf, load_tokenizer
+from spectrain.models.plain import generate, plain_model
+from spectrain.models.target import Target
+from spectrain.settings.build import build
+from spectrain.trees import Chain, Eagle2
+from tests.drafters.test_contract import FAMILIES, composed
+
+from .architectures import VOCAB, save_small
+
+TARGETS = (
+    "llama",
+    "qwen3_moe",
+    "gemma2",
+    "gpt_oss",
+    "deepseek_v3",
+    "gemma4_text",
+    "llama4_text",
+    "qwen3_next",
+    "lfm2",
+    "qwen3_vl",
+)
+KEEP_STATES = ("qwen3_next", "lfm2")
+NEEDS_PLAIN_LAYERS = ("early_exit", "layer_skip", "kangaroo", "gated_lora", "hybrid over an exit")
+NEW_TOKENS = 12
+SMALL: dict[str, dict[str, Any]] = {
+    "eagle3": {"vocab_size": VOCAB}, "hybrid": {"inner": {"choice": "eagle3", "vocab_size": VOCAB}},
+    "dflash": {"num_layers": 1, "block_size": 4}, "dspark": {"num_layers": 1, "block_size": 4},
+    "dflash2": {"num_layers": 1, "block_size": 4}, "peagle": {"num_layers": 1}, "medusa": {"num_heads": 2},
+    "early_exit": {"exit_layer": 2}, "layer_skip": {"skipped": [1]}, "kangaroo": {"exit_layer": 2}, "causal": {"num_layers": 2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def case(
+    request: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Target, list[list[int]], list[list[int]]]]:
+    """A target, two prompts, and what `generate` says to them."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_small(request.param, folder)
+    load_tokenizer(str(TINY), False, True).save_pretrained(folder)
+    target = load_hf(str(folder), request.param, device="cpu")
+    torch.manual_seed(0)
+    prompts = [torch.randint(3, VOCAB, (length,)).tolist() * 2 for length in (9, 6)]
+    with plain_model(target) as model:
+        wanted = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
+    yield request.param, target, prompts, wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_on_every_kind_of_target(case: tuple[str, Target, list[list[int]], list[list[int]]], family: str) -> None:
+    """With random weights, by a tree and by a chain, two texts together."""
+    name, target, prompts, wanted = case
+
+    def outputs() -> list[list[list[int]]]:
+        torch.manual_seed(0)
+        drafter = build({**composed(f"drafter={family}").drafter, **SMALL.get(family, {})}, target=target)
+        drafter.prepare(target, torch.ones(target.head.vocab_size, dtype=torch.int64))
+        sessions = [Session(target, Greedy(), drafter.eval(), builder) for builder in (Eagle2(3, 8), Chain(3))]
+        return [[one.output for one in session.decode(prompts, NEW_TOKENS)] for session in sessions]
+
+    if name in KEEP_STATES and family in NEEDS_PLAIN_LAYERS:
+        with pytest.raises(UserError, match="keep a state"):
+            outputs()
+    else:
+        assert outputs() == [wanted, wanted]

@@ -1,0 +1,227 @@
+"""Texts with images: features, training and decoding as transformers computes them, or a refusal in a sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.data.chat import Example, prompt_tokens, tokenize
+from spectrain.data.images import spread
+from spectrain.data.readers import Jsonl
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.session import Session
+from spectrain.drafters.base import Drafter, TrainingState
+from spectrain.drafters.dflash import DFlash
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.medusa import Medusa
+from spectrain.errors import UserError
+from spectrain.eval.prompts import read_prompts
+from spectrain.export.targets import TargetFiles
+from spectrain.features.base import BatchRequest
+from spectrain.features.live import Live
+from spectrain.features.stored import Stored
+from spectrain.models.images import images_of
+from spectrain.models.loading import load_tiny
+from spectrain.models.plain import generate, plain_model
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2
+
+from .visions import asked, picture, seeing_target
+
+NEW_TOKENS = 16
+
+
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "mistral3"])
+def target(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    return seeing_target(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("pictures")
+    return picture(folder, 1), picture(folder, 2, (56, 112))
+
+
+def conversations(pictures: tuple[str, str]) -> list[list[dict[str, Any]]]:
+    first, second = pictures
+    answers = ["A red house by the sea, and a boat.", "The first is larger.", "Nothing to see here."]
+    questions = [asked("What is this?", first), asked(first, "and", second, "Which?"), [{"role": "user", "content": "Hello"}]]
+    return [[*question, {"role": "assistant", "content": answer}] for question, answer in zip(questions, answers)]
+
+
+def examples(target: Target, pictures: tuple[str, str]) -> list[Example]:
+    return [tokenize(target.tokenizer, messages, target.sight)[0] for messages in conversations(pictures)]
+
+
+def made(family: Any, target: Target) -> Drafter:
+    torch.manual_seed(1)
+    drafter: Drafter = family(target) if family is not Eagle3 else Eagle3(target, vocab_size=256)
+    drafter.prepare(target, torch.ones(target.head.vocab_size - 4, dtype=torch.int64))
+    return drafter
+
+
+def test_only_the_answer_carries_loss(target: Target, pictures: tuple[str, str]) -> None:
+    """What is supervised reads as the answer, whatever images stand before it."""
+    for messages, example in zip(conversations(pictures), examples(target, pictures)):
+        said = [token for token, supervised in zip(example.tokens, example.mask) if supervised]
+        assert target.tokenizer.decode(said).removesuffix("<|im_end|>") == messages[-1]["content"]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_features_over_images_are_the_models_own(target: Target, pictures: tuple[str, str], packed: bool) -> None:
+    """Padded or packed beside each other, every text has the features that the model of text and images gives it alone."""
+    found = examples(target, pictures)
+    layers = (*range(1, target.num_layers), "final")
+    batch = Live().batch(BatchRequest(found, target, layers, packed))
+    assert batch.features is not None
+    rows = batch.features.hidden[0].split(batch.lengths) if batch.lengths else batch.features.hidden
+    with torch.no_grad(), plain_model(target) as model:
+        for example, row in zip(found, rows):
+            images = images_of(example.tokens)
+            told = {} if images is None else images.inputs(len(example.tokens), model)
+            with target.captured(tuple(range(1, target.num_layers))) as states:
+                logits = model(input_ids=torch.tensor([example.tokens]), use_cache=False, **told).logits
+            ours = row[: len(example.tokens)]
+            for place in range(target.num_layers - 1):
+                torch.testing.assert_close(ours[:, place], states[place + 1][0], atol=1e-3, rtol=1e-3)
+            torch.testing.assert_close(target.head.logits(ours[:, -1]), logits[0].float(), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", [Eagle3, Medusa, DFlash])
+def test_decoding_with_images_is_generates(target: Target, pictures: tuple[str, str], family: Any) -> None:
+    """Trees and chains, alone and in a batch with a text that has no image, are continued as by `generate` with the pixels."""
+    prompts = [prompt_tokens(target.tokenizer, messages[:1], target.sight) for messages in conversations(pictures)]
+    with plain_model(target) as model:
+        wanted = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
+    drafter = made(family, target)
+    for builder in (Eagle2(3, 8), Chain(3)):
+        session = Session(target, Greedy(), drafter, builder)
+        assert [one.output for one in session.decode(prompts, NEW_TOKENS)] == wanted
+        assert session.decode(prompts[:1], NEW_TOKENS)[0].output == wanted[0]
+
+
+def test_another_picture_another_answer(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
+    """The tokens are the same and the answer is not; nor is the key by which features are kept."""
+    texts = [
+        prompt_tokens(target.tokenizer, asked("What?", path), target.sight) for path in (pictures[0], picture(tmp_path, 3))
+    ]
+    assert list(texts[0]) == list(texts[1])
+    first, second = (one.output for one in Session(target, Greedy()).decode(texts, NEW_TOKENS))
+    assert first != second
+    assert len({Example(text, [True] * len(text)).key for text in texts}) == 2
+
+
+@pytest.mark.parametrize("family", [Eagle3, Medusa, DFlash])
+def test_training_with_images(target: Target, pictures: tuple[str, str], family: Any) -> None:
+    """The loss is finite and falls, on features over images."""
+    drafter, found = made(family, target), examples(target, pictures)
+    batch = Live().batch(BatchRequest(found, target, drafter.stages[0].layers))
+    learning = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], lr=3e-3)
+    losses = []
+    for _ in range(8):
+        total = drafter.loss(batch, target, TrainingState(0, 0.0)).total
+        learning.zero_grad()
+        total.backward()
+        learning.step()
+        losses.append(float(total.detach()))
+    assert losses[-1] < losses[0] and all(loss == loss for loss in losses)
+
+
+def test_stored_features_are_the_live_ones(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
+    found, layers = examples(target, pictures), (1, "final")
+    store = Stored(str(tmp_path / "store"))
+    store.prepare(target, layers, None, found)
+    request = BatchRequest(found, target, layers)
+    live, captured, read = (source.batch(request).features for source in (Live(), store, store))
+    assert live is not None and captured is not None and read is not None
+    for example, ours, first, again in zip(found, live.hidden, captured.hidden, read.hidden):
+        count = len(example.tokens)
+        assert torch.equal(ours[:count], first[:count]) and torch.equal(ours[:count], again[:count])
+
+
+def test_conversations_of_a_file(pictures: tuple[str, str], tmp_path: Path) -> None:
+    """Paths stand in the parts, or beside the messages in their order, as seen from the file."""
+    name = Path(pictures[0]).name
+    (tmp_path / name).write_bytes(Path(pictures[0]).read_bytes())
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "Yes"}]}
+    rows = [
+        {"messages": [{"role": "user", "content": [{"type": "image", "path": name}, {"type": "text", "text": "So?"}]}, answer]},
+        {
+            "images": [name],
+            "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "So?"}]}, answer],
+        },
+    ]
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    first, second = Jsonl(str(file)).conversations()
+    assert first == second
+    assert first[0]["content"][0]["path"] == str(tmp_path / name) and first[1]["content"] == "Yes"
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image", "path": "missing.png"}, {"type": "image"}, {"type": "image", "url": "https://a/b"}]
+)
+def test_an_image_that_is_not_there(part: dict[str, str], tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": [part]}, {"role": "assistant", "content": "Yes"}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match="line 1: .*image"):
+        Jsonl(str(tmp_path / "chats.jsonl")).conversations()
+
+
+def test_who_reads_text_alone_says_so(target: Target, pictures: tuple[str, str]) -> None:
+    """A target without vision, a family that runs the target itself, and data that nobody gave eyes."""
+    messages = conversations(pictures)[0]
+    tiny = load_tiny()
+    with pytest.raises(UserError, match="text alone"):
+        tokenize(
+            tiny.tokenizer, [{**messages[0], "content": [{"type": "image", "path": pictures[0]}]}, messages[1]], tiny.sight
+        )
+    with pytest.raises(UserError, match="text alone"):
+        tokenize(target.tokenizer, messages)
+    with pytest.raises(UserError, match="text alone"):
+        Live().batch(BatchRequest(examples(target, pictures), target))
+
+
+def test_images_that_a_model_sees_otherwise_are_refused(target: Target, pictures: tuple[str, str]) -> None:
+    """What the check holds against transformers is what decoding would use."""
+    text = prompt_tokens(target.tokenizer, asked("What?", pictures[0]), target.sight)
+
+    def turned(module: Any, args: Any, told: dict[str, Any]) -> Any:
+        """Only in a forward of ours: embeddings the wrong way round."""
+        is_ours = "visibility" in told and "inputs_embeds" in told
+        return (args, {**told, "inputs_embeds": told["inputs_embeds"].flip(1)}) if is_ours else None
+
+    handle, target.has_seen = target.decoder.register_forward_pre_hook(turned, with_kwargs=True), False
+    try:
+        with pytest.raises(UserError, match="with images its logits differ"):
+            target.features(torch.tensor([text]), ("final",), texts=[text])
+    finally:
+        handle.remove()
+
+
+def test_exports_name_the_model_of_text_and_images(target: Target) -> None:
+    """What an engine loads is the whole model; the ends that drafters take are those of its text decoder."""
+    files = TargetFiles(target.path)
+    assert files.whole_config.architectures == [type(target.model).__name__] and files.place == target.path
+    assert files.outline().num_layers == target.num_layers
+    assert torch.equal(files.embedding(), target.head.embedding.weight)
+    assert torch.equal(files.head(), target.head.output.weight)
+
+
+@pytest.mark.parametrize(
+    ("plain", "whole"),
+    [
+        ([1, 9, 2], [1, 9, 9, 9, 2]),
+        ([9, 3], [9, 8, 9, 8, 3]),
+        ([1, 9, 9, 2], [1, 9, 8, 9, 8, 2]),
+        ([9, 5, 9, 6], [9, 9, 5, 9, 6]),
+    ],
+)
+def test_a_mask_is_spread_over_placeholders(plain: list[int], whole: list[int]) -> None:
+    """Tokens that are no placeholder keep what they have, and the tokens of images have nothing."""
+    kept = [token not in (8, 9) for token in whole]
+    assert spread(plain, [token != 9 for token in plain], whole, 9) == kept
+    with pytest.raises(UserError, match="changes the text"):
+        spread([*plain, 7], [True] * (len(plain) + 1), whole, 9)

@@ -1,0 +1,97 @@
+"""Targets in few bits: decoded as `generate` decodes them where their packages are there, named in a sentence where not."""
+
+import json
+import shutil
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.session import Session
+from spectrain.drafters.ngram import Ngram
+from spectrain.errors import UserError
+from spectrain.models.loading import TINY, load_hf
+from spectrain.models.lora import TargetTraining
+from spectrain.models.plain import generate, plain_model
+from spectrain.models.quantization import WAYS, method_of
+from spectrain.trees import Chain, Eagle2
+from tests.targets import cut_tiny
+
+NEW_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of the tiny target, saved."""
+    folder = tmp_path_factory.mktemp("small")
+    cut_tiny(2).save(folder)
+    return folder
+
+
+def has(way: str) -> bool:
+    return find_spec(WAYS[way][0]) is not None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_decoding_is_generates_or_a_package_is_named(way: Any, small: Path) -> None:
+    """Chains and trees against the quantised model itself, alone and in a batch."""
+    if not has(way):
+        with pytest.raises(UserError, match=f"pip install {WAYS[way][0]}"):
+            load_hf(str(small), device="cpu", dtype="float32", quantization=way)
+        return
+    target = load_hf(str(small), device="cpu", dtype="float32", quantization=way)
+    target.pack()
+    prompts = [torch.randint(3, 60, (length,)).tolist() * 2 for length in (9, 6)]
+    with plain_model(target) as model:
+        wanted = [generate(model, prompt, NEW_TOKENS, target.stop_ids) for prompt in prompts]
+    for builder in (Chain(3), Eagle2(3, 8)):
+        session = Session(target, Greedy(), Ngram(target), builder)
+        assert [one.output for one in session.decode(prompts, NEW_TOKENS)] == wanted
+        assert session.decode(prompts[:1], NEW_TOKENS)[0].output == wanted[0]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if has(way)])
+def test_what_adapters_learnt_is_merged_into_whole_weights(way: Any, small: Path) -> None:
+    """The trained target says what it said with its adapters, and is an ordinary model again."""
+    target = load_hf(str(small), device="cpu", dtype="float32", quantization=way)
+    training = TargetTraining("lora", 2, 4.0)
+    training.begin(target)
+    for parameter in training.parameters:
+        torch.nn.init.normal_(parameter, std=0.02)
+    tokens = torch.randint(3, 60, (1, 12))
+    before = target.features(tokens, ("final",)).hidden
+    training.finish(target)
+    assert method_of(target.model.config) is None and all(p.is_floating_point() for p in target.parameters())
+    torch.testing.assert_close(target.features(tokens, ("final",)).hidden, before, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "hqq"])
+def test_a_quantised_checkpoint_names_its_package(method: str, small: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(small, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 32, "format": "pack-quantized"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="pip install") as told:
+        load_hf(str(folder), device="cpu")
+    assert "\n" not in str(told.value)
+    with pytest.raises(UserError, match=f"quantised already .{method}"):
+        load_hf(str(folder), device="cpu", quantization="4bit")
+
+
+@pytest.mark.parametrize(
+    ("method", "adapt", "said"), [("bitsandbytes", "full", "adapt=lora"), ("gptq", "lora", "cannot be added")]
+)
+def test_weights_in_few_bits_do_not_learn(method: str, adapt: Any, said: str) -> None:
+    target = cut_tiny(1)
+    target.config.quantization_config = {"quant_method": method}
+    with pytest.raises(UserError, match=said):
+        TargetTraining(adapt, 2, 4.0).begin(target)
+
+
+def test_shared_weights_are_whole() -> None:
+    with pytest.raises(UserError, match="leave out target.sharding"):
+        load_hf(str(TINY), sharding="fsdp2", quantization="8bit")
