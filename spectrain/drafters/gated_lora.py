@@ -281,9 +281,10 @@ class GatedLora(Drafter):
         return Draft(_Masks(self, self.states, context.root), complete=complete)
 
     def ahead(self, context: Context) -> Tensor:
-        """States [B, 1 + K, D] of the root, which is the target's own, and of masks behind it; the cache keeps none of it."""
+        """States [B, 1 + K, D] of the root, which is the target's own, and of as many masks behind it as the tree's depth has a
+        use for; the cache keeps none of it."""
         root = context.root[:, None]
-        order = torch.arange(self.num_masks, device=root.device)
+        order = torch.arange(min(self.num_masks, context.builder.depth - 1), device=root.device)
         number = torch.cat([torch.full_like(root, -1), order.expand(len(root), -1)], dim=1)
         tokens = root.expand_as(number)
         if self.noise == "uniform":
@@ -363,7 +364,7 @@ class _Masks(DepthRollout):
         self.drafter, self.states = drafter, states  # [B, K, D], or [B, 1 + K, D]
 
     def start(self) -> Tensor:
-        own = self.states.shape[1] > self.drafter.num_masks
+        own = self.drafter.strategy == "apart"
         return self._log_q(self.states[:, :1]) if own else super().start()
 
     def after(self, depth: Tensor, tokens: Tensor) -> Tensor:

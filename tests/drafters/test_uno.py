@@ -222,7 +222,7 @@ def test_the_adapter_leaves_the_target_bit_by_bit(shallow: Target) -> None:
         tree = TokenTree.chain(torch.tensor([[8, 900, 77]]))
         cache = shallow.new_cache(1, 32)
         shallow.prefill(torch.tensor([PROMPTS[0]]), torch.tensor([5]), cache, ())
-        context: Any = type("Round", (), {"cache": cache, "root": torch.tensor([8]), "target": shallow,
+        context: Any = type("Round", (), {"cache": cache, "builder": Chain(5), "root": torch.tensor([8]), "target": shallow,
                                           "sequence_ids": torch.tensor([0])})  # fmt: skip
         with torch.no_grad():
             states = drafter.ahead(context)
