@@ -5,50 +5,36 @@ Shapes: B batch, T tokens, N packed tokens or tree nodes, K masks, D target widt
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
+from spectrain.kernels import counter
 from spectrain.kernels.linear_divergence import HeadTarget, most_likely
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.randomness import MASKED_PREFIXES, sequence_generator
+from spectrain.randomness import MASKED_PREFIXES, NOISE, sequence_generator
 from spectrain.settings.values import Steps
-from spectrain.trees.base import DepthRollout, Draft
+from spectrain.trees.base import DepthRollout, Draft, at_depth
 from spectrain.trees.token_tree import Accepted, TokenTree
 
 from .abilities import Abilities, Capture, DraftingCost, SavedFiles
-from .base import Drafter, Losses, Stage, TrainingState
+from .base import Drafter, Losses, Stage, TrainingState, has_weights
 from .context import Context
+from .shared.gate import LoraFactors, added_at, linears_of, peft_config, peft_layout
 from .shared.losses import Loss, TargetLogProbs, head_loss
-from .shared.masks import add_blocks, mask_embeddings, prefix_ends, start_masks
+from .shared.masks import Blocks, add_blocks, mask_embeddings, prefix_ends, start_masks
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
-
-
-class LoraFactors(nn.Module):
-    """B A x alpha / rank, nothing at first (Hu et al., 2022)."""
-
-    def __init__(self, linear: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.lora_A = nn.Linear(linear.in_features, rank, bias=False)
-        self.lora_B = nn.Linear(rank, linear.out_features, bias=False)
-        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
-        nn.init.zeros_(self.lora_B.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
 
 
 class Sampler(nn.Module):
@@ -74,62 +60,70 @@ class Sampler(nn.Module):
 class GatedLora(Drafter):
     """`num_masks` mask tokens behind a prefix, and LoRA that acts at them only: ordinary tokens are computed as ever.
 
-    LoRA is on every linear of the decoder layers; fused experts of a mixture are none, so there it is on the attention.
+    LoRA is on every linear of the decoder layers; fused experts of a mixture are none, so there it is on the attention. At the
+    masks stand learned vectors, or by `noise` a uniformly random token each (Uno, arXiv 2609.04010), or the mean embedding of
+    the prompt, for which nothing is trained (Goel et al., 2026, without their updates of it while decoding). With rank 0
+    the vectors alone learn (PaSS, Monea et al., 2023).
 
     Loss, over masks whose answer is the assistant's: that of the target's head at the mask, the same of the sampler head, which
     also reads the token before (teacher-forced), and `consistency` times the mean square of state - state of the ordinary
     token at that position, which is held fixed (the latent consistency loss). `loss` is the data's token or a divergence from
-    what the target says there. Blocks of all masks stand behind random prefixes, `mask_ratio` mask tokens to an ordinary one,
-    so that a forward sees at most (1 + mask_ratio) T tokens of a sequence.
+    what the target says there, known from the ordinary token of the same forward. Blocks of all masks stand behind random
+    prefixes, `mask_ratio` mask tokens to an ordinary one, so that a forward sees at most (1 + mask_ratio) T tokens of a
+    sequence; or blocks of `tiles` tokens, these lengths one after another for equal parts of the training, tile the text.
 
     Decoding verifies a tree and its masks in one forward. quadratic puts all masks behind every node, so that drafts are ready
     whatever is accepted; linear puts them behind one deepest node only, and nothing is drafted after another end. The first
-    round's masks run behind the prompts.
+    round's masks run behind the prompts. With apart, a round is two forwards, and verification has no masks: the first one runs
+    root and masks and is forgotten; its answer at the root, the target's own, is the first draft, those at masks the others.
     """
 
     saved = SavedFiles(
-        shape=("num_masks", "rank", "alpha", "sampler"),
-        layout=lambda drafter: drafter.adapter_layout(),
-        sidecars=lambda drafter: {"adapter_config.json": drafter.adapter_config()} if drafter.rank else {},
+        shape=("num_masks", "rank", "alpha", "sampler", "noise"),
+        layout=lambda drafter: peft_layout(drafter.names),
+        sidecars=lambda drafter: drafter.sidecars(),
     )
     cost = DraftingCost(
         extra_nodes=lambda drafter, builder: drafter.num_masks * (builder.budget if drafter.strategy == "quadratic" else 1),
-        weights=lambda drafter, target: drafter.drafting_layers(),
+        passes=lambda drafter, depth: min(1.0, depth) if drafter.strategy == "apart" else depth,
+        weights=lambda drafter, target: drafter.drafting_layers(target),
     )
 
     def __init__(
         self,
         target: Target,
         num_masks: Steps = 4,
-        rank: int = 16,  # of LoRA; 0: mask vectors alone learn, with the sampler
+        rank: int = 16,  # of LoRA; 0: what stands at masks alone learns, with the sampler
         alpha: float = 32.0,
-        strategy: Literal["quadratic", "linear"] = "quadratic",  # masks behind every node, or behind the deepest only
+        strategy: Literal["quadratic", "linear", "apart"] = "quadratic",  # masks behind every node, the deepest, or before
         sampler: bool = True,  # a head that reads the token before, too
+        noise: Literal["masks", "uniform", "mean"] = "masks",  # learned vectors, random tokens, the prompt's mean embedding
         loss: Loss = "cross_entropy",
         consistency: float = 1.0,
         mask_ratio: float = 1.0,
+        tiles: list[int] | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
-        for key, value, least in (("num_masks", num_masks, 1), ("rank", rank, 0)):
-            if value < least:
-                raise UserError(f"drafter.{key}={value}: use {least} or more")
-        if not mask_ratio > 0:
-            raise UserError(f"drafter.mask_ratio={mask_ratio}: use more than 0")
-        if not consistency >= 0:
-            raise UserError(f"drafter.consistency={consistency}: use 0 or more")
+        check(num_masks, rank, mask_ratio, consistency, tiles)
+        if noise == "mean" and (rank or sampler):
+            raise UserError("drafter.noise=mean: nothing is trained with it; use drafter.rank=0 drafter.sampler=false")
         self.num_masks, self.rank, self.alpha, self.strategy = num_masks, rank, alpha, strategy
+        self.noise, self.tiles = noise, tiles
         self.divergence, self.consistency, self.mask_ratio, self.seed = loss, consistency, mask_ratio, seed
+        carried = ("means",) if noise == "mean" else ()
+        ready = () if strategy == "apart" else ("states", "ready_at")
         # Masks behind every node are ready whatever is accepted; behind one node, the host must know whether they are.
-        capture = Capture(carried=("states", "ready_at")) if strategy == "quadratic" else None
-        self.abilities = Abilities(capture=capture, adapts_layers=rank > 0, prefill=GatedLora.prefill)
+        capture = None if strategy == "linear" else Capture(carried=(*ready, *carried))
+        prefill = GatedLora.prefill if ready or carried else None
+        self.abilities = Abilities(capture=capture, adapts_layers=rank > 0, prefill=prefill)
         self.head, self.path = target.head, target.path
-        inside = {id(module) for module in target.layers.modules() if isinstance(module, nn.Linear)}
-        linears: dict[str, Any] = {name: m for name, m in target.model.named_modules() if rank and id(m) in inside}
+        linears = linears_of(target) if rank else {}
         self.names = list(linears)  # of the target's linears that LoRA acts on
         self.factors = nn.ModuleList(LoraFactors(linear, rank) for linear in linears.values())
-        self.masks = nn.Parameter(torch.zeros(num_masks, target.width))
+        self.masks = nn.Parameter(torch.zeros(num_masks, target.width)) if noise == "masks" else None
         self.sampler = Sampler(target.width) if sampler else None
+        self.means: Tensor | None = None  # [B, 1, D] of the embeddings of each prompt
         self.states: Tensor | None = None  # [B, hosts, K, D] of the masks of this round's tree
         self.ready_at: Tensor | None = None  # [B] how much was committed when the states were those behind it; -1 never
         self.hosts: Tensor | None = None  # [B, hosts] the nodes that masks stand behind
@@ -137,31 +131,13 @@ class GatedLora(Drafter):
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Start the masks near the mean embedding; a forward without LoRA and a sampler that adds nothing need no more."""
-        with torch.no_grad():
-            self.masks.copy_(start_masks(self.head.embedding, self.num_masks))
+        if self.masks is not None:
+            with torch.no_grad():
+                self.masks.copy_(start_masks(self.head.embedding, self.num_masks))
 
-    # Saved so that peft can read it
-
-    def adapter_layout(self) -> dict[str, tuple[str, str]]:
-        """The LoRA factors go to peft's file, under its names."""
-        return {
-            f"factors.{number}.{factor}.weight": (
-                "adapter_model.safetensors",
-                f"base_model.model.{name}.{factor}.weight",
-            )
-            for number, name in enumerate(self.names)
-            for factor in ("lora_A", "lora_B")
-        }
-
-    def adapter_config(self) -> str:
-        """peft's own description of the adapter. It says nothing of the gate: applied everywhere, it is another model."""
-        modules = sorted({name.rpartition(".")[2] for name in self.names})
-        config = LoraConfig(
-            r=self.rank, lora_alpha=self.alpha, target_modules=modules, task_type="CAUSAL_LM", inference_mode=True,
-            base_model_name_or_path=self.path,
-        )  # fmt: skip
-        plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-        return json.dumps(plain, indent=2, sort_keys=True) + "\n"
+    def sidecars(self) -> dict[str, str]:
+        """What peft reads beside the factors."""
+        return {"adapter_config.json": peft_config(self.names, self.rank, self.alpha, self.path)} if self.rank else {}
 
     # The gate
 
@@ -170,26 +146,13 @@ class GatedLora(Drafter):
         """Run the target with mask vectors and LoRA where `numbers` [B, N] names a mask; elsewhere nothing is added. Where the
         masks' places among all B N tokens are said, nothing is asked."""
         rows = (numbers >= 0).flatten().nonzero()[:, 0] if rows is None else rows
-
-        def added(name: str, factors: nn.Module) -> Any:
-            scale = self.alpha / self.rank
-
-            def hook(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Tensor:
-                flat = args[0].flatten(0, -2)
-                if not isinstance(output, Tensor) or len(flat) != numbers.numel():
-                    raise UserError(
-                        f"drafter=gated_lora: {name} of {target.name} does not run token by token; use another family"
-                    )
-                update = scale * factors(flat.index_select(0, rows))
-                return output.flatten(0, -2).index_add(0, rows, update.to(output.dtype)).view_as(output)
-
-            return hook
-
+        vectors = self.means if self.noise == "mean" else self.masks
         with ExitStack() as stack:
-            stack.enter_context(mask_embeddings(target.head.embedding, self.masks, numbers))
-            if len(rows):
-                for name, factors in zip(self.names, self.factors):
-                    stack.callback(target.model.get_submodule(name).register_forward_hook(added(name, factors)).remove)
+            if vectors is not None:
+                stack.enter_context(mask_embeddings(target.head.embedding, vectors, numbers))
+            if self.rank and len(rows):
+                factors = dict(zip(self.names, self.factors))
+                stack.enter_context(added_at(target, factors, self.alpha / self.rank, rows, numbers.numel()))
             yield
 
     # Training
@@ -200,7 +163,9 @@ class GatedLora(Drafter):
         return [Stage.whole(self, ())]
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        blocks = add_blocks(batch, self.prefixes(batch, state.step))
+        if not has_weights(self):
+            return super().loss(batch, target, state)
+        blocks = self.blocks(batch, state)
         grad = torch.is_grad_enabled()
         with self.gated(target, blocks.numbers):
             seen = target.run(
@@ -230,32 +195,62 @@ class GatedLora(Drafter):
             terms["masks"] = terms["masks"] + 0 * torch.stack([parameter.sum() for parameter in self.parameters()]).sum()
         tokens = self.divergence == "cross_entropy"
         right = (judged.best == (most_likely(anchors, head)[0] if tokens else judged.labels)).float()
-        hits = torch.zeros(self.num_masks, device=right.device).index_add(0, numbers, right)
-        counts = torch.zeros_like(hits).index_add(0, numbers, torch.ones_like(right))
-        return Losses(terms, hits, counts)
+        return Losses.by_depth(terms, right, numbers, self.num_masks)
 
-    def prefixes(self, batch: Batch, step: int) -> list[list[tuple[int, int]]]:
-        """Random prefixes of every sequence with an answer for one of their masks, drawn for its own tokens and the step."""
+    def blocks(self, batch: Batch, state: TrainingState) -> Blocks:
+        """The batch with this step's masks behind its prefixes."""
+        prefixes = self.prefixes(batch, state.step, state.progress)
+        if self.noise != "uniform":
+            return add_blocks(batch, prefixes)
+        said = []
+        for (tokens, _), row in zip(batch.sequences(), prefixes):
+            source = sequence_generator(NOISE, self.seed, tokens, state.step)
+            count = sum(size for _, size in row)
+            said.append(torch.randint(self.head.vocab_size, (count,), generator=source).tolist())
+        return add_blocks(batch, prefixes, said)
+
+    def prefixes(self, batch: Batch, step: int, progress: float = 0.0) -> list[list[tuple[int, int]]]:
+        """Of every sequence the prefixes with an answer for one of their masks: those that end where a tile begins, or random
+        ones, drawn for its own tokens and the step."""
+        if self.tiles:
+            size = self.tiles[min(int(progress * len(self.tiles)), len(self.tiles) - 1)]
+            ends = [prefix_ends(mask, size).tolist() for _, mask in batch.sequences()]
+            return [[(end, size) for end in row if (end + 1) % size == 0] for row in ends]
         rows = []
         for tokens, mask in batch.sequences():
-            ends = prefix_ends(mask, self.num_masks)
+            found = prefix_ends(mask, self.num_masks)
             length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0  # without padding
             source = sequence_generator(MASKED_PREFIXES, self.seed, tokens, step)
             count = max(1, int(self.mask_ratio * length / self.num_masks))
-            chosen = ends[torch.randperm(len(ends), generator=source)[:count]].sort().values
+            chosen = found[torch.randperm(len(found), generator=source)[:count]].sort().values
             rows.append([(end, self.num_masks) for end in chosen.tolist()])
         return rows
 
     # Decoding
 
-    def drafting_layers(self) -> nn.Module:
-        """A draft step reads the head, and the sampler; the masks have run with the verification before."""
-        return nn.ModuleList([self.head.output, *([] if self.sampler is None else [self.sampler])])
+    def drafting_layers(self, target: Target) -> nn.Module:
+        """What drafting reads: the head, and the sampler, where the masks have run with the verification before."""
+        sampler = [] if self.sampler is None else [self.sampler]
+        run = [target.layers, self.factors] if self.strategy == "apart" else []
+        return nn.ModuleList([self.head.output, *sampler, *run])
+
+    def noise_at(self, context: Context, positions: Tensor) -> Tensor:
+        """The random tokens that stand at masks with these positions [B, M], whatever the text is batched with."""
+        key = counter.key(NOISE, self.seed, context.sequence_ids[:, None], positions)
+        return counter.bits(key, torch.zeros_like(positions)) % self.head.vocab_size
 
     def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
         """The first round's masks stand right behind each prompt: nothing committed sees them, and the cache keeps none."""
-        places = lengths[:, None] + torch.arange(self.num_masks, device=tokens.device)
+        steps = torch.arange(tokens.shape[1] + self.num_masks, device=tokens.device)
+        if self.noise == "mean":
+            real = (steps[: tokens.shape[1]] < lengths[:, None])[..., None]
+            self.means = (self.head.embed(tokens) * real).sum(1, keepdim=True) / lengths[:, None, None]
+        if self.strategy == "apart":
+            return context.prefill(tokens, lengths)
+        places = lengths[:, None] + steps[: self.num_masks]
         padded = F.pad(tokens, (0, self.num_masks))
+        if self.noise == "uniform":
+            padded = padded.scatter(1, places, self.noise_at(context, places))
         numbers = torch.full_like(padded, -1).scatter(1, places, places - lengths[:, None])
         rows = places + torch.arange(len(places), device=tokens.device)[:, None] * padded.shape[1]
         with self.gated(context.target, numbers, rows.flatten()):
@@ -267,22 +262,41 @@ class GatedLora(Drafter):
 
     def draft(self, context: Context) -> Draft:
         """Draft from the masks behind the last accepted node, where there were any; then put masks behind the new nodes."""
+        if self.strategy == "apart":
+            return Draft(_Masks(self, self.ahead(context), context.root))
         assert self.states is not None and self.ready_at is not None
+        with_masks = partial(self._with_masks, context)
         if context.cache.bound is not None and self.strategy == "quadratic":
-            return Draft(_Masks(self, self.states, context.root), complete=self._with_masks)  # every row is ready
+            return Draft(_Masks(self, self.states, context.root), complete=with_masks)  # every row is ready
         ready = self.ready_at == context.cache.lengths
         if not ready.any():
             children = context.builder.children
             q = None if children == "deterministic" else context.fresh.hidden.new_zeros(len(ready), 1, self.head.vocab_size)
-            return Draft(complete=lambda root: self._with_masks(replace(root, children=children, q=q)))
+            return Draft(complete=lambda root: with_masks(replace(root, children=children, q=q)))
 
         def complete(tree: TokenTree) -> TokenTree:
             first = torch.arange(tree.tokens.shape[1], device=ready.device) == 0
-            return self._with_masks(tree.select(tree.valid & (ready[:, None] | first)))
+            return with_masks(tree.select(tree.valid & (ready[:, None] | first)))
 
         return Draft(_Masks(self, self.states, context.root), complete=complete)
 
-    def _with_masks(self, tree: TokenTree) -> TokenTree:
+    def ahead(self, context: Context) -> Tensor:
+        """States [B, 1 + K, D] of the root, which is the target's own, and of as many masks behind it as the tree's depth has a
+        use for; the cache keeps none of it."""
+        root = context.root[:, None]
+        order = torch.arange(min(self.num_masks, context.builder.depth - 1), device=root.device)
+        number = torch.cat([torch.full_like(root, -1), order.expand(len(root), -1)], dim=1)
+        tokens = root.expand_as(number)
+        if self.noise == "uniform":
+            noise = self.noise_at(context, context.cache.lengths[:, None] + 1 + order)
+            tokens = torch.cat([root, noise], dim=1)
+        rows = torch.arange(number.numel(), device=root.device).view_as(number)[:, 1:].flatten()
+        with self.gated(context.target, number, rows):
+            seen = context.target.run(tokens, ForwardPlan(layers=("final",), cache=context.cache))
+        context.cache.forget()
+        return seen.at("final")
+
+    def _with_masks(self, context: Context, tree: TokenTree) -> TokenTree:
         """The tree's nodes, then each host's masks as a chain below it, never emitted."""
         batch, num_nodes = tree.tokens.shape
         if self.strategy == "quadratic":
@@ -297,8 +311,12 @@ class GatedLora(Drafter):
         self.numbers = torch.cat([torch.full_like(tree.tokens, -1), number.repeat(count).expand(batch, -1)], dim=1)
         q = None if tree.q is None else F.pad(tree.q, (0, 0, 0, parents.shape[1]))
         valid = tree.valid.gather(1, self.hosts).repeat_interleave(self.num_masks, dim=1)
+        words = nothing
+        if self.noise == "uniform":
+            depths = tree.depths.gather(1, self.hosts).repeat_interleave(self.num_masks, dim=1) + 1 + number.repeat(count)
+            words = self.noise_at(context, context.cache.lengths[:, None] + depths)
         return TokenTree(
-            torch.cat([tree.tokens, nothing], dim=1),
+            torch.cat([tree.tokens, words], dim=1),
             torch.cat([tree.parents, parents], dim=1),
             torch.cat([tree.valid, valid], dim=1),
             torch.cat([torch.ones_like(tree.valid), nothing.bool()], dim=1),
@@ -311,6 +329,8 @@ class GatedLora(Drafter):
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
         """Logits at the nodes that can be emitted; those of masks are left at zero, for nothing reads them."""
+        if self.strategy == "apart":
+            return context.verify(tree)
         assert self.numbers is not None and self.hosts is not None
         positions = context.cache.lengths[:, None] + tree.depths
         num_masks = self.hosts.shape[1] * self.num_masks
@@ -326,6 +346,8 @@ class GatedLora(Drafter):
 
     def commit(self, context: Context, accepted: Accepted) -> None:
         """Keep the states of the masks behind the last accepted node."""
+        if self.strategy == "apart":
+            return
         assert self.states is not None and self.hosts is not None
         last = accepted.path.gather(1, (accepted.counts - 1)[:, None])
         found = self.hosts == last
@@ -335,15 +357,35 @@ class GatedLora(Drafter):
 
 
 class _Masks(DepthRollout):
-    """One round: the mask of a depth, and with a sampler the token before."""
+    """One round: the mask of a depth, and with a sampler the token before; the first may be the target's own state."""
 
     def __init__(self, drafter: GatedLora, states: Tensor, root: Tensor) -> None:
-        super().__init__(root, drafter.num_masks)
-        self.drafter, self.states = drafter, states  # [B, K, D]
+        super().__init__(root, states.shape[1])
+        self.drafter, self.states = drafter, states  # [B, K, D], or [B, 1 + K, D]
+
+    def start(self) -> Tensor:
+        own = self.drafter.strategy == "apart"
+        return self._log_q(self.states[:, :1]) if own else super().start()
 
     def after(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        drafter = self.drafter
-        states = self.states.gather(1, depth[..., None].expand(-1, -1, self.states.shape[-1]))
-        if drafter.sampler is not None:
-            states = drafter.sampler(states, drafter.head.embed(tokens)).to(self.states.dtype)
-        return drafter.head.logits(states.to(drafter.head.output.weight.dtype)).log_softmax(-1)
+        states = at_depth(self.states, depth)
+        if self.drafter.sampler is not None:
+            states = self.drafter.sampler(states, self.drafter.head.embed(tokens)).to(states.dtype)
+        return self._log_q(states)
+
+    def _log_q(self, states: Tensor) -> Tensor:
+        head = self.drafter.head
+        return head.logits(states.to(head.output.weight.dtype)).log_softmax(-1)
+
+
+def check(num_masks: int, rank: int, mask_ratio: float, consistency: float, tiles: list[int] | None) -> None:
+    """Refuse settings that mean nothing."""
+    for key, value, least in (("num_masks", num_masks, 1), ("rank", rank, 0)):
+        if value < least:
+            raise UserError(f"drafter.{key}={value}: use {least} or more")
+    if not mask_ratio > 0:
+        raise UserError(f"drafter.mask_ratio={mask_ratio}: use more than 0")
+    if not consistency >= 0:
+        raise UserError(f"drafter.consistency={consistency}: use 0 or more")
+    if tiles is not None and not (tiles and all(1 <= size <= num_masks for size in tiles)):
+        raise UserError(f"drafter.tiles={list(tiles)}: use lengths from 1 to drafter.num_masks={num_masks}")

@@ -15,10 +15,12 @@ from .own import Own
 from .peagle import FlatPEagle, SpeculatorsPEagle
 from .peft import Peft
 from .speculators import Speculators
+from .uno import Uno
 
 LAYOUTS: tuple[Layout, ...] = (
     Own(),
     Peft(),
+    Uno(),
     Speculators(),
     SpeculatorsPEagle(),
     SpeculatorsDFlash(),
@@ -45,6 +47,7 @@ FORMATS: dict[str, tuple[Layout, ...]] = {
     "medusa": (MedusaOriginal(),),
     "peft": (Peft(),),
     "spectrain": (Own(),),
+    "uno": (Uno(),),
 }  # fmt: skip
 ALONE = "score it with spectrain eval, which needs no engine"
 NOWHERE = {

@@ -189,7 +189,8 @@ def shape_of_medusa(drafter: dict[str, Any], files: Files, target: TargetFiles |
 
 
 def shape_of_adapter(drafter: dict[str, Any], files: Files, target: TargetFiles | None) -> dict[str, Any]:
-    return shape_of(files.tensors, files.sidecar("adapter_config.json"))
+    adapter = files.sidecar("adapter_config.json")
+    return shape_of(files.tensors, adapter or {"r": 0, "lora_alpha": drafter.get("alpha", 32.0)})
 
 
 BLOCK = (

@@ -17,12 +17,8 @@ GATED = "spectrain.drafters.gated_lora.GatedLora"
 
 def shape_of(tensors: dict[str, Tensor], adapter: dict[str, Any]) -> dict[str, Any]:
     """The settings that the weights fix, from them and from peft's own."""
-    return {
-        "num_masks": tensors["masks"].shape[0],
-        "rank": adapter["r"],
-        "alpha": adapter["lora_alpha"],
-        "sampler": "sampler.first.weight" in tensors,
-    }
+    shape = {"rank": adapter["r"], "alpha": adapter["lora_alpha"], "sampler": "sampler.first.weight" in tensors}
+    return {**shape, "num_masks": tensors["masks"].shape[0]} if "masks" in tensors else {**shape, "noise": "uniform"}
 
 
 class Peft(Layout):
@@ -62,6 +58,8 @@ class Peft(Layout):
                 "adapter_config.json: it is missing beside the drafter (drafter.rank=0 has none), so peft could not read it"
             )
         tensors = drafter.tensors
+        if "masks" not in tensors:
+            raise UserError("format=peft: this drafter has no mask vectors (drafter.noise=uniform); use format=uno")
         settings = {
             **shape_of(tensors, adapter),
             "width": tensors["masks"].shape[1],

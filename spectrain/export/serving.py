@@ -23,6 +23,14 @@ def serve_sglang_dspark(target: str, place: str, num_tokens: int) -> str:
     return f"{_launched(target, 'DSPARK', place)} --speculative-dspark-block-size {num_tokens}"
 
 
+def serve_sglang_uno(target: str, place: str, num_tokens: int) -> str:
+    """`num_tokens` are those of a draft: the target's own next one and the masks'."""
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm UNO "
+        f"--uno-lora-path {shlex.quote(place)} --speculative-num-draft-tokens {num_tokens}"
+    )
+
+
 def _launched(target: str, algorithm: str, place: str) -> str:
     return (
         f"python -m sglang.launch_server --model-path {shlex.quote(target)} --speculative-algorithm {algorithm} "

@@ -234,20 +234,20 @@ class Target(nn.Module):
         return found.inputs
 
     def _within_reach(self, tokens: Tensor, plan: ForwardPlan) -> ForwardPlan:
-        """The plan with no position from which on all others would be turned otherwise: past the end of the longest text there
-        are only nodes that no answer has room for."""
-        switch = self.rope_switch
-        if switch is None:
-            return plan
-        longest = max(plan.lengths or (tokens.shape[1],)) if plan.cache is None else 0
-        if longest > switch:
+        """The plan with no position that the model does not have, or from which on all others would be turned otherwise: past
+        the end of the longest text there are only nodes that no answer has room for."""
+        switch, cache = self.rope_switch, plan.cache
+        if switch is not None and cache is None and (longest := max(plan.lengths or (tokens.shape[1],))) > switch:
             raise UserError(
                 f"target {self.name}: a text of {longest} tokens is longer than the {switch} up to which its rotary embedding "
                 f"is one; use data.max_length={switch} or less"
             )
-        if plan.positions is None and plan.cache is not None and not plan.cache.is_empty:
-            plan = replace(plan, positions=plan.cache.slots(tokens.shape[1]))
-        return plan if plan.positions is None else replace(plan, positions=plan.positions.clamp(max=switch - 1))
+        last = self.max_length if switch is None else switch
+        if switch is None and (cache is None or cache.longest + cache.pending + tokens.shape[1] <= last):
+            return plan
+        if plan.positions is None and cache is not None and not cache.is_empty:
+            plan = replace(plan, positions=cache.slots(tokens.shape[1]))
+        return plan if plan.positions is None else replace(plan, positions=plan.positions.clamp(max=last - 1))
 
     def _seen(self, tokens: Tensor, plan: ForwardPlan) -> tuple[Tensor, Visibility | list[Visibility] | None]:
         """The positions of tokens [B, N], and what they see where that is not the text before them."""
@@ -258,7 +258,7 @@ class Target(nn.Module):
                 positions = document_positions(plan.lengths or (num_new,), tokens.device).expand(batch, -1)
             return positions, None if mask is None else trees_alone(mask, positions, plan.lengths)
         if cache.is_empty and positions is None and mask is None:
-            cache.positions = cache.slots(num_new)
+            cache.positions = cache.slots(num_new).clamp(max=self.max_length - 1)  # past it, mask tokens or padding
             return cache.positions, None
         positions = cache.slots(num_new) if positions is None else positions
         if mask is None:

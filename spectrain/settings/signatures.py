@@ -35,7 +35,7 @@ class Key:
 
 def written(value: Any) -> str:
     """A value as one writes it on the command line; of two, which depend on the machine, that of a CPU and that of a GPU."""
-    if isinstance(value, str) and (both := re.fullmatch(r"\$\{cpu_gpu:(.*),(.*)\}", value)):
+    if isinstance(value, str) and (both := re.fullmatch(r"\$\{cpu_gpu:(\[[^]]*\]|[^,]*),(.*)\}", value)):
         return f"{both[1]} (GPU: {both[2]})" if both[1] != both[2] else both[1]
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()

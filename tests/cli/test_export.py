@@ -1,9 +1,10 @@
 """`spectrain export`: what it writes, the model card, what is refused, transformers as a client, the upload."""
 
+import copy
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,22 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spectrain.cli.export import export
 from spectrain.cli.main import main
 from spectrain.errors import UserError
 from spectrain.export.layouts import layout_for
+from spectrain.export.linter import lint
+from spectrain.export.peft import GATED
+from spectrain.export.targets import TargetFiles
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.defaults import saved_settings
-from spectrain.runs.drafter_files import save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
+from spectrain.settings.build import build
 from tests.export.test_converter import ours, settings_for
 
 SUMMARY: dict[str, Any] = {
@@ -89,6 +96,7 @@ def test_card_without_a_score_says_so(tiny: Target, tmp_path: Path) -> None:
 SERVED = {
     "eagle3 vllm": {"vLLM", "spectrain"}, "eagle3 sglang": {"SGLang", "vLLM", "spectrain"}, "medusa medusa": {"spectrain"},
     "medusa vllm": {"vLLM", "spectrain"}, "causal hf": {"vLLM", "SGLang", "transformers", "spectrain"},
+    "gated_lora uno": {"SGLang", "spectrain"},
     "pard hf": {"vLLM", "spectrain"}, "gated_lora peft": {"spectrain"}, "dflash vllm": {"vLLM", "spectrain"},
     "dflash sglang": {"SGLang", "vLLM", "spectrain"}, "dflash hf": {"transformers", "spectrain"},
     "dspark vllm": {"vLLM", "spectrain"}, "dspark sglang": {"SGLang", "vLLM", "spectrain"},
@@ -100,7 +108,9 @@ SERVED = {
 def test_card_has_a_command_for_every_engine_that_serves_it(case: str, tiny: Target, tmp_path: Path) -> None:
     """The engines named are those that read the layout, and no other."""
     family, form = case.split()
-    options = {"vocab_size": 2048} if family in ("eagle3", "medusa") else {"num_layers": 2} if family != "gated_lora" else {}
+    options: dict[str, Any] = {"vocab_size": 2048} if family in ("eagle3", "medusa") else {"num_layers": 2}
+    if form in ("peft", "uno"):
+        options = UNO if form == "uno" else {}
     card = (exported(run_of(tmp_path / "run", tiny, family, **options), form, tmp_path / "out") / "README.md").read_text()
     assert {line[:-1] for line in card.splitlines() if line.endswith(":") and " " not in line and line != "tags:"} == SERVED[
         case
@@ -287,6 +297,76 @@ def test_peft_reads_the_exported_adapter(tiny: Target, tmp_path: Path) -> None:
     for name, tensor in written.items():
         assert torch.equal(loaded[name.replace(".weight", ".default.weight")], tensor)
     assert json.loads((out / "gated_lora.json").read_text())["num_masks"] == 2
+
+
+UNO: dict[str, Any] = {"num_masks": 3, "rank": 4, "alpha": 8.0, "noise": "uniform", "sampler": False, "strategy": "apart"}
+
+
+def test_peft_says_what_unos_noise_rows_say(tiny: Target, tmp_path: Path) -> None:
+    """Behind the base model's cache, peft's adapter, and what peft merges of it, give our logits at random tokens; the folder
+    holds peft's two files and no tensor more, and the command is SGLang's."""
+    from peft import PeftModel
+
+    run = run_of(tmp_path / "run", tiny, "gated_lora", **UNO)
+    out = exported(run, "uno", tmp_path / "out")
+    assert {path.name for path in out.iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "spectrain.json", "README.md",
+    }  # fmt: skip
+    card = (out / "README.md").read_text()
+    assert f"--speculative-algorithm UNO --uno-lora-path {out} --speculative-num-draft-tokens 4" in card
+    drafter = build({"_target_": GATED, **UNO}, target=tiny)
+    load_weights(drafter, run / "drafter")
+    text, noise = torch.randint(3, 2000, (1, 9)), torch.randint(0, 2048, (1, 3))
+    numbers = torch.tensor([[-1] * 9 + [0, 1, 2]])
+    with torch.no_grad(), drafter.gated(tiny, numbers):
+        ours = tiny.run(torch.cat([text, noise], dim=1), ForwardPlan(logits=True)).logits
+    assert ours is not None
+    with torch.no_grad():
+        model: Any = PeftModel.from_pretrained(plain_tiny(tiny), out).eval()
+        with model.disable_adapter():
+            cached = model(text, use_cache=True)
+        kept = copy.deepcopy(cached.past_key_values)
+        adapted = model(noise, past_key_values=cached.past_key_values).logits
+        merged = model.merge_and_unload()(noise, past_key_values=kept).logits
+    torch.testing.assert_close(cached.logits, ours[:, :9], rtol=1e-4, atol=1e-3)
+    for logits in (adapted, merged):
+        torch.testing.assert_close(logits, ours[:, 9:], rtol=1e-4, atol=1e-3)
+    plain = plain_tiny(tiny)(torch.cat([text, noise], dim=1)).logits
+    assert (plain[:, 9:] - ours[:, 9:]).abs().max() > 0.01
+
+
+def plain_tiny(tiny: Target) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny.path, dtype=torch.float32)
+
+
+def drop(tensors: dict[str, Tensor], part: str) -> None:
+    for name in [name for name in tensors if part in name]:
+        del tensors[name]
+
+
+UNO_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], None], str]] = {
+    "a tensor more": (lambda config, tensors: tensors.update(masks=torch.zeros(3, 128)), "unknown-tensor"),
+    "a factor less": (lambda config, tensors: drop(tensors, ".layers.2.mlp.up_proj.lora_A."), "missing-tensor"),
+    "a layer less": (lambda config, tensors: drop(tensors, ".layers.7."), "adapter-layers"),
+    "another rank": (lambda config, tensors: config.update(r=5), "wrong-shape"),
+    "weights of its own": (lambda config, tensors: config.update(modules_to_save=["lm_head"]), "adapter-setting"),
+    "another scale": (lambda config, tensors: config.update(use_rslora=True), "adapter-setting"),
+    "another module": (lambda config, tensors: config["target_modules"].append("lm_head"), "adapter-module"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", UNO_FAULTS)
+def test_what_sglang_would_misread_of_uno_is_found(fault: str, tiny: Target, tmp_path: Path) -> None:
+    """A sound adapter has no finding; each fault has its own."""
+    out = exported(run_of(tmp_path / "run", tiny, "gated_lora", **UNO), "uno", tmp_path / "out")
+    target = TargetFiles("tiny")
+    assert not [finding for finding in lint(out, target) if finding.level == "error"]
+    config, tensors = json.loads((out / "adapter_config.json").read_text()), load_file(out / "adapter_model.safetensors")
+    change, name = UNO_FAULTS[fault]
+    change(config, tensors)
+    (out / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, out / "adapter_model.safetensors")
+    assert name in {finding.name for finding in lint(out, target) if finding.level == "error"}
 
 
 class StandIn(BaseHTTPRequestHandler):

@@ -23,13 +23,16 @@ from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
+from spectrain.models.decoder import decoder_of
 from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import load_tensors, tensors_of
 from spectrain.trees import Chain, DySpec, Eagle2, Rollout, TreeBuilder
 from spectrain.trees.base import Prefix
 from tests.decoding.rounds import Keeping
+from tests.models.architectures import save_small
 from tests.targets import cut_tiny
 
 ARCHITECTURE: dict[str, Any] = {
@@ -90,6 +93,14 @@ def test_a_cut_that_cuts_nothing_is_refused(tiny: Target, count: int) -> None:
     """As many layers as the target has, more, or fewer than one."""
     with pytest.raises(UserError, match=rf"drafter\.num_layers={count}: tiny has 8 layers"):
         cut_model(tiny, count)
+
+
+def test_cut_models_may_say_nothing_of_their_layers(tmp_path: Path) -> None:
+    """Mamba's kinds of layers follow from how many there are, and cannot be written."""
+    save_small("mamba2", tmp_path)
+    load_tiny().tokenizer.save_pretrained(tmp_path)
+    model = cut_model(load_hf(str(tmp_path), "mamba2", device="cpu"), 2)
+    assert len(decoder_of(model).layers) == 2  # type: ignore[arg-type]
 
 
 def test_zero_layers_are_refused(shallow: Target) -> None:

@@ -35,7 +35,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.features import Features
 from spectrain.models.forward_plan import ForwardPlan
-from spectrain.models.loading import load_hf
+from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.plain import plain_model
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
@@ -45,6 +45,7 @@ from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import Accepted, TokenTree
 from tests.decoding.rounds import Keeping
 from tests.decoding.test_guard import Switch
+from tests.models.architectures import save_small
 from tests.targets import cut_tiny
 
 MASKS, LIMIT = 3, 16
@@ -219,6 +220,49 @@ def test_the_gate_leaves_nothing_behind(shallow: Target) -> None:
     with pytest.raises(ZeroDivisionError), drafter.gated(shallow, torch.zeros_like(tokens)):
         raise ZeroDivisionError
     assert torch.equal(before, shallow.run(tokens, ForwardPlan(logits=True)).logits)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A small random GPT-2, whose linears are of another class and whose positions are learned."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    save_small("gpt2", folder)
+    load_tiny().tokenizer.save_pretrained(folder)
+    return load_hf(str(folder), "gpt2", device="cpu")
+
+
+def test_linears_of_another_class_are_adapted(gpt2: Target) -> None:
+    """GPT-2's are written in and out swapped: all four of a layer get LoRA, which moves masks and nothing else."""
+    drafter, tokens = make(gpt2), torch.randint(3, 90, (1, 8))
+    assert len(drafter.names) == 4 * gpt2.num_layers
+    numbers = torch.tensor([[-1] * 5 + [0, 1, 2]])
+
+    def states() -> Tensor:
+        with torch.no_grad(), drafter.gated(gpt2, numbers):
+            return gpt2.run(tokens, ForwardPlan(layers=("final",))).at("final")[0]
+
+    on = states()
+    with adapter_off(drafter):
+        off = states()
+    assert torch.equal(on[:5], off[:5]) and (on[5:] - off[5:]).abs().amax(-1).min() > 1e-2
+
+
+def test_a_target_without_linears_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather than train no LoRA in silence; rank 0 asks for none."""
+    target = cut_tiny(2)
+    target.decoder.layers = nn.ModuleList(nn.Identity() for _ in range(2))
+    with pytest.raises(UserError, match=r"drafter\.rank: the layers of tiny hold no linear .* use drafter\.rank=0"):
+        GatedLora(target)
+    assert not GatedLora(target, rank=0).names
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "apart"])
+def test_a_text_may_end_where_learned_positions_do(gpt2: Target, strategy: str) -> None:
+    """Masks and nodes past the last position are never kept, so they may stand on it: the answer is greedy to its end."""
+    drafter, prompt = make(gpt2, strategy=strategy), [torch.randint(3, 90, (gpt2.max_length - 6,)).tolist()]
+    (plain,) = decode(gpt2, prompt, Greedy(), 6, ignore_eos=True)
+    (found,) = decode(gpt2, prompt, Greedy(), 6, drafter, Chain(MASKS), ignore_eos=True)
+    assert found.output == plain.output and len(found.output) == 6
 
 
 # An independent forward, on transformers' own model
@@ -957,7 +1001,7 @@ def test_a_tensor_that_does_not_fit_is_refused(
         tensors[there] = tensor[:-1].clone()
     save_file(tensors, path, metadata={"format": "pt"})
     if change != "unknown" and name == "lora_B.weight":
-        name = next(ours for ours, place in drafter.adapter_layout().items() if place == (file, there))
+        name = next(ours for ours, place in drafter.saved.layout(drafter).items() if place == (file, there))
     with pytest.raises(UserError) as caught:
         load_weights(make(shallow), tmp_path / "drafter")
     assert name in str(caught.value)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spectrain.drafters.shared import masks
 from spectrain.drafters.shared.masks import Blocks, add_blocks, mask_embeddings, start_masks
 from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
@@ -192,8 +193,22 @@ def test_mask_embeddings_are_put_where_numbers_name_them(tiny: Target, count: in
 def test_masks_start_around_the_mean_embedding(tiny: Target) -> None:
     """Their mean is the embeddings' mean, their spread a tenth of the embeddings', and no two are alike."""
     weight = tiny.head.embedding.weight.detach()
-    masks = start_masks(tiny.head.embedding, 500)
-    apart = masks - weight.mean(0)
+    started = start_masks(tiny.head.embedding, 500)
+    apart = started - weight.mean(0)
     assert apart.mean(0).abs().max() < 6 * 0.1 * weight.std() / 500**0.5
     assert apart.std().item() == pytest.approx(0.1 * weight.std().item(), rel=0.02)
-    assert len(masks.unique(dim=0)) == 500
+    assert len(started.unique(dim=0)) == 500
+
+
+def test_starting_masks_looks_at_some_embeddings_at_a_time(tiny: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows there are, no tensor is as large as all of them, and the masks are the same."""
+    rows, looked_up = masks.ROWS, []
+    torch.manual_seed(0)
+    whole = start_masks(tiny.head.embedding, 3)
+    monkeypatch.setattr(masks, "ROWS", 300)
+    handle = tiny.head.embedding.register_forward_hook(lambda module, args, output: looked_up.append(len(output)))
+    torch.manual_seed(0)
+    parts = start_masks(tiny.head.embedding, 3)
+    handle.remove()
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+    assert max(looked_up) == 300 and sum(looked_up) == len(tiny.head.embedding.weight) <= rows

@@ -20,12 +20,14 @@ from torch import Tensor, nn
 
 from spectrain.features.batch import Batch
 
+ROWS = 4096  # embeddings that are looked at together
+
 
 @dataclass(frozen=True)
 class Blocks:
     """A batch with blocks of masks behind some of its prefixes: one forward trains all of them."""
 
-    tokens: Tensor  # [B, N] the sequence, then the masks as token 0
+    tokens: Tensor  # [B, N] the sequence, then the masks: token 0, or what was said
     positions: Tensor  # [B, N]
     numbers: Tensor  # [B, N] which mask, from 0; -1 at ordinary tokens
     visible: Tensor | tuple[Tensor, ...]  # [B, N, N], or of each packed document [1, N, N]
@@ -61,12 +63,14 @@ def prefix_ends(mask: Tensor, num_masks: int) -> Tensor:
     return F.pad(mask[2:], (0, num_masks)).unfold(0, num_masks, 1).any(-1).nonzero()[:, 0]
 
 
-def add_blocks(batch: Batch, prefixes: list[list[tuple[int, int]]]) -> Blocks:
-    """Put blocks behind prefixes, given for every document as (position i of its last token, number of masks)."""
+def add_blocks(batch: Batch, prefixes: list[list[tuple[int, int]]], said: list[list[int]] | None = None) -> Blocks:
+    """Put blocks behind prefixes, given for every document as (position i of its last token, number of masks), and with `said`
+    the tokens that stand at its masks, in this order."""
+    said = [[] for _ in prefixes] if said is None else said
     if batch.lengths is None:
-        return _blocks(batch.tokens, batch.predicts, prefixes)
-    pairs = zip(batch.tokens.split(batch.lengths, dim=1), batch.predicts.split(batch.lengths, dim=1))
-    return _joined([_blocks(tokens, predicts, [given]) for (tokens, predicts), given in zip(pairs, prefixes)], batch.lengths)
+        return _blocks(batch.tokens, batch.predicts, prefixes, said)
+    rows = zip(batch.tokens.split(batch.lengths, dim=1), batch.predicts.split(batch.lengths, dim=1), prefixes, said)
+    return _joined([_blocks(tokens, predicts, [given], [words]) for tokens, predicts, given, words in rows], batch.lengths)
 
 
 def _joined(parts: list[Blocks], lengths: tuple[int, ...]) -> Blocks:
@@ -90,7 +94,7 @@ def _joined(parts: list[Blocks], lengths: tuple[int, ...]) -> Blocks:
     )
 
 
-def _blocks(tokens: Tensor, predicts: Tensor, prefixes: list[list[tuple[int, int]]]) -> Blocks:
+def _blocks(tokens: Tensor, predicts: Tensor, prefixes: list[list[tuple[int, int]]], said: list[list[int]]) -> Blocks:
     """The same for documents of a row each, [B, T]."""
     count, length = tokens.shape
     places = [[(b, i, j) for b, (i, size) in enumerate(row) for j in range(size)] for row in prefixes]
@@ -98,6 +102,7 @@ def _blocks(tokens: Tensor, predicts: Tensor, prefixes: list[list[tuple[int, int
     filled = [row + [(-1 - n, 0, -1) for n in range(width - len(row))] for row in places]  # padding: blocks of their own
     device = tokens.device
     block, prefix, number = torch.tensor(filled, dtype=torch.int64, device=device).view(count, width, 3).unbind(-1)
+    words = torch.tensor([row + [0] * (width - len(row)) for row in said], dtype=torch.int64, device=device).view(count, width)
     order = torch.arange(length, device=device)
     ordinary = (order <= order[:, None]).expand(count, -1, -1)
     together = (block[:, :, None] == block[:, None]) & (number[:, None] <= number[:, :, None])
@@ -107,7 +112,7 @@ def _blocks(tokens: Tensor, predicts: Tensor, prefixes: list[list[tuple[int, int
     numbers = torch.cat([torch.full_like(tokens, -1), number], dim=1)
     inside = torch.cat([torch.zeros_like(predicts), (number >= 0) & (prefix + 2 + number < length)], dim=1)
     return Blocks(
-        torch.cat([tokens, torch.zeros_like(number)], dim=1),
+        torch.cat([tokens, words], dim=1),
         positions,
         numbers,
         torch.cat([above, below], dim=1),
@@ -120,11 +125,13 @@ def _blocks(tokens: Tensor, predicts: Tensor, prefixes: list[list[tuple[int, int
 
 @contextmanager
 def mask_embeddings(embedding: nn.Module, vectors: Tensor, numbers: Tensor) -> Iterator[None]:
-    """Let the tokens that `numbers` [B, N] marks be embedded as mask vectors [K, D]; with one vector, all of them as that."""
+    """Let the tokens that `numbers` [B, N] marks be embedded as mask vectors [K, D]; with one vector, all of them as that; with
+    vectors [B, 1, D], those of a text as its own."""
     masks, rows = (numbers >= 0)[..., None], numbers.clamp(0, len(vectors) - 1)
 
     def replace(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        return torch.where(masks, nn.functional.embedding(rows, vectors).to(output.dtype), output)
+        put = vectors if vectors.dim() == 3 else nn.functional.embedding(rows, vectors)
+        return torch.where(masks, put.to(output.dtype), output)
 
     handle = embedding.register_forward_hook(replace)
     try:
@@ -134,7 +141,14 @@ def mask_embeddings(embedding: nn.Module, vectors: Tensor, numbers: Tensor) -> I
 
 
 def start_masks(embedding: nn.Module, count: int) -> Tensor:
-    """Mask vectors [K, D] to begin with: the mean embedding, told apart by noise of the embeddings' own spread."""
+    """Mask vectors [K, D] to begin with: the mean embedding, told apart by noise of the embeddings' own spread.
+
+    Rows are looked up some at a time: all of them in float32 would be the largest tensor of a training.
+    """
     weight: Tensor = embedding.weight  # type: ignore[assignment]
-    every = embedding(torch.arange(len(weight), device=weight.device)).float()  # some scale what they look up
-    return every.mean(0) + 0.1 * every.std() * torch.randn(count, every.shape[1], device=every.device)
+    mean, total, size = weight.new_zeros((), dtype=torch.float32), weight.new_zeros((), dtype=torch.float32), 0
+    for ids in torch.arange(len(weight), device=weight.device).split(ROWS):
+        rows = embedding(ids).float()  # some scale what they look up
+        mean, total, size = mean + rows.sum(0), total + rows.square().sum(), size + rows.numel()
+    spread = ((total - mean.sum().square() / size) / (size - 1)).sqrt()
+    return mean / len(weight) + 0.1 * spread * torch.randn(count, len(mean), device=weight.device)

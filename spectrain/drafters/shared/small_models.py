@@ -55,7 +55,7 @@ def cut_model(target: Target, num_layers: int) -> nn.Module:
     config: Any = copy.deepcopy(target.model.config)
     text = config.get_text_config()
     text.num_hidden_layers = num_layers
-    if getattr(text, "layer_types", None):
+    if vars(text).get("layer_types"):  # otherwise it follows from how many there are
         text.layer_types = [text.layer_types[layer] for layer in kept]
     model: Any = type(target.model)(config)
     mine, theirs = decoder_of(model), target.decoder

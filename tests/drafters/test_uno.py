@@ -1,0 +1,343 @@
+"""Uno: gated LoRA over random tokens. What is trained is the paper's doubled forward, and two forwards a round decode it."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.stats import chisquare
+from torch import Tensor, nn
+
+from spectrain.decoding.acceptance import Greedy, Match, Recursive, SpeculativeSampling
+from spectrain.decoding.captured import Captured
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState, has_weights
+from spectrain.drafters.context import Context
+from spectrain.drafters.gated_lora import GatedLora
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch
+from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.plain import plain_model
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+
+UNO: dict[str, Any] = {
+    "num_masks": 4, "rank": 4, "alpha": 8.0, "strategy": "apart", "sampler": False, "noise": "uniform",
+    "loss": "total_variation", "consistency": 0.0, "tiles": [2, 3, 4],
+}  # fmt: skip
+LIMIT = 14
+
+
+def make(target: Target, size: float = 0.4, **options: Any) -> GatedLora:
+    """A drafter of which every weight is random and not zero."""
+    torch.manual_seed(3)
+    drafter = GatedLora(target, **{**UNO, **options})
+    drafter.prepare(target, torch.zeros(target.head.vocab_size))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(size * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    return drafter.eval()
+
+
+def conversation(*lengths: int) -> Batch:
+    """Rows padded on the right, of which all but the first five tokens are the assistant's."""
+    tokens, mask = torch.zeros(len(lengths), max(lengths), dtype=torch.int64), torch.zeros(len(lengths), max(lengths)).bool()
+    for row, length in enumerate(lengths):
+        tokens[row, :length], mask[row, 5:length] = torch.randint(3, 2000, (length,)), True
+    return Batch(tokens, mask)
+
+
+# Training
+
+
+class GatedLinear(nn.Module):
+    """W x, and (alpha / rank) B A x on the noisy half."""
+
+    def __init__(self, linear: nn.Linear, factors: nn.Module, scale: float, clean: int) -> None:
+        super().__init__()
+        self.linear, self.factors, self.scale, self.clean = linear, [factors], scale, clean
+
+    def forward(self, x: Tensor) -> Tensor:
+        noisy = (torch.arange(x.shape[1]) >= self.clean)[:, None]
+        return self.linear(x) + noisy * self.scale * self.factors[0](x)
+
+
+@contextmanager
+def doubled(target: Target, drafter: GatedLora, clean: int) -> Iterator[Any]:
+    """transformers' own model with LoRA on the rows from `clean` on."""
+    with plain_model(target) as model:
+        linears = {name: model.get_submodule(name) for name in drafter.names}
+        for (name, linear), factors in zip(linears.items(), drafter.factors):
+            model.set_submodule(name, GatedLinear(linear, factors, drafter.alpha / drafter.rank, clean))
+        try:
+            yield model
+        finally:
+            for name, linear in linears.items():
+                model.set_submodule(name, linear)
+
+
+def papers_loss(target: Target, drafter: GatedLora, tokens: Tensor, noise: Tensor, mask: Tensor, block: int) -> Tensor:
+    """Half of sum_i ||p_student - p_teacher||_1 by one forward over a clean copy of the text and a noisy one.
+
+    Row i of the clean copy sees clean rows up to i; of the noisy one, clean rows of earlier blocks and noisy rows of its own
+    block up to i. Both stand at position i and say token i + 1: the clean one is the teacher. Only blocks that begin inside
+    the text are trained, for those before have no prefix."""
+    length = len(tokens)
+    i, j = torch.arange(length)[:, None], torch.arange(length)
+    clean, earlier = j <= i, j // block < i // block
+    own = (j // block == i // block) & (j <= i)
+    visible = torch.cat([torch.cat([clean, torch.zeros_like(clean)], 1), torch.cat([earlier, own], 1)])
+    with doubled(target, drafter, length) as model:
+        bias = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+        logits = model(
+            torch.cat([tokens, noise])[None], attention_mask=bias[None, None], position_ids=torch.cat([j, j])[None]
+        ).logits[0]
+    teacher, student = logits[:length].detach().softmax(-1), logits[length:].softmax(-1)
+    asked = (j >= block) & F.pad(mask[1:], (0, 1))
+    terms = 0.5 * (student - teacher).abs().sum(-1)[asked]
+    return terms.sum() * mask.sum() / len(terms)
+
+
+@pytest.mark.parametrize("progress, block", [(0.0, 2), (0.34, 3), (0.5, 3), (0.99, 4), (1.0, 4)])
+def test_loss_is_that_of_the_papers_doubled_forward(shallow: Target, progress: float, block: int) -> None:
+    """Value and gradients, in every part of the curriculum, for the noise that this step draws."""
+    drafter, batch = make(shallow), conversation(21)
+    state = TrainingState(step=5, progress=progress)
+    blocks = drafter.blocks(batch, state)
+    assert int(blocks.numbers.max()) == block - 1
+    noise = torch.zeros(21, dtype=torch.int64)
+    for column in reversed((blocks.numbers[0] >= 0).nonzero()[:, 0].tolist()):  # past the end a block repeats the last place
+        noise[blocks.positions[0, column]] = blocks.tokens[0, column]
+    wanted = papers_loss(shallow, drafter, batch.tokens[0], noise, batch.loss_mask[0], block)
+    losses = drafter.loss(batch, shallow, state)
+    assert losses.terms.keys() == {"masks"}
+    torch.testing.assert_close(losses.total, wanted, rtol=1e-4, atol=1e-4)
+    found, expected = (torch.autograd.grad(total, list(drafter.parameters())) for total in (losses.total, wanted))
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-4 * float(other.abs().max()))
+
+
+def test_noise_is_uniform_and_of_the_text_and_step(shallow: Target) -> None:
+    """Over all ids, the same however a text is batched or packed, other at another step; it never is the text itself."""
+    drafter, batch = make(shallow, num_masks=8, tiles=[8]), conversation(24, 17)
+    drawn = []
+    for step in range(300):
+        together = drafter.blocks(batch, TrainingState(step))
+        alone = drafter.blocks(Batch(batch.tokens[1:, :17], batch.loss_mask[1:, :17]), TrainingState(step))
+        noise = together.tokens[:, 24:]
+        assert torch.equal(noise[1, : alone.tokens.shape[1] - 17], alone.tokens[0, 17:])
+        drawn.append(noise[0])
+    packed = Batch(
+        torch.cat([batch.tokens[0], batch.tokens[1, :17]])[None],
+        torch.cat([batch.loss_mask[0], batch.loss_mask[1, :17]])[None],
+        lengths=(24, 17),
+    )
+    blocks = drafter.blocks(packed, TrainingState(299))
+    assert torch.equal(blocks.tokens[0, 24 : 24 + len(drawn[-1])], drawn[-1])
+    counts = torch.bincount(torch.cat(drawn) // (shallow.head.vocab_size // 16), minlength=16)
+    assert chisquare(counts.numpy()).pvalue > 1e-4 and len({tuple(row.tolist()) for row in drawn}) == 300
+
+
+@pytest.mark.parametrize("tiles, message", [([], r"drafter\.tiles=\[\]"), ([5], "num_masks=4"), ([2, 0], r"tiles=\[2, 0\]")])
+def test_wrong_tiles_are_refused(shallow: Target, tiles: list[int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make(shallow, tiles=tiles)
+
+
+# Decoding
+
+BUILDERS: dict[str, TreeBuilder] = {
+    "chain": Chain(5),
+    "short": Chain(2),
+    "eagle2": Eagle2(5, 12, 3),
+    "static": Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
+}
+BUILDER = pytest.mark.parametrize("builder", list(BUILDERS.values()), ids=list(BUILDERS))
+PROMPTS = [[5, 6, 7, 8, 9], [40, 41], [100, 3, 44, 8, 12, 90, 1500]]
+
+
+class Seen:
+    """A drafter that keeps the states of its own forward in every round, and what stood in the cache before and after it."""
+
+    def __init__(self, drafter: GatedLora) -> None:
+        self.rounds: list[tuple[list[int], Tensor]] = []
+        ahead = drafter.ahead
+
+        def watched(context: Context) -> Tensor:
+            length = int(context.cache.lengths[0])
+            states = ahead(context)
+            assert context.cache.pending == 0 and int(context.cache.lengths[0]) == length
+            self.rounds.append((context.tokens[0, : length + 1].tolist(), states[0]))
+            return states
+
+        drafter.ahead = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.sweep(6)
+@BUILDER
+@pytest.mark.parametrize("noise", ["uniform", "masks"])
+@pytest.mark.parametrize("strategy", ["apart", "quadratic", "linear"])
+def test_drafted_equals_greedy(shallow: Target, builder: TreeBuilder, noise: str, strategy: str) -> None:
+    """With random tokens or vectors at the masks, in one forward a round or two, alone and in a batch of ragged prompts."""
+    plain = [one.output for one in decode(shallow, PROMPTS, Greedy(), LIMIT, ignore_eos=True)]
+    for count in (1, 3):
+        drafter = make(shallow, noise=noise, strategy=strategy)
+        found = decode(shallow, PROMPTS[:count], Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+        assert [one.output for one in found] == plain[:count]
+
+
+@pytest.mark.parametrize("builder", [BUILDERS["chain"], BUILDERS["eagle2"]], ids=["chain", "eagle2"])
+def test_every_round_keeps_two_tokens_and_more(shallow: Target, builder: TreeBuilder) -> None:
+    """The first draft is the target's own next token, so it is always kept, and the bonus comes with it: 2 + accepted."""
+    for one in decode(shallow, PROMPTS, Greedy(), LIMIT, make(shallow), builder, ignore_eos=True):
+        assert all(kept >= 2 for kept, last in zip(one.accepted, range(len(one.accepted), 0, -1)) if last > 1)
+        assert sum(one.accepted[:-1]) >= 2 * (len(one.accepted) - 1)
+
+
+@torch.no_grad()
+def test_proposals_are_those_of_the_two_copies(shallow: Target) -> None:
+    """Row 0 of the draft forward is the target's own, bit by bit with the adapter off; row j that of a noisy row behind it."""
+    drafter = make(shallow)
+    seen = Seen(drafter)
+    decode(shallow, PROMPTS[:1], Greedy(), LIMIT, drafter, Chain(5), ignore_eos=True)
+    assert len(seen.rounds) > 2
+    for text, states in seen.rounds:
+        places = len(text) + torch.arange(4)[None]
+        context: Any = type("Ids", (), {"sequence_ids": torch.zeros(1, dtype=torch.int64)})
+        noise = drafter.noise_at(context, places)[0]
+        with doubled(shallow, drafter, len(text)) as model:
+            wanted = model.get_decoder()(torch.cat([torch.tensor(text), noise])[None]).last_hidden_state[0]
+        torch.testing.assert_close(states, wanted[len(text) - 1 :], rtol=1e-3, atol=1e-3)
+
+
+def test_the_adapter_leaves_the_target_bit_by_bit(shallow: Target) -> None:
+    """Row 0 of the draft forward, and every state and logit of the verification, with LoRA as trained and with none."""
+    seen: dict[str, list[Tensor]] = {}
+    for name, size in (("on", 0.4), ("off", 0.0)):
+        drafter = make(shallow, size)
+        tree = TokenTree.chain(torch.tensor([[8, 900, 77]]))
+        cache = shallow.new_cache(1, 32)
+        shallow.prefill(torch.tensor([PROMPTS[0]]), torch.tensor([5]), cache, ())
+        context: Any = type("Round", (), {"cache": cache, "builder": Chain(5), "root": torch.tensor([8]), "target": shallow,
+                                          "sequence_ids": torch.tensor([0])})  # fmt: skip
+        with torch.no_grad():
+            states = drafter.ahead(context)
+            verified = shallow.verify(tree, cache, ("final",))
+        assert verified.logits is not None
+        seen[name] = [states[:, 0], verified.hidden, verified.logits, states[:, 1:]]
+    *same, masks = zip(seen["on"], seen["off"])
+    assert all(torch.equal(on, off) for on, off in same)
+    assert (masks[0] - masks[1]).abs().amax(-1).min() > 1e-2, "the adapter must act at the noise"
+
+
+@pytest.mark.sweep(2)
+@BUILDER
+@pytest.mark.parametrize("temperature", [0.4, 1.0])
+def test_drafted_equals_matched_sampling(shallow: Target, builder: TreeBuilder, temperature: float) -> None:
+    """With the same seed, drafted sampling draws the tokens of autoregressive sampling."""
+    rule = Match(temperature=temperature, seed=5)
+    plain = decode(shallow, PROMPTS, rule, LIMIT, ignore_eos=True)
+    found = decode(shallow, PROMPTS, rule, LIMIT, make(shallow), builder, ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in plain]
+
+
+RULES: dict[str, tuple[TreeBuilder, Any]] = {
+    "chain": (Chain(3, "sampled", 1.3), SpeculativeSampling),
+    "tree": (Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]], children="without_replacement"), Recursive),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_sampled_answers_have_the_targets_distribution(shallow: Target, name: str) -> None:
+    """Chi-squared of the first three tokens behind a prompt, of 400 drawn at once, against autoregressive probabilities."""
+    builder, kind = RULES[name]
+    torch.manual_seed(0)
+    count, prompt = 400, PROMPTS[0]
+    rule = kind(temperature=0.5, top_k=3, seed=11)
+    found = decode(shallow, [prompt] * count, rule, 4, make(shallow), builder, sequence_ids=list(range(count)), ignore_eos=True)
+    seen = Counter(tuple(one.output[:3]) for one in found)
+    wanted = probabilities(shallow, prompt, 3, 0.5, 3)
+    assert set(seen) <= set(wanted)
+    frequent = [path for path, p in wanted.items() if p * count >= 8]
+    rest = count - sum(seen[path] for path in frequent), count * (1 - sum(wanted[path] for path in frequent))
+    pairs = [(seen[path], count * wanted[path]) for path in frequent] + ([rest] if rest[1] > 1 else [])
+    observed, expected = zip(*pairs)
+    scale = sum(observed) / sum(expected)
+    assert len(pairs) > 3 and chisquare(observed, [scale * one for one in expected]).pvalue > 1e-3
+
+
+@torch.no_grad()
+def probabilities(
+    target: Target, prompt: list[int], depth: int, temperature: float, top_k: int
+) -> dict[tuple[int, ...], float]:
+    """Of every continuation of so many tokens that can be drawn."""
+    found = {(): 1.0}
+    for _ in range(depth):
+        paths = list(found)
+        logits = target.run(torch.tensor([prompt + list(path) for path in paths]), ForwardPlan(logits=True)).logits
+        assert logits is not None
+        best = logits[:, -1].topk(top_k)
+        p = (best.values / temperature).softmax(-1)
+        found = {
+            (*path, token): found[path] * chance
+            for path, ids, chances in zip(paths, best.indices.tolist(), p.tolist())
+            for token, chance in zip(ids, chances)
+        }
+    return found
+
+
+@pytest.mark.parametrize("builder", [BUILDERS["chain"], BUILDERS["static"]], ids=["chain", "static"])
+@pytest.mark.parametrize("options", [{}, {"noise": "mean", "rank": 0}], ids=["uno", "probed"])
+def test_captured_rounds_are_the_loops(shallow: Target, builder: TreeBuilder, options: dict[str, Any]) -> None:
+    """The engine that never asks the device emits the same tokens in the same rounds."""
+    drafter = make(shallow, **options)
+    plain = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    found = Captured(shallow, Greedy(), drafter, builder).decode(PROMPTS, LIMIT, ignore_eos=True)
+    assert [(one.output, one.accepted) for one in found] == [(one.output, one.accepted) for one in plain]
+
+
+# Nothing trained, and embeddings alone
+
+
+@pytest.mark.parametrize("strategy", ["apart", "quadratic", "linear"])
+def test_probing_needs_no_training(shallow: Target, strategy: str) -> None:
+    """Masks that are the prompt's mean embedding: no weights, nothing to train, output greedy, proposals the equation's."""
+    drafter = make(shallow, noise="mean", rank=0, strategy=strategy)
+    assert not has_weights(drafter) and not drafter.state_dict()
+    plain = decode(shallow, PROMPTS, Greedy(), LIMIT, ignore_eos=True)
+    found = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, Chain(4), ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in plain]
+    embedding = shallow.head.embedding.weight
+    wanted = torch.stack([embedding[prompt].mean(0) for prompt in PROMPTS])
+    assert drafter.means is not None
+    torch.testing.assert_close(drafter.means[:, 0], wanted)
+    with pytest.raises(UserError, match="nothing to train"):
+        drafter.loss(conversation(20), shallow, TrainingState())
+    with pytest.raises(UserError, match=r"drafter\.noise=mean: nothing is trained with it"):
+        make(shallow, noise="mean")
+
+
+@torch.no_grad()
+def test_probed_states_are_those_of_a_plain_forward(shallow: Target) -> None:
+    """The text, then its prompt's mean embedding as often as there are masks, through transformers' own model."""
+    drafter = make(shallow, noise="mean", rank=0)
+    seen = Seen(drafter)
+    decode(shallow, PROMPTS[2:], Greedy(), LIMIT, drafter, Chain(5), ignore_eos=True)
+    mean = shallow.head.embedding.weight[PROMPTS[2]].mean(0)
+    for text, states in seen.rounds:
+        with plain_model(shallow) as model:
+            embedded = torch.cat([model.get_input_embeddings()(torch.tensor(text)), mean.expand(4, -1)])
+            wanted = model.get_decoder()(inputs_embeds=embedded[None]).last_hidden_state[0]
+        torch.testing.assert_close(states, wanted[len(text) - 1 :], rtol=1e-3, atol=1e-3)
+
+
+def test_pass_learns_embeddings_alone(shallow: Target) -> None:
+    """PaSS: with rank 0 and no sampler, the vectors of the look-ahead tokens are all there is, and all of them learn."""
+    drafter = make(shallow, noise="masks", rank=0, tiles=None, loss="cross_entropy")
+    assert [name for name, _ in drafter.named_parameters()] == ["masks"] and drafter.masks is not None
+    drafter.loss(conversation(21, 16), shallow, TrainingState()).total.backward()
+    assert drafter.masks.grad is not None and (drafter.masks.grad.abs().sum(-1) > 0).all()
