@@ -48,7 +48,10 @@ class Mtp(VocabularyDrafter):
 
     layers: tuple[Layer, ...] = ("final",)
     # What is saved is loaded over a layer that begins anew: its weights are all in the drafter's own file.
-    saved = SavedFiles(settings=lambda drafter: {"start": "new"})
+    saved = SavedFiles(
+        settings=lambda drafter: {"start": "new"},
+        layout=lambda drafter: {name: ("model.safetensors", there) for name, there in drafter.names.items()},
+    )
     abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)))
     cost = DraftingCost(weights=lambda drafter, target: nn.ModuleList([drafter, drafter.head.output]))
 
@@ -79,18 +82,15 @@ class Mtp(VocabularyDrafter):
 
     def load_shipped(self, target: Target) -> None:
         """Take the layer that the target's checkpoint holds; its tensors are named as `shipped_layer` says."""
-        found = shipped_layer(target.path)
-        parts = {"fc.weight": self.fc.weight, "enorm.weight": self.enorm.weight, "hnorm.weight": self.hnorm.weight}
-        parts |= {"norm.weight": self.block.norm.weight}
-        parts |= {f"layer.{name}": tensor for name, tensor in self.block.layer.state_dict().items()}
+        found, known = shipped_layer(target.path), self.state_dict()
+        parts = {there: known[name] for name, there in self.names.items()}
         for name in sorted(parts.keys() ^ found.keys()):
             raise UserError(f"target {target.name}: its MTP layer {'lacks' if name in parts else 'has'} {name}; {MTP_WORDS}")
-        with torch.no_grad():
-            for name, tensor in parts.items():
-                if tensor.shape != found[name].shape:
-                    said = f"{name} {list(found[name].shape)}, not {list(tensor.shape)}"
-                    raise UserError(f"target {target.name}: its MTP layer has {said}; {MTP_WORDS}")
-                tensor.copy_(found[name])
+        for name, tensor in parts.items():
+            if tensor.shape != found[name].shape:
+                said = f"{name} {list(found[name].shape)}, not {list(tensor.shape)}"
+                raise UserError(f"target {target.name}: its MTP layer has {said}; {MTP_WORDS}")
+            tensor.copy_(found[name])
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """A new layer starts with M passing the state on, and with the target's final norm."""
@@ -102,6 +102,13 @@ class Mtp(VocabularyDrafter):
             theirs = target.decoder.get_submodule(self.block.norm_name).parameters()
             for mine, whole in zip(self.block.norm.parameters(), theirs, strict=True):
                 mine.copy_(whole.full_tensor() if hasattr(whole, "full_tensor") else whole)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What its tensors are called in files, whatever the target calls its own."""
+        decoder = f"block.decoder.{self.block.layers_name}.0."
+        norm = f"block.decoder.{self.block.norm_name}."
+        return {name: name.replace(decoder, "layer.").replace(norm, "norm.") for name in self.state_dict()}
 
     @property
     def stages(self) -> list[Stage]:

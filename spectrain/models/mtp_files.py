@@ -11,6 +11,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -40,8 +41,7 @@ class MtpLayout:
         mine = {theirs: name for name, theirs in self.names.items()}
         found = {}
         for name, tensor in tensors.items():
-            if name not in SHARED:
-                found[mine.get(name) or f"layer.{name.removeprefix(self.layer)}"] = tensor
+            found[mine.get(name) or f"layer.{name.removeprefix(self.layer)}"] = tensor
         if self.hidden_first and "fc.weight" in found:
             found["fc.weight"] = swapped(found["fc.weight"])
         return fused(found)
@@ -101,6 +101,17 @@ READERS = {
 """Model types that engines draft for with MTP layers -> the layout that they read."""
 
 
+def mtp_kinds(config: dict[str, Any]) -> dict[str, list[str]]:
+    """Of what kind an MTP layer is, where a model's layers are of several: as its configuration says, or one that attends over
+    all the text, and otherwise as the last one."""
+    found = {}
+    for key in ("layer_types", "mlp_layer_types"):
+        kinds, said = config.get(key), config.get(f"mtp_{key}")
+        if kinds:
+            found[f"mtp_{key}"] = [said[0] if said else "full_attention" if "full_attention" in kinds else kinds[-1]]
+    return found
+
+
 class Checkpoint:
     """A model's safetensors files, read by name."""
 
@@ -133,11 +144,6 @@ class Checkpoint:
             return file.get_tensor(name)
 
     @property
-    def by_expert(self) -> bool:
-        """Whether experts lie by themselves, not fused."""
-        return any(EXPERT.fullmatch(name) for name in self.files)
-
-    @property
     def layout(self) -> MtpLayout | None:
         """Of the MTP layers that it holds; None where it holds none."""
         return next((one for one in LAYOUTS if any(one.marker.match(name) for name in self.files)), None)
@@ -146,6 +152,11 @@ class Checkpoint:
         """Of all MTP layers, in their order."""
         found = {match[1] for name in self.files if (match := layout.marker.match(name))}
         return sorted(found, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
+
+    def of_layer(self, layout: MtpLayout, prefix: str) -> list[str]:
+        """The tensors of the MTP layer behind a prefix, without copies of the target's embedding and head."""
+        names = [name for name in self.files if name.startswith(prefix) and name.removeprefix(prefix) not in SHARED]
+        return [name for name in names if not re.match(r"mtp\.layers\.[1-9]", name)]  # of several the first
 
 
 def ships_layer(path: str) -> bool:
@@ -161,10 +172,7 @@ def shipped_layer(path: str) -> dict[str, Tensor]:
     if checkpoint is None or layout is None:
         raise UserError(f"drafter.start=shipped: {path} holds no MTP layer of a known layout; use drafter.start=new")
     prefix = checkpoint.prefixes(layout)[0]
-    names = [name for name in checkpoint.files if name.startswith(prefix)]
-    if layout.prefix == "mtp.":
-        names = [name for name in names if not re.match(r"mtp\.layers\.[1-9]", name)]
-    tensors = {name.removeprefix(prefix): checkpoint.tensor(name) for name in names}
+    tensors = {name.removeprefix(prefix): checkpoint.tensor(name) for name in checkpoint.of_layer(layout, prefix)}
     quantised = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.element_size() < 2)
     if quantised:
         raise UserError(f"{path}: its MTP layer is quantised ({prefix}{quantised[0]}); give the unquantised checkpoint")

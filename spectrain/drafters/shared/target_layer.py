@@ -17,6 +17,7 @@ from spectrain.errors import UserError, first_line
 from spectrain.models.attention import ATTENTION, causal_attention
 from spectrain.models.decoder import list_name
 from spectrain.models.kv_cache import Rules, TreeCache
+from spectrain.models.mtp_files import mtp_kinds
 
 from .layers import attend_cached
 
@@ -49,14 +50,14 @@ class TargetLayer(nn.Module):
         self.switch = target.rope_switch
 
     @property
-    def layer(self) -> nn.Module:
-        return self.decoder._modules[list_name(self.decoder)][0]  # type: ignore[index, no-any-return]
+    def layers_name(self) -> str:
+        """What the decoder calls the list of its one layer."""
+        return list_name(self.decoder) or ""
 
     @property
     def norm_name(self) -> str:
         """Of the final norm: what has parameters behind the layers."""
-        layers = list_name(self.decoder)
-        found = [name for name, part in self.decoder.named_children() if name != layers and [*part.parameters()]]
+        found = [name for name, part in self.decoder.named_children() if name != self.layers_name and [*part.parameters()]]
         if not found:
             raise UserError("drafter=mtp: the target's decoder ends without a norm of its own; use recipe=eagle3")
         return found[-1]
@@ -85,11 +86,8 @@ def one_layer(config: Any) -> Any:
     vocabulary of nothing."""
     one = copy.deepcopy(config)
     one.num_hidden_layers, one.vocab_size, one.pad_token_id = 1, 1, None
-    for key in ("layer_types", "mlp_layer_types"):
-        kinds = getattr(config, key, None)
-        if kinds:
-            whole = "full_attention" if "full_attention" in kinds else kinds[-1]
-            setattr(one, key, [*(getattr(config, f"mtp_{key}", None) or [whole])][:1])
+    for key, kinds in mtp_kinds(config.to_dict()).items():
+        setattr(one, key.removeprefix("mtp_"), kinds)
     if hasattr(one, "first_k_dense_replace"):
         one.first_k_dense_replace = 0
     one._attn_implementation = ATTENTION
