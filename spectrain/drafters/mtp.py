@@ -42,8 +42,8 @@ class Mtp(VocabularyDrafter):
     step_decay^k, normalised to sum to 1.
 
     The first h is the target's state behind its final norm and each further one the layer's own output behind its norm, in
-    training as in decoding: what engines feed. `start` says where the layer comes from: the target's own checkpoint, or new, with
-    the target's final norm and M passing h on; auto takes what ships where there is something.
+    training as in decoding: what engines feed. `start` says where the layer comes from: the target's own checkpoint, or new,
+    with the target's final norm and M passing h on; auto takes what ships where there is something.
     """
 
     layers: tuple[Layer, ...] = ("final",)

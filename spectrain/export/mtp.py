@@ -60,7 +60,8 @@ class Stitched(Layout):
         layout = source.layout or next((one for one in LAYOUTS if READERS.get(kind) == one.title), None)
         if layout is None:
             raise UserError(
-                f"format=mtp: no engine drafts with MTP layers for {kind} models, and {target.said} ships none; use recipe=eagle3"
+                f"format=mtp: no engine drafts with MTP layers for {kind} models, and {target.said} ships none; use "
+                "recipe=eagle3"
             )
         found = stitched(drafter.tensors, source, layout, target)
         for path in sorted(source.directory.iterdir()):

@@ -1,8 +1,9 @@
-"""MTP layers as checkpoints hold them beside their model: found by name, read into our names, and back. Shapes: E experts, D width.
+"""MTP layers as checkpoints hold them beside their model: found by name, read into our names, and back.
 
-transformers drops these tensors when it loads a model, without a word. Our names: `fc.weight` [D, 2 D] reads [embedding, state],
-`enorm.weight` and `hnorm.weight` norm the two, `layer.*` is the decoder layer as its class names it, `norm.weight` comes last.
-Norms keep what their class multiplies by: of Qwen3-Next and Qwen3.5 w, where the norm scales by 1 + w.
+Shapes: E experts, D width, I width of an expert.
+transformers drops these tensors when it loads a model, without a word. Our names: `fc.weight` [D, 2 D] reads [embedding,
+state], `enorm.weight` and `hnorm.weight` norm the two, `layer.*` is the decoder layer as its class names it, and `norm.weight`
+comes last. Norms keep what their class keeps: of Qwen3-Next and Qwen3.5 w, where the norm scales by 1 + w.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ EXPERT = re.compile(r"(.*mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """How one kind of checkpoint names its MTP layers; the first group of `marker`, a tensor each of them has, is its prefix."""
+    """How one kind of checkpoint names its MTP layers; the first group of `marker`, which each of them has, is its prefix."""
 
     title: str
     marker: re.Pattern[str]

@@ -1,7 +1,7 @@
 """One decoder layer of a target's own kind, with the final norm behind it. Shapes: B batch, T tokens, D width, H heads.
 
-Whatever the architecture: latent attention, experts, norms that scale by 1 + w. It is the target's decoder class with one layer
-and no embedding, so that rotary embedding, masks and norms are what they are in the target; what a token sees, the drafter says.
+Whatever the architecture: latent attention, experts, norms that scale by 1 + w. It is the target's decoder class with one
+layer and no embedding, so that rotary embedding and norms are what they are in the target; what a token sees, the drafter says.
 """
 
 from __future__ import annotations
@@ -86,9 +86,10 @@ def one_layer(config: Any) -> Any:
     vocabulary of nothing."""
     one = copy.deepcopy(config)
     one.num_hidden_layers, one.vocab_size, one.pad_token_id = 1, 1, None
-    for key, kinds in mtp_kinds(config.to_dict()).items():
+    said = config.to_dict()
+    for key, kinds in mtp_kinds(said).items():
         setattr(one, key.removeprefix("mtp_"), kinds)
-    if hasattr(one, "first_k_dense_replace"):
+    if "first_k_dense_replace" in said:  # MTP layers have experts where later layers do
         one.first_k_dense_replace = 0
     one._attn_implementation = ATTENTION
     return one
