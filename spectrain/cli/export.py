@@ -39,7 +39,7 @@ def export(config: Any) -> Path:
         write_drafter(drafter, layout, target, scratch)
         if drafter.trained_target is not None and not drafter.is_target:
             shutil.copytree(drafter.trained_target, scratch / "target")
-        if not drafter.is_target:
+        if not (drafter.is_target or layout.holds_target):
             files = Files.read(scratch)
             for finding in check(files, detect(files), target):
                 if finding.level == "error":

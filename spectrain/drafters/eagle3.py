@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spectrain.features.batch import Batch
 from spectrain.models.attention import unrolled_attention
-from spectrain.models.kv_cache import TreeCache
+from spectrain.models.kv_cache import Rules, TreeCache
 from spectrain.models.target import Target
 from spectrain.settings.values import Count, Share, Steps, VocabularySize
 from spectrain.trees.base import Branches, Draft, Rollout
@@ -96,7 +96,7 @@ class Eagle3(EagleDrafter):
             q, k, v = attention.project(x, rope)
             held.append((k, v))
             keys, values = ([own[number][part] for own in (*before, held)] for part in (0, 1))
-            return attention.output(unrolled_attention(q, keys, values, batch.lengths, self.window))
+            return attention.output(unrolled_attention(q, keys, values, batch.lengths, Rules(window=self.window)))
 
         return self.layered(tokens, hidden, attend), held
 

@@ -158,6 +158,7 @@ class Layout(ABC):
     title: ClassVar[str]
     families: ClassVar[tuple[str, ...]]  # which of our drafters it can hold
     says_all: ClassVar[bool] = False  # there is nothing to keep beside it
+    holds_target: ClassVar[bool] = False  # its directory is a whole target, which holds the drafter
 
     @property
     def says(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from .flat import Flat
 from .huggingface import HuggingFace
 from .layout import Files, Layout
 from .medusa import MedusaOriginal, VllmMedusa
+from .mtp import Stitched
 from .own import Own
 from .peagle import FlatPEagle, SpeculatorsPEagle
 from .peft import Peft
@@ -34,6 +35,7 @@ LAYOUTS: tuple[Layout, ...] = (
     FlatDFlash(),
     FlatPEagle(),
     Flat(),
+    Stitched(),
     HuggingFace(),
 )
 FORMATS: dict[str, tuple[Layout, ...]] = {
@@ -45,6 +47,7 @@ FORMATS: dict[str, tuple[Layout, ...]] = {
     "flat": (Flat(), FlatPEagle(), FlatDFlash(), FlatDFlash2(), FlatDSpark()),
     "hf": (HuggingFace(), TransformersDFlash()),
     "medusa": (MedusaOriginal(),),
+    "mtp": (Stitched(),),
     "peft": (Peft(),),
     "spectrain": (Own(),),
     "uno": (Uno(),),

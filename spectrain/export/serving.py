@@ -14,6 +14,15 @@ def serve_sglang(target: str, algorithm: str, place: str, num_steps: int) -> str
     return f"{_launched(target, algorithm, place)} {steps} --speculative-num-draft-tokens {num_steps + 1}"
 
 
+def serve_sglang_mtp(place: str, num_steps: int) -> str:
+    """Of a target that holds its MTP layer itself."""
+    steps = f"--speculative-num-steps {num_steps} --speculative-eagle-topk 1"
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(place)} --speculative-algorithm NEXTN {steps} "
+        f"--speculative-num-draft-tokens {num_steps + 1}"
+    )
+
+
 def serve_sglang_block(target: str, algorithm: str, place: str, num_tokens: int) -> str:
     """Of what drafts in one pass; `num_tokens` are those of a block, the newest token too."""
     return f"{_launched(target, algorithm, place)} --speculative-num-draft-tokens {num_tokens}"

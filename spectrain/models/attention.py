@@ -21,7 +21,7 @@ from spectrain.kernels.tree_attention import Visibility, attend_by_scores, tree_
 
 from .compiled_layers import attend_layer, passed
 from .joined_attention import is_joinable, joined_attention
-from .kv_cache import KeyValueShape, TreeCache
+from .kv_cache import PLAIN, KeyValueShape, Rules, TreeCache
 from .masks import mask_of
 
 ATTENTION = "spectrain"  # what transformers knows it by
@@ -66,12 +66,13 @@ def unrolled_attention(
     keys: list[Tensor],
     values: list[Tensor],
     lengths: tuple[int, ...] | None = None,
-    window: int | None = None,
+    rules: Rules = PLAIN,
 ) -> Tensor:
     """[B, H, T, D] of a drafter that rolls over its own states: the first keys are causal, and of each later step, token t
-    sees the key of its own index. Each step stands one position further on; a `window` is of positions."""
+    sees the key of its own index. Each step stands one position further on; a window is of positions."""
+    scale, window, softcap, sinks = rules
     if len(keys) == 1:
-        return causal_attention(q, keys[0], values[0], lengths, window=window)
+        return causal_attention(q, keys[0], values[0], lengths, *rules)
 
     def attend(q: Tensor, *parts: Tensor) -> Tensor:
         length, steps = q.shape[2], len(keys)
@@ -86,7 +87,9 @@ def unrolled_attention(
             later = [eye if steps - step < window else torch.zeros_like(eye) for step in range(2, steps + 1)]
         mask = torch.cat([first, *later], dim=1)
         k, v = torch.cat(parts[:steps], dim=2), torch.cat(parts[steps:], dim=2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        if softcap is not None or sinks is not None:
+            return attend_by_scores(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
     return by_document(attend, lengths, q, *keys, *values)
 
@@ -137,10 +140,12 @@ def layer_attention(  # transformers calls it, by these names
     calls: list[Call] | None = None,
     lengths: tuple[int, ...] | None = None,
     reaches: Mapping[int, Reach] | None = None,
+    attends: Callable[[Tensor, Tensor, Tensor, Rules], Tensor] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What every layer of a target calls: tree attention, or without a `visibility` causal attention of whole texts, which
-    may be packed documents of these `lengths`. `reaches` are of layers that do not say themselves how far back they see."""
+    may be packed documents of these `lengths`. `reaches` are of layers that do not say themselves how far back they see.
+    What a drafter's layer of the same kind sees, the drafter itself computes: `attends`."""
     if calls is not None:
         unheeded = tuple(name for name in UNHEEDED if others.get(name) is not None)
         shape = KeyValueShape(key.shape[1], key.shape[3], value.shape[3])
@@ -149,7 +154,9 @@ def layer_attention(  # transformers calls it, by these names
     if reaches is not None and module.layer_idx in reaches:
         sliding_window, chunk = reaches[module.layer_idx].window, reaches[module.layer_idx].chunk
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rules = scale, sliding_window, softcap, s_aux
+    rules = Rules(scale, sliding_window, softcap, s_aux)
+    if attends is not None:
+        return attends(query, key, value, rules).transpose(1, 2).contiguous(), None
     if visibility is None:
         if tree_cache is not None:
             tree_cache.append(module.layer_idx, key, value)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from spectrain.kernels.tree_attention import Visibility, tree_attention
 
-from .kv_cache import TreeCache, known_caches
+from .kv_cache import PLAIN, Rules, TreeCache, known_caches
 from .replaced_forward import replaced
 
 SHAPES = 64  # batch sizes times numbers of nodes that one process may decode with before layers run uncompiled
@@ -83,11 +83,11 @@ def attend_behind(
     visible: Tensor,
     cache: TreeCache,
     layer: int,
-    window: int | None = None,
+    rules: Rules = PLAIN,
     positions: Tensor | None = None,
 ) -> Tensor:
     """Append a layer's keys and values to a drafter's cache and attend, [B, N, H, D], from code that is being compiled."""
-    return _attend_behind(q, k, v, visible, cache.lengths, cache.number, layer, cache.pending, window, positions)
+    return _attend_behind(q, k, v, visible, cache.lengths, cache.number, layer, cache.pending, *rules, positions)
 
 
 @torch.library.custom_op("spectrain::attend_behind", mutates_args=())
@@ -100,7 +100,10 @@ def _attend_behind(
     number: int,
     layer: int,
     pending: int,
+    scale: float | None,
     window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
     positions: Tensor | None,
 ) -> Tensor:
     """What the code writes to, lengths and pending nodes, comes as it is at this point: the cache itself is told at the end."""
@@ -108,7 +111,7 @@ def _attend_behind(
     before = held.lengths, held.pending
     held.lengths, held.pending = lengths, pending
     try:
-        attended = held.attend_new(layer, q, k, v, visible, window, positions)
+        attended = held.attend_new(layer, q, k, v, visible, Rules(scale, window, softcap, sinks), positions)
     finally:
         held.lengths, held.pending = before
     return attended.transpose(1, 2).contiguous()

@@ -38,6 +38,18 @@ class KeyValueShape(NamedTuple):
         return self.heads * max(self.key_size, self.value_size)
 
 
+class Rules(NamedTuple):
+    """What a layer's attention does beyond softmax(q k^T) v, by the names of `tree_attention`."""
+
+    scale: float | None = None  # of the scores; None: by the head size
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None  # [H]
+
+
+PLAIN = Rules()
+
+
 class TreeCache(Cache):
     """Keys and values of `num_layers` layers for `batch_size` rows of at most `max_length` tokens, tree nodes included.
 
@@ -117,14 +129,15 @@ class TreeCache(Cache):
         keys: Tensor,
         values: Tensor,
         visible: Tensor,
-        window: int | None = None,
+        rules: Rules = PLAIN,
         positions: Tensor | None = None,
     ) -> Tensor:
         """Append keys and values [B, H, N, D] of a drafter's layer; its queries, of the newest N appended nodes, see what is
         `visible` [B, N, M]. A window needs the `positions` [B, M] of the appended nodes."""
         own = None if positions is None else positions[:, -queries.shape[2] :]
         held = self.append(layer, keys, values)
-        return tree_attention(queries, *held, self.sees(visible, own, positions), queries.shape[-1] ** -0.5, window)
+        scale = queries.shape[-1] ** -0.5 if rules.scale is None else rules.scale
+        return tree_attention(queries, *held, self.sees(visible, own, positions), scale, *rules[1:])
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write [B, H, N, D] behind what layer `layer` holds; return all its slots up to the newest, [B, H, T', D]."""

@@ -27,6 +27,7 @@ from spectrain.drafters.hydra import Hydra
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.layer_skip import LayerSkipping
 from spectrain.drafters.medusa import Medusa
+from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
@@ -61,6 +62,7 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "kangaroo": lambda target: Kangaroo(target, exit_layer=1),
     "gated_lora": busy_gated_lora,
     "peagle": lambda target: PEagle(target, num_drafts=4, num_layers=2, vocab_size=512, window=6),
+    "mtp": lambda target: Mtp(target),
     "pard": lambda target: Pard(target, num_drafts=4, num_layers=2),
     "dflash": lambda target: DFlash(target, block_size=4, num_layers=2, vocab_size=512),
     "dflash causal": lambda target: DFlash(target, block_size=4, num_layers=1, causal=True, window=6),

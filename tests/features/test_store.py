@@ -388,6 +388,7 @@ FAMILIES: list[dict[str, Any]] = [
     {"_target_": "spectrain.drafters.causal.Causal", "num_layers": 2},
     {"_target_": "spectrain.drafters.pard.Pard", "num_layers": 2, "num_drafts": 3},
     {"_target_": "spectrain.drafters.peagle.PEagle", "num_layers": 2, "num_drafts": 3},
+    {"_target_": "spectrain.drafters.mtp.Mtp", "num_steps": 2},
     {"_target_": "spectrain.drafters.dflash.DFlash", "num_layers": 2, "block_size": 4},
     {"_target_": "spectrain.drafters.dflash.DFlash", "num_layers": 1, "loss": "forward_kl", "sample_from_anchor": True},
     {"_target_": "spectrain.drafters.dspark.DSpark", "num_layers": 1, "rank": 16},

@@ -21,6 +21,7 @@ from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.hydra import Hydra
 from spectrain.drafters.medusa import Medusa
+from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
 from spectrain.models.target import Target
@@ -52,6 +53,7 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, Tree
     ),
     "gated lora, chain of 3": (Greedy(), lambda target: GatedLora(target, num_masks=3), Chain(3)),
     "peagle, chain of 3": (Greedy(), lambda target: PEagle(target, num_drafts=4, num_layers=2, vocab_size=512), Chain(3)),
+    "mtp, chain of 3": (Greedy(), lambda target: Mtp(target), Chain(3)),
     "pard, chain of 3": (Greedy(), lambda target: Pard(target, num_drafts=4, num_layers=2), Chain(3)),
 }
 

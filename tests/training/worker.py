@@ -34,6 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra": ("hydra.Hydra", {"num_heads": 2, "vocab_size": 256, "prefix_attention": True}),
     "causal": ("causal.Causal", {"num_layers": 2}),
     "pard": ("pard.Pard", {"num_layers": 2, "num_drafts": 3}),
+    "mtp": ("mtp.Mtp", {"num_steps": 2}),
     "peagle": ("peagle.PEagle", {"num_layers": 2, "num_drafts": 3, "vocab_size": 256, "mask_token_id": 0}),
     "kangaroo": ("kangaroo.Kangaroo", {}),
     "gated_lora": ("gated_lora.GatedLora", {"num_masks": 2, "rank": 4}),

@@ -20,7 +20,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import Projection
 from spectrain.models.features import Features, Layer
-from spectrain.models.kv_cache import TreeCache
+from spectrain.models.kv_cache import Rules, TreeCache
 from spectrain.trees.base import Draft, Rollout
 
 from ..abilities import Capture, DraftingCost, OnPolicy, SavedFiles
@@ -246,7 +246,7 @@ class BlockDrafter(VocabularyDrafter):
 
             def attend(q: Tensor, k: Tensor, v: Tensor, number: int = number, before: tuple[Tensor, Tensor] = before) -> Tensor:
                 keys, values = (torch.cat(parts, dim=2) for parts in zip(before, (k, v)))
-                return attend_cached(q, keys, values, cache, visible, number, self.window, positions)
+                return attend_cached(q, keys, values, cache, visible, number, Rules(window=self.window), positions)
 
             x = layer(x, (cos[:, num_new:], sin[:, num_new:]), attend)
         cache.advance(num_new + slots)

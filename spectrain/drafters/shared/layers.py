@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from spectrain.models.attention import causal_attention
 from spectrain.models.compiled_layers import attend_behind
+from spectrain.models.kv_cache import PLAIN, Rules
 from spectrain.models.limits import longest_text
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Attention(nn.Module):
             return self.causal(q, k, v)
         if visible is None:
             visible = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().expand(batch, -1, -1)
-        return self.output(attend_cached(q, k, v, cache, visible, layer, self.window, cache.positions))
+        return self.output(attend_cached(q, k, v, cache, visible, layer, Rules(window=self.window), cache.positions))
 
 
 def attend_cached(
@@ -105,13 +106,13 @@ def attend_cached(
     cache: TreeCache,
     visible: Tensor,
     layer: int,
-    window: int | None = None,
+    rules: Rules = PLAIN,
     positions: Tensor | None = None,
 ) -> Tensor:
     """[B, H, N, D] of the newest nodes, appended to a drafter's cache with what stands before them; compiled or not."""
     if torch.compiler.is_compiling():
-        return attend_behind(q, k, v, visible, cache, layer, window, positions).transpose(1, 2)
-    return cache.attend_new(layer, q, k, v, visible, window, positions)
+        return attend_behind(q, k, v, visible, cache, layer, rules, positions).transpose(1, 2)
+    return cache.attend_new(layer, q, k, v, visible, rules, positions)
 
 
 class NormedAttention(Attention):

@@ -1,0 +1,215 @@
+"""MTP: the layer that many targets ship for the token after next (DeepSeek-V3, section 2.2), applied again and again.
+
+Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P fresh positions, F frontier nodes.
+Index t pairs the target's state at t, behind its final norm, with the embedding of token t + 1, and predicts token t + 2.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch
+from spectrain.models.attention import unrolled_attention
+from spectrain.models.features import Layer
+from spectrain.models.kv_cache import Rules, TreeCache
+from spectrain.models.mtp_files import MTP_WORDS, shipped_layer, ships_layer
+from spectrain.settings.values import Share, Steps
+from spectrain.trees.base import Branches, Draft, Rollout
+from spectrain.trees.token_tree import Accepted
+
+from .abilities import Capture, DraftingCost, SavedFiles
+from .base import Losses, Stage, TrainingState
+from .context import Context
+from .shared.losses import Loss
+from .shared.target_layer import TargetLayer, cached_attention
+from .shared.vocabulary import Supervision, VocabularyDrafter
+
+if TYPE_CHECKING:
+    from spectrain.models.target import Target
+
+Held = tuple[Tensor, Tensor]  # keys and values of a step
+
+
+class Mtp(VocabularyDrafter):
+    """h' = norm(layer(M [norm(E(x)); norm(h)])), one layer of the target's own kind under the target's own embedding and head
+    (DeepSeek-V3, equations 21 to 23); `num_steps` unrolled drafts share it (FastMTP, 2025, equation 3), step k weighted by
+    step_decay^k, normalised to sum to 1.
+
+    The first h is the target's state behind its final norm and each further one the layer's own output behind its norm, in
+    training as in decoding: what engines feed. `start` says where the layer comes from: the target's own checkpoint, or new,
+    with the target's final norm and M passing h on; auto takes what ships where there is something.
+    """
+
+    layers: tuple[Layer, ...] = ("final",)
+    # What is saved is loaded over a layer that begins anew: its weights are all in the drafter's own file.
+    saved = SavedFiles(
+        settings=lambda drafter: {"start": "new"},
+        layout=lambda drafter: {name: ("model.safetensors", there) for name, there in drafter.names.items()},
+    )
+    abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)))
+    cost = DraftingCost(weights=lambda drafter, target: nn.ModuleList([drafter, drafter.head.output]))
+
+    def __init__(
+        self,
+        target: Target,
+        num_steps: Steps = 3,
+        loss: Loss = "forward_kl",
+        step_decay: Share = 0.6,
+        start: Literal["auto", "shipped", "new"] = "auto",
+    ) -> None:
+        super().__init__()
+        if num_steps < 1:
+            raise UserError(f"drafter.num_steps={num_steps}: use 1 or more")
+        self.num_steps, self.divergence, self.step_decay = num_steps, loss, step_decay
+        self.head = target.head
+        self.block = TargetLayer(target)
+        self.enorm, self.hnorm = (copy.deepcopy(self.block.norm) for _ in range(2))
+        self.fc = nn.Linear(2 * target.width, target.width, bias=False)
+        rows = target.head.vocab_size
+        self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64), persistent=False)
+        self.register_buffer("t2d", torch.ones(rows, dtype=torch.bool), persistent=False)
+        self.cache: TreeCache | None = None
+        has_data = target.device.type != "meta" and self.fc.weight.device.type != "meta"
+        self.starts_new = start == "new" or (start == "auto" and not (has_data and ships_layer(target.path)))
+        if not self.starts_new and has_data:
+            self.load_shipped(target)
+
+    def load_shipped(self, target: Target) -> None:
+        """Take the layer that the target's checkpoint holds; its tensors are named as `shipped_layer` says."""
+        found, known = shipped_layer(target.path), self.state_dict()
+        parts = {there: known[name] for name, there in self.names.items()}
+        for name in sorted(parts.keys() ^ found.keys()):
+            raise UserError(f"target {target.name}: its MTP layer {'lacks' if name in parts else 'has'} {name}; {MTP_WORDS}")
+        for name, tensor in parts.items():
+            if tensor.shape != found[name].shape:
+                said = f"{name} {list(found[name].shape)}, not {list(tensor.shape)}"
+                raise UserError(f"target {target.name}: its MTP layer has {said}; {MTP_WORDS}")
+            tensor.copy_(found[name])
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """A new layer starts with M passing the state on, and with the target's final norm."""
+        if not self.starts_new:
+            return
+        with torch.no_grad():
+            self.fc.weight.zero_()
+            self.fc.weight[:, target.width :].fill_diagonal_(1.0)
+            theirs = target.decoder.get_submodule(self.block.norm_name).parameters()
+            for mine, whole in zip(self.block.norm.parameters(), theirs, strict=True):
+                mine.copy_(whole.full_tensor() if hasattr(whole, "full_tensor") else whole)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What its tensors are called in files, whatever the target calls its own."""
+        decoder = f"block.decoder.{self.block.layers_name}.0."
+        norm = f"block.decoder.{self.block.norm_name}."
+        return {name: name.replace(decoder, "layer.").replace(norm, "norm.") for name in self.state_dict()}
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [Stage.whole(self, self.layers)]
+
+    def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """What the layer reads [B, T, D], of tokens [B, T] and the states [B, T, D] before them."""
+        with torch.no_grad():
+            embedded = self.head.embed(tokens).to(self.fc.weight.dtype)
+        return self.fc(torch.cat([self.enorm(embedded), self.hnorm(hidden.to(self.fc.weight.dtype))], dim=-1))
+
+    # Training
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        """Unroll the layer over its own output, with the true tokens as input; gradients flow through it all.
+
+        Step i at index t is supervised where token t + 2 + i is the assistant's, so the padded tail never is.
+        """
+        assert batch.features is not None
+        supervision = Supervision(self, batch)
+        hidden = batch.features.at("final")
+        held: list[Held] = []  # of every step
+        states: list[Tensor] = []  # of the supervised indices of every step
+        for step in range(max(1, min(self.num_steps, batch.longest - 2))):
+            hidden, own = state.checkpointed(self._unroll, batch, hidden, step, held[:])
+            held.append(own)
+            states.append(hidden[supervision.rows(step)])
+        return self._judge(supervision, states)
+
+    def _unroll(self, batch: Batch, hidden: Tensor, step: int, before: list[Held]) -> tuple[Tensor, Held]:
+        """One draft step over states [B, T, D], behind the keys and values of the steps before; its own with it."""
+        tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
+        held: list[Held] = []
+
+        def attends(q: Tensor, k: Tensor, v: Tensor, rules: Rules) -> Tensor:
+            held.append((k, v))
+            keys, values = ([own[part] for own in (*before, held[0])] for part in (0, 1))
+            return unrolled_attention(q, keys, values, batch.lengths, rules)
+
+        return self.block(self.inputs(tokens, hidden), batch.positions + step, attends), held[0]
+
+    def _judge(self, supervision: Supervision, states: list[Tensor]) -> Losses:
+        """All steps at once, ordered by the answers that they share, so that the target is asked once for each of these."""
+        answers = [supervision.answers(step) for step in range(len(states))]
+        answer, order = torch.cat(answers).sort(stable=True)
+        step = torch.cat([torch.full_like(found, number) for number, found in enumerate(answers)])[order]
+        hidden = torch.cat(states).index_select(0, order)
+        weight = self.step_decay**step / sum(self.step_decay**number for number in range(self.num_steps))
+        judged = supervision.judge_by(self.head.projection, hidden, answer, weight)
+        right = judged.best == supervision.best[answer]
+        return Losses.by_depth({self.divergence: judged.loss}, right, step, self.num_steps)
+
+    # Decoding
+
+    def draft(self, context: Context) -> Draft:
+        """Read the states of what was just accepted, then roll on from the last of them."""
+        if context.round == 0 or self.cache is None:
+            self.cache = context.new_cache(self.cache, 1, context.builder.drafted)
+        num_new = context.fresh.tokens.shape[1]
+        visible = None
+        if not self.cache.is_empty:
+            ones = torch.ones(num_new, num_new, dtype=torch.bool, device=context.tokens.device)
+            visible = ones.tril().expand(len(context.counts), -1, -1)
+        slots = self.cache.slots(num_new)
+        output = self.run(context.following, context.fresh.at("final"), slots, self.cache, visible)
+        self.cache.commit(None, context.counts)
+        last = output.gather(1, (context.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[-1]))
+        return Draft(_MtpRollout(self, self.cache, last))
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        assert self.cache is not None
+        self.cache.forget()
+
+    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
+        """The output state [B, F, D] of new nodes, appended to the cache behind what it holds."""
+        cache.place(positions)
+        assert cache.positions is not None
+        output: Tensor = self.block(self.inputs(tokens, hidden), positions, cached_attention(cache, visible, cache.positions))
+        cache.advance(tokens.shape[1])
+        return output
+
+    def log_q(self, hidden: Tensor) -> Tensor:
+        """[B, F, D] -> [B, F, V]"""
+        return self.head.logits(hidden.to(self.head.output.weight.dtype)).log_softmax(-1)
+
+
+class _MtpRollout(Rollout):
+    """One round: the root's output, then one level of nodes after another behind the committed pairs."""
+
+    def __init__(self, drafter: Mtp, cache: TreeCache, root: Tensor) -> None:
+        self.drafter, self.cache = drafter, cache
+        self.hidden = root  # [B, nodes given so far, D]
+        self.branches = Branches(len(root), root.device)  # the root itself is committed
+
+    def start(self) -> Tensor:
+        return self.drafter.log_q(self.hidden)
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        hidden = self.hidden.gather(1, parents[..., None].expand(-1, -1, self.hidden.shape[-1]))
+        depth, visible = self.branches.add(parents)
+        positions = self.cache.lengths[:, None] - 1 + depth
+        output = self.drafter.run(tokens, hidden, positions, self.cache, visible)
+        self.hidden = torch.cat([self.hidden, output], dim=1)
+        return self.drafter.log_q(output)

@@ -1,0 +1,211 @@
+"""MTP layers as checkpoints hold them beside their model: found by name, read into our names, and back.
+
+Shapes: E experts, D width, I width of an expert.
+transformers drops these tensors when it loads a model, without a word. Our names: `fc.weight` [D, 2 D] reads [embedding,
+state], `enorm.weight` and `hnorm.weight` norm the two, `layer.*` is the decoder layer as its class names it, and `norm.weight`
+comes last. Norms keep what their class keeps: of Qwen3-Next and Qwen3.5 w, where the norm scales by 1 + w.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from spectrain.errors import UserError
+
+MTP_WORDS = "use drafter.start=new, or recipe=eagle3"
+INDEX = "model.safetensors.index.json"
+SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's embedding and head beside a layer
+EXPERT = re.compile(r"(.*mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
+
+
+@dataclass(frozen=True)
+class MtpLayout:
+    """How one kind of checkpoint names its MTP layers; the first group of `marker`, which each of them has, is its prefix."""
+
+    title: str
+    marker: re.Pattern[str]
+    names: dict[str, str]  # our name -> theirs behind the prefix
+    layer: str  # what stands before the decoder layer's own names, behind the prefix
+    prefix: str  # of a new layer; {layer} counts on behind the target's layers
+    hidden_first: bool = False  # the projection reads [state, embedding]
+
+    def ours(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A layer's tensors, named as behind its prefix, under our names."""
+        mine = {theirs: name for name, theirs in self.names.items()}
+        found = {}
+        for name, tensor in tensors.items():
+            found[mine.get(name) or f"layer.{name.removeprefix(self.layer)}"] = tensor
+        if self.hidden_first and "fc.weight" in found:
+            found["fc.weight"] = swapped(found["fc.weight"])
+        return fused(found)
+
+    def theirs(self, tensors: dict[str, Tensor], by_expert: bool) -> dict[str, Tensor]:
+        """The other way: what stands behind the prefix, with every expert by itself where the checkpoint holds them so."""
+        tensors = unfused(tensors) if by_expert else dict(tensors)
+        if self.hidden_first:
+            tensors["fc.weight"] = swapped(tensors["fc.weight"])
+        return {self.names.get(name) or self.layer + name.removeprefix("layer."): tensor for name, tensor in tensors.items()}
+
+
+LAYOUTS = (
+    MtpLayout(
+        "Qwen3-Next",
+        re.compile(r"^(mtp\.)fc\.weight$"),
+        {
+            "fc.weight": "fc.weight",
+            "enorm.weight": "pre_fc_norm_embedding.weight",
+            "hnorm.weight": "pre_fc_norm_hidden.weight",
+            "norm.weight": "norm.weight",
+        },
+        "layers.0.",
+        "mtp.",
+    ),
+    MtpLayout(
+        "DeepSeek-V3",
+        re.compile(r"^(.*layers\.\d+\.)eh_proj\.weight$"),
+        {
+            "fc.weight": "eh_proj.weight",
+            "enorm.weight": "enorm.weight",
+            "hnorm.weight": "hnorm.weight",
+            "norm.weight": "shared_head.norm.weight",
+        },
+        "",
+        "model.layers.{layer}.",
+    ),
+    MtpLayout(
+        "MiMo",
+        re.compile(r"^(.*mtp_layers\.\d+\.)input_proj\.weight$"),
+        {
+            "fc.weight": "input_proj.weight",
+            "enorm.weight": "token_layernorm.weight",
+            "hnorm.weight": "hidden_layernorm.weight",
+            "norm.weight": "final_layernorm.weight",
+        },
+        "",
+        "model.mtp_layers.{index}.",
+        hidden_first=True,
+    ),
+)
+READERS = {
+    "qwen3_next": "Qwen3-Next", "qwen3_5": "Qwen3-Next", "qwen3_5_text": "Qwen3-Next", "qwen3_5_moe": "Qwen3-Next",
+    "qwen3_5_moe_text": "Qwen3-Next", "mellum": "Qwen3-Next", "deepseek_v3": "DeepSeek-V3", "deepseek_v32": "DeepSeek-V3",
+    "glm4_moe": "DeepSeek-V3", "glm4_moe_lite": "DeepSeek-V3", "mimo": "MiMo",
+}  # fmt: skip
+"""Model types that engines draft for with MTP layers -> the layout that they read."""
+
+
+def mtp_kinds(config: dict[str, Any]) -> dict[str, list[str]]:
+    """Of what kind an MTP layer is, where a model's layers are of several: as its configuration says, or one that attends over
+    all the text, and otherwise as the last one."""
+    found = {}
+    for key in ("layer_types", "mlp_layer_types"):
+        kinds, said = config.get(key), config.get(f"mtp_{key}")
+        if kinds:
+            found[f"mtp_{key}"] = [said[0] if said else "full_attention" if "full_attention" in kinds else kinds[-1]]
+    return found
+
+
+class Checkpoint:
+    """A model's safetensors files, read by name."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        index = directory / INDEX
+        self.files: dict[str, str] = {}  # of every tensor
+        if index.exists():
+            self.files = dict(json.loads(index.read_text())["weight_map"])
+        else:
+            for path in sorted(directory.glob("*.safetensors")):
+                with safe_open(path, "pt") as file:
+                    self.files |= dict.fromkeys(file.keys(), path.name)
+
+    @staticmethod
+    def of(path: str) -> Checkpoint | None:
+        """Of a target's path: a directory, or a name on the hub whose files lie in the hub's cache; None where neither is."""
+        if Path(path).is_dir():
+            return Checkpoint(Path(path))
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            return Checkpoint(Path(snapshot_download(path, local_files_only=True)))
+        except (LocalEntryNotFoundError, ValueError, OSError):
+            return None
+
+    def tensor(self, name: str) -> Tensor:
+        with safe_open(self.directory / self.files[name], "pt") as file:
+            return file.get_tensor(name)
+
+    @property
+    def layout(self) -> MtpLayout | None:
+        """Of the MTP layers that it holds; None where it holds none."""
+        return next((one for one in LAYOUTS if any(one.marker.match(name) for name in self.files)), None)
+
+    def prefixes(self, layout: MtpLayout) -> list[str]:
+        """Of all MTP layers, in their order."""
+        found = {match[1] for name in self.files if (match := layout.marker.match(name))}
+        return sorted(found, key=lambda prefix: [int(number) for number in re.findall(r"\d+", prefix)])
+
+    def of_layer(self, layout: MtpLayout, prefix: str) -> list[str]:
+        """The tensors of the MTP layer behind a prefix, without copies of the target's embedding and head."""
+        names = [name for name in self.files if name.startswith(prefix) and name.removeprefix(prefix) not in SHARED]
+        return [name for name in names if not re.match(r"mtp\.layers\.[1-9]", name)]  # of several the first
+
+
+def ships_layer(path: str) -> bool:
+    """Whether a target's checkpoint holds an MTP layer of a known layout."""
+    checkpoint = Checkpoint.of(path)
+    return checkpoint is not None and checkpoint.layout is not None
+
+
+def shipped_layer(path: str) -> dict[str, Tensor]:
+    """The first MTP layer of a target's checkpoint, under our names, in float32."""
+    checkpoint = Checkpoint.of(path)
+    layout = None if checkpoint is None else checkpoint.layout
+    if checkpoint is None or layout is None:
+        raise UserError(f"drafter.start=shipped: {path} holds no MTP layer of a known layout; use drafter.start=new")
+    prefix = checkpoint.prefixes(layout)[0]
+    tensors = {name.removeprefix(prefix): checkpoint.tensor(name) for name in checkpoint.of_layer(layout, prefix)}
+    quantised = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.element_size() < 2)
+    if quantised:
+        raise UserError(f"{path}: its MTP layer is quantised ({prefix}{quantised[0]}); give the unquantised checkpoint")
+    return {name: tensor.float() for name, tensor in layout.ours(tensors).items()}
+
+
+def swapped(weight: Tensor) -> Tensor:
+    """[D, 2 D] with its halves the other way round."""
+    return torch.cat([*reversed(weight.chunk(2, dim=1))], dim=1)
+
+
+def fused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts that lie by themselves as transformers' classes hold them: gate_up_proj [E, 2 I, D] and down_proj [E, D, I]."""
+    found = {name: tensor for name, tensor in tensors.items() if not EXPERT.fullmatch(name)}
+    single = {match.groups(): tensor for name, tensor in tensors.items() if (match := EXPERT.fullmatch(name))}
+    for stem in {stem for stem, _, _ in single}:
+        order = sorted({int(expert) for place, expert, _ in single if place == stem})
+        gates, ups, downs = ([single[stem, str(n), part] for n in order] for part in ("gate", "up", "down"))
+        found[f"{stem}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gates, ups, strict=True)])
+        found[f"{stem}down_proj"] = torch.stack(downs)
+    return found
+
+
+def unfused(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The other way."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        stem = name.removesuffix("gate_up_proj").removesuffix("down_proj")
+        if not stem.endswith("mlp.experts."):
+            found[name] = tensor
+            continue
+        for number, weight in enumerate(tensor):
+            parts = {"down": weight} if name.endswith("down_proj") else dict(zip(("gate", "up"), weight.chunk(2)))
+            found |= {f"{stem}{number}.{part}_proj.weight": one for part, one in parts.items()}
+    return found

@@ -1,0 +1,218 @@
+"""MTP layers in checkpoints: read as each layout names them, stitched back, and drafted with by transformers itself."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import MtpCache
+from transformers.generation.candidate_generator import MTPCandidateGenerator
+from transformers.modeling_layers import MtpModel
+
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
+from spectrain.drafters.mtp import Mtp
+from spectrain.errors import UserError
+from spectrain.export.layout import Files, Portable
+from spectrain.export.layouts import detect
+from spectrain.export.mtp import SHARD, Stitched
+from spectrain.export.targets import TargetFiles
+from spectrain.features.batch import Batch
+from spectrain.models.loading import TINY, load_hf, load_tokenizer
+from spectrain.models.mtp_files import INDEX, LAYOUTS, Checkpoint, shipped_layer
+from spectrain.models.target import Target
+from spectrain.runs.drafter_files import load_weights
+from spectrain.training.checkpoints import tensors_of
+from spectrain.trees import Chain
+from tests.decoding.rounds import Keeping
+from tests.models.architectures import LAYERS, save_small
+
+NEW_TOKENS = 12
+PROMPT = [5, 17, 40, 8, 8, 61, 33]
+SHIPPING = {"glm4_moe": "DeepSeek-V3", "deepseek_v3": "DeepSeek-V3", "mellum": "Qwen3-Next"}  # transformers drafts for them
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")  # for which it drafts nothing, but has the layer
+
+
+def saved(name: str, folder: Path, shard_size: str | None = None) -> Path:
+    """A small random target of an architecture; with a size, in shards."""
+    save_small(name, folder)
+    if shard_size is not None:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        (folder / "model.safetensors").unlink()
+        model.save_pretrained(folder, max_shard_size=shard_size)
+    load_tokenizer(str(TINY), False, True).save_pretrained(folder)
+    return folder
+
+
+def shaken(target: Target, **options: Any) -> Mtp:
+    """A drafter whose every parameter is random, norms too."""
+    torch.manual_seed(1)
+    drafter = Mtp(target, start="new", **options)
+    for parameter in drafter.parameters():
+        noise = torch.randn_like(parameter)
+        parameter.data = 1.5 * noise * parameter.shape[-1] ** -0.5 if noise.dim() > 1 else parameter.data + 0.2 * noise
+    return drafter.eval()
+
+
+def portable(drafter: Mtp) -> Portable:
+    """What `save_drafter` writes and a layout reads."""
+    tensors = {drafter.names[name]: tensor for name, tensor in tensors_of(drafter).items()}
+    return Portable({"_target_": "spectrain.drafters.mtp.Mtp", "num_steps": 3, "start": "new"}, tensors)
+
+
+def stitched(drafter: Mtp, source: Path, out: Path) -> Path:
+    out.mkdir()
+    Stitched().write(portable(drafter), TargetFiles(str(source)), out)
+    return out
+
+
+def loaded(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The stitched model as transformers loads it, with nothing missing and nothing unexpected.
+
+    Of DeepSeek's layout transformers knows MTP layers by the number that the released models have, 61 or 92: here it is 4.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if SHIPPING.get(name) == "DeepSeek-V3":
+        import transformers
+
+        kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+        monkeypatch.setattr(kind, "_keys_to_ignore_on_load_unexpected", [rf"model\.layers\.{LAYERS}.*"])
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", SHIPPING)
+def test_transformers_drafts_what_is_drafted_here(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """generate(use_mtp=True) on the stitched copy: the same drafts in every round, the same tokens, as many forwards."""
+    source = saved(name, tmp_path / "target")
+    target = load_hf(str(source))
+    drafter = shaken(target)
+    model = loaded(name, stitched(drafter, source, tmp_path / "stitched"), monkeypatch)
+    theirs: list[int] = []
+    plain = MTPCandidateGenerator.get_candidates
+
+    def get_candidates(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        candidates, logits = plain(self, input_ids, *args, **kwargs)
+        theirs.extend(candidates[0, input_ids.shape[1] :].tolist())
+        return candidates, logits
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", get_candidates)
+    forwards = []
+    model.model.register_forward_hook(lambda *args: forwards.append(1))
+    output = model.generate(
+        torch.tensor([PROMPT]), use_mtp=True, do_sample=False, max_new_tokens=NEW_TOKENS, eos_token_id=None, pad_token_id=0
+    )
+    kept = Keeping(Chain(1))
+    ours = decode(target, [PROMPT], Greedy(), NEW_TOKENS, drafter, kept, ignore_eos=True)[0]
+    assert output[0, len(PROMPT) :].tolist() == ours.output
+    drafted = [int(tree.tokens[0, 1]) for tree in kept.trees]
+    assert drafted[: len(theirs)] == theirs and len(theirs) >= NEW_TOKENS // 2
+    assert len(forwards) == 1 + len(ours.accepted)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", RECURRENT)
+def test_logits_are_those_of_the_layer_in_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers' MtpModel, loaded from the stitched copy, says of a text what our first draft step says."""
+    source = saved(name, tmp_path / "target")
+    target = load_hf(str(source))
+    drafter = shaken(target)
+    model = loaded(name, stitched(drafter, source, tmp_path / "stitched"), monkeypatch)
+    model.config.num_mtp_layers, model.config.mtp_layer_types = 1, ["full_attention"]
+    tokens = torch.randint(3, 90, (1, 14))
+    final = model.model(tokens, use_cache=False).last_hidden_state
+    positions = torch.arange(1, 14)[None]
+    theirs = MtpModel.from_pretrained(model)
+    cache = MtpCache(config=model.config.get_mtp_config())
+    _, expected, _ = theirs(tokens[:, 1:], final[:, :-1], None, positions, cache)
+    batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    states, _ = drafter._unroll(batch, target.features(tokens, ("final",)).at("final"), 0, [])
+    torch.testing.assert_close(target.head.logits(states[:, -2:-1]), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.sweep(2)
+@pytest.mark.parametrize("shard_size", [None, "20KB"])
+@pytest.mark.parametrize("name", [*SHIPPING, *RECURRENT])
+def test_what_is_stitched_in_is_what_the_target_ships(
+    name: str, shard_size: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new layer is added, one that ships is replaced; both are read again bit by bit, and all else stays as it was."""
+    source = saved(name, tmp_path / "target", shard_size)
+    target = load_hf(str(source))
+    first, second = shaken(target), shaken(target)
+    for parameter in second.parameters():
+        parameter.data += 0.5
+    once = stitched(first, source, tmp_path / "once")
+    twice = stitched(second, once, tmp_path / "twice")
+    before = load_hf(str(source)).model.state_dict()
+    for folder, drafter in ((once, first), (twice, second)):
+        shipping = load_hf(str(folder))
+        again = Mtp(shipping)
+        assert not again.starts_new
+        for key, tensor in tensors_of(drafter).items():
+            assert torch.equal(tensor, again.state_dict()[key])
+        after = shipping.model.state_dict()
+        assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
+        files = json.loads((folder / INDEX).read_text())["weight_map"]
+        held = {tensor: path.name for path in folder.glob("*.safetensors") for tensor in load_file(path)}
+        assert held == files and sum(file == SHARD for file in files.values()) == len(shipped_names(folder))
+        assert detect(Files.read(folder)).name == "mtp"
+        other = shaken(target)
+        load_weights(other, folder, target)  # as drafter.init does
+        assert all(torch.equal(tensor, other.state_dict()[key]) for key, tensor in tensors_of(drafter).items())
+
+
+def shipped_names(folder: Path) -> list[str]:
+    checkpoint = Checkpoint(folder)
+    layout = checkpoint.layout
+    assert layout is not None
+    return checkpoint.of_layer(layout, checkpoint.prefixes(layout)[0])
+
+
+def test_mimo_reads_the_state_first(tmp_path: Path) -> None:
+    """MiMo's projection takes [state, embedding]: a layer written by its formula out of its files drafts as ours does."""
+    source = saved("qwen3, no windows", tmp_path / "target")
+    target = load_hf(str(source))
+    drafter = shaken(target)
+    mimo = next(layout for layout in LAYOUTS if layout.title == "MiMo")
+    tensors = {mimo.prefix.format(index=0) + name: one for name, one in mimo.theirs(portable(drafter).tensors, False).items()}
+    hidden, embedded = torch.randn(2, 5, target.width), torch.randn(2, 5, target.width)
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        weight = tensors[f"model.mtp_layers.0.{name}.weight"]
+        return weight * x * (x.square().mean(-1, keepdim=True) + target.config.rms_norm_eps).rsqrt()
+
+    both = torch.cat([normed(hidden, "hidden_layernorm"), normed(embedded, "token_layernorm")], dim=-1)
+    expected = both @ tensors["model.mtp_layers.0.input_proj.weight"].T
+    found = drafter.fc(torch.cat([drafter.enorm(embedded), drafter.hnorm(hidden)], dim=-1))
+    torch.testing.assert_close(found, expected)
+    assert {name for name in tensors if "layernorm" in name and "attn" not in name} >= {
+        f"model.mtp_layers.0.{name}_layernorm.weight" for name in ("token", "hidden", "final", "input", "post_attention")
+    }
+
+
+def test_experts_are_fused_and_unfused(tmp_path: Path) -> None:
+    """A checkpoint with every expert by itself and one with fused experts hold the same layer."""
+    source = saved("qwen3_next", tmp_path / "target")
+    drafter = shaken(load_hf(str(source)))
+    tensors = portable(drafter).tensors
+    layout = LAYOUTS[0]
+    apart, whole = (layout.theirs(tensors, by_expert) for by_expert in (True, False))
+    assert sum("experts.3." in name for name in apart) == 3 and not any("experts.3." in name for name in whole)
+    for form in (apart, whole):
+        again = layout.ours(form)
+        assert again.keys() == tensors.keys() and all(torch.equal(tensor, tensors[name]) for name, tensor in again.items())
+
+
+def test_a_target_without_a_reader_is_refused(tiny: Target, tmp_path: Path) -> None:
+    """No engine drafts with an MTP layer of a Llama."""
+    with pytest.raises(UserError, match="no engine drafts with MTP layers for llama"):
+        stitched(shaken(tiny), TINY, tmp_path / "stitched")
+    with pytest.raises(UserError, match="holds no MTP layer of a known layout; use drafter.start=new"):
+        shipped_layer(str(TINY))
