@@ -55,7 +55,7 @@ class Own(Layout):
 
     def held(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
         drafter = self._drafter(files)
-        if choice("drafter", drafter) != "eagle3":
+        if choice("drafter", drafter) != "eagle3" or drafter.get("head_rank"):
             return None
         target = self._target(files)
         width = files.tensors["fc.weight"].shape[0] if "fc.weight" in files.tensors else 0
