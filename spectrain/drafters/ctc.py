@@ -1,4 +1,4 @@
-"""CTC drafting (Wen et al., 2024, arXiv 2412.00061): slots that say tokens or blanks, and what is left of them once they collapse.
+"""CTC drafting (Wen et al., 2024, arXiv 2412.00061): slots that say tokens or blanks, and what they collapse to.
 
 Shapes: B batch, T tokens, R rows, N nodes, F new ones of them, D target width, V draft vocabulary, U drafts, K slots.
 At index t all slots read the target's states up to t and the embedding of token t + 1; what they say, repeats merged and blanks
@@ -39,8 +39,8 @@ ENTRIES = 2**26  # of the matrices of logits that a training holds at a time
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Of every node's path, what the slots so far have said of it (Graves et al., 2006): the log-chance that the first t of them,
-    t from 0 to K, collapse to it and end in its last token, or in a blank."""
+    """Of every node's path, what the slots so far have said of it (Graves et al., 2006): the log-chance that the first t of
+    them, t from 0 to K, collapse to it and end in its last token, or in a blank."""
 
     slots: Tensor  # [B, K, V + 1] log-probabilities, the blank's last
     in_token: Tensor  # [B, N, K + 1]
@@ -169,8 +169,8 @@ class Ctc(VocabularyDrafter):
         return Losses({"ctc": loss}, hits, counts)  # type: ignore[arg-type]
 
     def labels(self, supervision: Supervision) -> tuple[Tensor, Tensor, Tensor]:
-        """Of every index: the next tokens in draft ids [B, T, U], how many of these are the assistant's, one behind another, and
-        how many until the first that cannot be drafted [B, T]."""
+        """Of every index: the next tokens in draft ids [B, T, U], how many of these are the assistant's, one behind another,
+        and how many until the first that cannot be drafted [B, T]."""
         shape = (*supervision.row_of.shape, self.num_drafts)
         labels, right = supervision.row_of.new_zeros(shape), torch.zeros(shape, dtype=torch.bool, device=self.d2t.device)
         told = torch.zeros_like(right)
@@ -182,8 +182,10 @@ class Ctc(VocabularyDrafter):
         return labels, told.sum(-1), (told * right.cumprod(-1)).sum(-1)
 
     def _judged(self, stage: Tensor, labels: Tensor, told: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The summed loss of rows [R, D] and, of all drafts, how many are right behind the true ones, and how many there are."""
+        """The summed loss of rows [R, D], and of all drafts how many are right behind the true ones, of how many."""
         slots = self.said(stage)  # [R, K, V + 1]
+        if not len(slots):  # nothing to learn from: other processes still wait for gradients
+            return slots.sum(), slots.new_zeros(self.num_drafts), slots.new_zeros(self.num_drafts)
         sizes = torch.full_like(inside, slots.shape[1])
         blank = slots.shape[-1] - 1
         loss = F.ctc_loss(slots.transpose(0, 1), labels, sizes, inside, blank, reduction="none", zero_infinity=True)

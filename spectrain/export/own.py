@@ -36,7 +36,7 @@ class Own(Layout):
     title = "spectrain's own layout"
     families = (
         "eagle3", "peagle", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit", "dflash", "dspark",
-        "dflash2",
+        "dflash2", "amphista", "ctc", "gumiho",
     )  # fmt: skip
     says_all = True
 

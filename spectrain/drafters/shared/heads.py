@@ -105,7 +105,7 @@ class HeadAttention(nn.Module):
 
 
 class Exchange(nn.Module):
-    """Heads' states told apart by a learned place, zero at first, and mixed by attention over them; without layers as they are."""
+    """Heads' states told apart by a learned place, zero at first, and mixed by attention; without layers as they are."""
 
     def __init__(self, target: Target, num_heads: int, num_layers: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Adaptation(nn.Module):
 
     def __init__(self, target: Target, num_stages: int) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(target.width)
+        self.norm = nn.RMSNorm(target.width) if num_stages else None
         self.fuse = nn.ModuleList(nn.Linear(2 * target.width, target.width, bias=False) for _ in range(num_stages))
         self.layers = nn.ModuleList(PrefixAttention(target) for _ in range(num_stages))
         for fuse in self.fuse:
@@ -144,7 +144,8 @@ class Adaptation(nn.Module):
         lengths: tuple[int, ...] | None = None,
     ) -> list[Tensor]:
         """The states [B, T, D] of every stage, the target's own where there is none."""
-        states, x, beside = [], final, self.norm(embedded)
+        states, x = [], final
+        beside = embedded if self.norm is None else self.norm(embedded)
         for number, (fuse, layer) in enumerate(zip(self.fuse, self.layers)):
             x = layer(fuse(torch.cat([x, beside], dim=-1)), positions, cache, lengths, number)
             states.append(x)
