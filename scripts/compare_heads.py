@@ -23,7 +23,7 @@ RECIPES = (
 )  # fmt: skip
 STEPS, DEPTH = 500, 4
 TRAINING = [
-    "target=tiny", "data.limit=null", "data.max_length=512", "trainer.batch_tokens=512", "trainer.epochs=null",
+    "target=tiny", "data.limit=null", "data.max_length=512", "trainer.batch_tokens=512",
     f"trainer.max_steps={STEPS}", "trainer.seed=0", "trainer.resume=auto", "eval=none",
 ]  # fmt: skip
 SCORING = ["eval.limit=40", "eval.max_new_tokens=64", "eval.baselines=[]", "eval.oracle=false", "acceptance=greedy"]
