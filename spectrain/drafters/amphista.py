@@ -36,6 +36,9 @@ class Amphista(HeadsDrafter):
     ones at the earlier, and attention over the heads in both directions (the auto-embedding block, section 3.2). The loss is
     sum_k head_decay^k L_k, k from 1. Without either kind of layer these are Medusa's heads.
 
+        s_i = layer_i(fc_i([s_(i-1); E(x_(t+1))])), s_0 = h_t        x_k = MLP_k(s of head k) + place_k
+        x = x + attention(x), x = x + MLP(x), over the heads         p_k = softmax(W_k x_k)
+
     The tokens before those of a head are not known to it: a node's distribution is that of its depth, all said in one pass.
     """
 

@@ -102,7 +102,8 @@ class Prefixes:
 
 class Ctc(VocabularyDrafter):
     """`num_slots` slots over a draft vocabulary and a blank, trained by CTC to say the next `num_drafts` tokens of the data in
-    whichever of them (section 3.2); a layer over the target's states and attention over the slots stand before them.
+    whichever of them (section 3.2); a layer over the target's states and attention over the slots stand before them. With y the
+    tokens and a what the slots say, L = -log sum over all a that collapse to y of prod_k p_k(a_k).
 
     The authors collapse raw candidates and verify what is left (section 3.3); here the tree is grown of the exact chances of
     collapsed texts, which sum over all that slots could say, as in prefix search.

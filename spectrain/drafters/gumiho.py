@@ -51,6 +51,8 @@ class Gumiho(UnrolledEagle):
     """EAGLE's layers say the first `num_serial` tokens, which decide most, one by one; `num_parallel` heads say the rest in one
     go from what these steps have read and said (section 3.2). The loss is that of all steps, weighted by step_decay^i.
 
+        h_i = layers(E(x_(t+1+i)), h_(i-1)), i < S        head j: h_(S-1) + MLP_j([E(x_(t+2)); h_0; ..; E(x_(t+1+S)); h_(S-1)])
+
     Layers, features and divergence are `eagle3`'s, where the authors have EAGLE-1's regression to the target's features. Their
     full tree attention, shorter candidates that go on as longer ones do, is what a tree builder does here with every head.
     """
