@@ -41,12 +41,15 @@ IMPOSED = {
 }
 CONFIGURED = {
     "data/stream.py:Stream",
+    "drafters/amphista.py:Amphista",
+    "drafters/ctc.py:Ctc",
     "drafters/dflash.py:DFlash",
     "drafters/dflash2.py:DFlash2",
     "drafters/dspark.py:DSpark",
     "drafters/eagle3.py:Eagle3",
     "drafters/early_exit.py:EarlyExit",
     "drafters/gated_lora.py:GatedLora",
+    "drafters/gumiho.py:Gumiho",
     "drafters/medusa.py:Medusa",
     "drafters/pard.py:Pard",
     "drafters/peagle.py:PEagle",

@@ -51,7 +51,7 @@ def whole_loss(drafter: Eagle3, batch: Batch) -> Tensor:
     values: list[Tensor] = []
     positions = torch.arange(length, device=hidden.device)[None]
     eye = torch.eye(length, dtype=torch.bool, device=hidden.device)
-    for step in range(min(drafter.ttt_steps, length - 2)):
+    for step in range(min(drafter.num_steps, length - 2)):
         x, residual = drafter.inputs(batch.tokens.roll(-1 - step, dims=1), hidden)
         q, k, v = drafter.self_attn.project(x, drafter.rotary(x, positions + step))
         keys, values = [*keys, k], [*values, v]
@@ -110,7 +110,7 @@ def training_row(
     samples = interleaved(replays, repeats)
     tokens, flops = batch.tokens.numel(), counter.get_total_flops()
     row: dict[str, Any] = {
-        "conversations": conversations, "length": length, "ttt_steps": drafter.ttt_steps, "flops": flops, "not_run": failed,
+        "conversations": conversations, "length": length, "ttt_steps": drafter.num_steps, "flops": flops, "not_run": failed,
         "us": {name: spread(seconds) for name, seconds in samples.items()}, "peak_bytes": peaks, "repeats": repeats,
     }  # fmt: skip
     if failed:

@@ -12,26 +12,23 @@ import torch
 from torch import Tensor
 
 from spectrain.features.batch import Batch
-from spectrain.models.attention import unrolled_attention
-from spectrain.models.kv_cache import Rules, TreeCache
+from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.settings.values import Count, Share, Steps, VocabularySize
 from spectrain.trees.base import Branches, Draft, Rollout
-from spectrain.trees.token_tree import Accepted
 
 from .abilities import SavedFiles
 from .base import Losses, TrainingState
 from .context import Context
-from .shared.eagle_layers import NORMS, EagleDrafter, EagleSettings, check_architecture
-from .shared.layers import Attention
+from .shared.eagle_layers import NORMS, EagleSettings, check_architecture
+from .shared.eagle_unrolled import Held, UnrolledEagle
 from .shared.losses import Loss
 from .shared.vocabulary import Supervision
 
 VARIANTS = (*NORMS, "norm_output", "own_embedding")
-Held = list[tuple[Tensor, Tensor]]  # the keys and values of every layer
 
 
-class Eagle3(EagleDrafter):
+class Eagle3(UnrolledEagle):
     """EAGLE-3 with training-time test (section 3.2): `ttt_steps` unrolled drafts share one backward pass.
 
     Three layers of the target are fused into the first hidden state; each further draft step reads the un-normed output of
@@ -45,7 +42,7 @@ class Eagle3(EagleDrafter):
     keeps its input embedding, which is not trained.
     """
 
-    saved = SavedFiles(shape=("vocab_size", "layers", "num_layers", "window", "architecture"))
+    saved = SavedFiles(shape=("vocab_size", "layers", "num_layers", "window", "head_rank", "architecture"))
 
     def __init__(
         self,
@@ -58,11 +55,13 @@ class Eagle3(EagleDrafter):
         loss: Loss = "forward_kl",
         step_decay: Share = 0.8,  # weight of each draft step's loss against the one before it
         start: Literal["target", "random"] = "target",  # the head and fc start as the target's, or at random
+        head_rank: Count | None = None,  # of the output layer (SlimSpec); None: full
         architecture: dict[str, Any] | None = None,
     ) -> None:
         asked = check_architecture(architecture or {}, VARIANTS)
-        super().__init__(target, EagleSettings(num_layers, layers, vocab_size, window, start, asked["own_embedding"], asked))
-        self.ttt_steps, self.divergence, self.step_decay = ttt_steps, loss, step_decay
+        own = asked["own_embedding"]
+        super().__init__(target, EagleSettings(num_layers, layers, vocab_size, window, start, own, head_rank, asked))
+        self.num_steps, self.divergence, self.step_decay = ttt_steps, loss, step_decay
         self.norm_output = asked["norm_output"]
         if self.embed_tokens is not None:
             self.embed_tokens.requires_grad_(False)
@@ -80,51 +79,18 @@ class Eagle3(EagleDrafter):
         hidden = self.fuse(batch.features)
         held: list[Held] = []  # of every step
         states: list[Tensor] = []  # of the supervised indices of every step
-        for step in range(max(1, min(self.ttt_steps, batch.longest - 2))):
-            hidden, own = state.checkpointed(self._unroll, batch, hidden, step, held[:])
+        for step in range(max(1, min(self.num_steps, batch.longest - 2))):
+            hidden, own = state.checkpointed(self.unroll, batch, hidden, step, held[:])
             held.append(own)
             states.append(hidden[supervision.rows(step)])
-        return self._judge(supervision, states)
-
-    def _unroll(self, batch: Batch, hidden: Tensor, step: int, before: list[Held]) -> tuple[Tensor, Held]:
-        """One draft step over hidden states [B, T, D], behind the keys and values of the steps before; its own with it."""
-        tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
-        rope = self.rotary(self.fc.weight.detach(), batch.positions + step)
-        held: Held = []
-
-        def attend(number: int, attention: Attention, x: Tensor) -> Tensor:
-            q, k, v = attention.project(x, rope)
-            held.append((k, v))
-            keys, values = ([own[number][part] for own in (*before, held)] for part in (0, 1))
-            return attention.output(unrolled_attention(q, keys, values, batch.lengths, Rules(window=self.window)))
-
-        return self.layered(tokens, hidden, attend), held
-
-    def _judge(self, supervision: Supervision, states: list[Tensor]) -> Losses:
-        """All steps at once, ordered by the answers that they share, so that the target is asked once for each of these."""
-        answers = [supervision.answers(step) for step in range(len(states))]
-        answer, order = torch.cat(answers).sort(stable=True)
-        step = torch.cat([torch.full_like(found, number) for number, found in enumerate(answers)])[order]
-        hidden = self.read_by_head(torch.cat(states).index_select(0, order))
-        loss, right = supervision.judge(hidden, self.lm_head, answer, self.step_decay**step)
-        return Losses.by_depth({self.divergence: loss}, right, step, self.ttt_steps)
+        return self.judge_steps(supervision, states)
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
         """Read the features of what was just accepted, then roll on from the last of them."""
-        if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, self.num_layers, context.builder.drafted)
-        num_new = context.fresh.tokens.shape[1]
-        hidden = self.fuse(context.fresh)
-        output = self.run(context.following, hidden, self.cache.slots(num_new), self.cache, None)
-        self.cache.commit(None, context.counts)
-        last = output.gather(1, (context.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[-1]))
-        return Draft(_Eagle3Rollout(self, self.cache, last))
-
-    def commit(self, context: Context, accepted: Accepted) -> None:
-        assert self.cache is not None
-        self.cache.forget()
+        root, cache = self.read_accepted(context)
+        return Draft(_Eagle3Rollout(self, cache, root))
 
 
 class _Eagle3Rollout(Rollout):

@@ -17,14 +17,16 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Layer
 from spectrain.models.kv_cache import TreeCache
-from spectrain.settings.values import Share, Steps, VocabularySize
+from spectrain.settings.values import Count, Share, Steps, VocabularySize
 from spectrain.trees.base import Draft, Rollout
 
 from .abilities import Capture, SavedFiles
 from .base import Losses, Stage, TrainingState
 from .context import Context
-from .shared.layers import Attention, Mlp, ResBlock, llama_config, rotary
+from .shared.heads import PrefixAttention
+from .shared.layers import ResBlock
 from .shared.losses import Loss
+from .shared.output_layer import narrowed, output_layer
 from .shared.vocabulary import HeadsDrafter, Supervision
 
 if TYPE_CHECKING:
@@ -34,12 +36,12 @@ if TYPE_CHECKING:
 class HydraHead(nn.Module):
     """A projection of state and embeddings, residual blocks, an output layer. It starts as the target's own head."""
 
-    def __init__(self, width: int, num_tokens: int, vocab_size: int, num_layers: int) -> None:
+    def __init__(self, width: int, num_tokens: int, vocab_size: int, num_layers: int, rank: int | None) -> None:
         super().__init__()
         self.project = nn.Linear((1 + num_tokens) * width, width, bias=False)
         self.mix = nn.Linear((1 + num_tokens) * width, width)
         self.blocks = nn.ModuleList(ResBlock(width) for _ in range(num_layers - 1))
-        self.lm_head = nn.Linear(width, vocab_size, bias=False)
+        self.lm_down, self.lm_head = output_layer(width, vocab_size, rank)
         with torch.no_grad():
             self.project.weight.zero_()
             self.project.weight[:, :width].fill_diagonal_(1.0)
@@ -51,48 +53,17 @@ class HydraHead(nn.Module):
         hidden = self.project(inputs) + nn.functional.silu(self.mix(inputs))
         for block in self.blocks:
             hidden = block(hidden)
-        return hidden
+        return narrowed(self.lm_down, hidden)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.lm_head(self.hidden(inputs))
-
-
-class PrefixAttention(nn.Module):
-    """Hydra++ (section 4.3): a decoder layer over the target's states, so that heads see more than the last one.
-
-    Its output projections are zero at first, so it starts as the identity.
-    """
-
-    def __init__(self, target: Target) -> None:
-        super().__init__()
-        config = llama_config(target)
-        self.input_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config, target.width)
-        self.post_attention_layernorm = nn.RMSNorm(target.width, eps=config.rms_norm_eps)
-        self.mlp = Mlp(config)
-        self.rotary = rotary(config)
-        nn.init.zeros_(self.self_attn.o_proj.weight)
-        nn.init.zeros_(self.mlp.down_proj.weight)
-
-    def forward(
-        self, final: Tensor, positions: Tensor, cache: TreeCache | None = None, lengths: tuple[int, ...] | None = None
-    ) -> Tensor:
-        """[B, T, D] -> [B, T, D], causal, in each of packed documents of these lengths; with a cache, behind what it holds."""
-        q, k, v = self.self_attn.project(self.input_layernorm(final), self.rotary(final, positions))
-        if cache is None:
-            attended = self.self_attn.causal(q, k, v, lengths)
-        else:
-            attended = self.self_attn.cached(q, k, v, cache, None)
-            cache.advance(final.shape[1])
-        hidden = final + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Hydra(HeadsDrafter):
     """Sequentially dependent heads (section 3); with `prefix_attention`, Hydra++. The loss is sum_k head_decay^k L_k."""
 
     layers: tuple[Layer, ...] = ("final",)
-    saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size", "prefix_attention"))
+    saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size", "prefix_attention", "head_rank"))
     abilities = replace(HeadsDrafter.abilities, capture=Capture(carried=("cache",)))
 
     def __init__(
@@ -104,6 +75,7 @@ class Hydra(HeadsDrafter):
         loss: Loss = "forward_kl",
         head_decay: Share = 0.8,
         prefix_attention: bool = False,
+        head_rank: Count | None = None,  # of the heads' output layers (SlimSpec); None: full
     ) -> None:
         super().__init__()
         for key, value in (("num_heads", num_heads), ("num_layers", num_layers)):
@@ -113,7 +85,7 @@ class Hydra(HeadsDrafter):
         self.head = target.head
         vocab_size = min(vocab_size, target.head.vocab_size)
         self.prefix: PrefixAttention | None = PrefixAttention(target) if prefix_attention else None
-        self.heads = nn.ModuleList(HydraHead(target.width, 1 + k, vocab_size, num_layers) for k in range(num_heads))
+        self.heads = nn.ModuleList(HydraHead(target.width, 1 + k, vocab_size, num_layers, head_rank) for k in range(num_heads))
         self.add_vocabulary(vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
 
@@ -131,7 +103,9 @@ class Hydra(HeadsDrafter):
 
         def read(k: int) -> Tensor:
             rows = supervision.rows(k)
-            return torch.cat([states[rows], *(embedded.roll(-1 - j, dims=1)[rows] for j in range(k + 1))], dim=-1)
+            inputs = torch.cat([states[rows], *(embedded.roll(-1 - j, dims=1)[rows] for j in range(k + 1))], dim=-1)
+            hidden: Tensor = self.heads[k].hidden(inputs)
+            return hidden
 
         return Losses(*self.heads_loss(supervision, read))
 
@@ -146,6 +120,7 @@ class Hydra(HeadsDrafter):
             if context.round == 0 or self.cache is None:
                 self.cache = context.new_cache(self.cache, 1, 0)
             states = self.prefix(states, self.cache.slots(states.shape[1]), self.cache)
+            self.cache.advance(states.shape[1])
             self.cache.commit(None, context.counts)
         state = states.gather(1, last.expand(-1, 1, states.shape[-1]))
         return Draft(_Path(self, state, context.root, context.builder.by_level))

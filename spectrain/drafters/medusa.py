@@ -19,36 +19,18 @@ from spectrain.kernels.linear_divergence import HeadTarget
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.lora import TargetTraining
-from spectrain.settings.values import Share, Steps, VocabularySize
+from spectrain.settings.values import Count, Share, Steps, VocabularySize
 from spectrain.trees.base import DepthRollout, Draft
 
 from .abilities import Capture, SavedFiles
 from .base import Losses, Stage, TrainingState
 from .context import Context
-from .shared.layers import ResBlock
+from .shared.heads import MedusaHead
 from .shared.losses import Loss, head_loss
 from .shared.vocabulary import HeadsDrafter, Supervision
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
-
-
-class MedusaHead(nn.Module):
-    """W2 (SiLU(W1 h) + h), with W1 zero at first: it starts as the target's own head."""
-
-    def __init__(self, width: int, vocab_size: int, num_layers: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ResBlock(width) for _ in range(num_layers))
-        self.lm_head = nn.Linear(width, vocab_size, bias=False)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        """What its output layer reads."""
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.lm_head(self.hidden(x))
 
 
 class Medusa(HeadsDrafter):
@@ -61,7 +43,7 @@ class Medusa(HeadsDrafter):
     """
 
     layers: tuple[Layer, ...] = ("final",)
-    saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size"))
+    saved = SavedFiles(shape=("num_heads", "num_layers", "vocab_size", "head_rank"))
     abilities = replace(HeadsDrafter.abilities, capture=Capture())
 
     def __init__(
@@ -80,6 +62,7 @@ class Medusa(HeadsDrafter):
         target_lr_scale: float = 0.25,
         rank: int = 32,
         alpha: float = 16.0,
+        head_rank: Count | None = None,  # of the heads' output layers (SlimSpec); None: full
     ) -> None:
         super().__init__()
         for key, value, least in (("num_heads", num_heads, 1), ("num_layers", num_layers, 1), ("rank", rank, 1)):
@@ -98,7 +81,7 @@ class Medusa(HeadsDrafter):
         self.abilities = replace(self.abilities, target_training=self.target_training)
         self.head = target.head
         vocab_size = min(vocab_size, target.head.vocab_size)
-        self.heads = nn.ModuleList(MedusaHead(target.width, vocab_size, num_layers) for _ in range(num_heads))
+        self.heads = nn.ModuleList(MedusaHead(target.width, vocab_size, num_layers, head_rank) for _ in range(num_heads))
         self.add_vocabulary(vocab_size, target.head.vocab_size)
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
@@ -136,7 +119,8 @@ class Medusa(HeadsDrafter):
     def _heads_loss(self, batch: Batch, final: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """All heads read the same state. Gradients flow into `final`; labels have none."""
         supervision = Supervision(self, batch, final.detach())
-        return self.heads_loss(supervision, lambda k: final[supervision.rows(k)])
+        dtype = next(self.parameters()).dtype
+        return self.heads_loss(supervision, lambda k: self.heads[k].hidden(final[supervision.rows(k)].to(dtype)))
 
     def _scheduled(self, progress: float) -> float:
         """The schedule's factor, from 0 to 1 over the second stage; constant is 1."""

@@ -46,7 +46,7 @@ class PEagle(EagleDrafter):
     """
 
     saved = SavedFiles(
-        shape=("vocab_size", "layers", "num_layers", "window", "mask_token_id", "own_embedding", "architecture"),
+        shape=("vocab_size", "layers", "num_layers", "window", "mask_token_id", "own_embedding", "head_rank", "architecture"),
         settings=lambda drafter: {"mask_token_id": drafter.mask_token_id},
     )
     abilities = replace(EagleDrafter.abilities, on_policy=OnPolicy())
@@ -66,11 +66,13 @@ class PEagle(EagleDrafter):
         mask_token_id: int | None = None,  # None: one that no text of the target holds
         own_embedding: bool = True,  # trained, the mask's row with it; otherwise the target's, frozen
         start: Literal["target", "random"] = "target",  # the head and fc start as the target's, or at random
+        head_rank: Count | None = None,  # of the output layer (SlimSpec); None: full
         architecture: dict[str, Any] | None = None,
         seed: Seed = 0,
     ) -> None:
         asked = check_architecture(architecture or {}, NORMS)
-        super().__init__(target, EagleSettings(num_layers, layers, vocab_size, window, start, own_embedding, asked))
+        said = EagleSettings(num_layers, layers, vocab_size, window, start, own_embedding, head_rank, asked)
+        super().__init__(target, said)
         if num_drafts < 2:
             raise UserError(f"drafter.num_drafts={num_drafts}: use 2 or more; drafter=eagle3 drafts one by one")
         self.num_drafts, self.divergence = num_drafts, loss

@@ -14,7 +14,7 @@ from .targets import LOADERS, TargetFiles
 KINDS = {
     "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "medusa": "Medusa", "causal": "distilled draft model", "pard": "PARD",
     "gated_lora": "gated LoRA", "early_exit": "LayerSkip", "dflash": "DFlash", "dspark": "DSpark",
-    "dflash2": "DFlash2", "mtp": "MTP",
+    "dflash2": "DFlash2", "mtp": "MTP", "amphista": "Amphista", "ctc": "CTC drafting", "gumiho": "Gumiho",
 }  # fmt: skip
 
 

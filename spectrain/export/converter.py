@@ -51,6 +51,8 @@ def read_drafter(directory: Path, target: TargetFiles | None = None) -> Portable
 
 def write_drafter(drafter: Portable, layout: Layout, target: TargetFiles | None, directory: Path) -> None:
     """Lay a drafter down in a folder, with spectrain.json beside it for what the layout has no words for."""
+    if not layout.says_all:
+        drafter = drafter.plain_heads()
     layout.write(drafter, target, directory)
     if layout.says_all:
         return
@@ -76,7 +78,7 @@ def trained_exits(drafter: Portable) -> dict[str, Any]:
 
 
 def convert(source: Path, out: Path, form: str, target: TargetFiles | None) -> Path:
-    """Read a drafter and write it in another layout, the same numbers bit by bit."""
+    """Read a drafter and write it in another layout, the same numbers bit by bit; heads of low rank are multiplied out."""
     drafter = read_drafter(source, target)
     if target is None and drafter.target is not None:
         target = TargetFiles(drafter.target)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -123,6 +123,14 @@ class Portable:
     def is_target(self) -> bool:
         """Whether it has no weights beside its target's, which was trained to draft with its own layers."""
         return not self.tensors
+
+    def plain_heads(self) -> Portable:
+        """With output layers of low rank multiplied out: the same logits, to rounding, where only plain ones are known."""
+        tensors = dict(self.tensors)
+        for name in [name for name in tensors if name.endswith("lm_down.weight")]:
+            down, head = tensors.pop(name), name.replace("lm_down", "lm_head")
+            tensors[head] = (tensors[head].float() @ down.float()).to(down.dtype)
+        return replace(self, drafter={k: v for k, v in self.drafter.items() if k != "head_rank"}, tensors=tensors)
 
     @property
     def dtype(self) -> str:

@@ -54,6 +54,9 @@ FORMATS: dict[str, tuple[Layout, ...]] = {
 }  # fmt: skip
 ALONE = "score it with spectrain eval, which needs no engine"
 NOWHERE = {
+    "amphista": f"no engine drafts with heads that see each other; {ALONE}, or train recipe=medusa1",
+    "ctc": f"no engine collapses slots to drafts; {ALONE}, or train recipe=medusa1",
+    "gumiho": f"no engine drafts with heads behind serial steps; {ALONE}, or train recipe=eagle3",
     "hydra": f"no engine drafts with heads that read each other's tokens; {ALONE}, or train recipe=medusa1",
     "hybrid": f"no engine merges copies into a drafter's trees; {ALONE}, or export the drafter inside",
     "kangaroo": f"no engine drafts with an adapter behind an early exit; {ALONE}, or train recipe=eagle3",

@@ -36,7 +36,7 @@ class Own(Layout):
     title = "spectrain's own layout"
     families = (
         "eagle3", "peagle", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit", "dflash", "dspark",
-        "dflash2", "mtp",
+        "dflash2", "mtp", "amphista", "ctc", "gumiho",
     )  # fmt: skip
     says_all = True
 
@@ -55,7 +55,7 @@ class Own(Layout):
 
     def held(self, files: Files) -> tuple[Settings, dict[str, Tensor]] | None:
         drafter = self._drafter(files)
-        if choice("drafter", drafter) != "eagle3":
+        if choice("drafter", drafter) != "eagle3" or drafter.get("head_rank"):
             return None
         target = self._target(files)
         width = files.tensors["fc.weight"].shape[0] if "fc.weight" in files.tensors else 0

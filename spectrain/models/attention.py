@@ -76,9 +76,10 @@ def unrolled_attention(
 
     def attend(q: Tensor, *parts: Tensor) -> Tensor:
         length, steps = q.shape[2], len(keys)
-        if is_joinable(q) and (window is None or length + steps - 1 <= window):
+        by_scores = softcap is not None or sinks is not None
+        if is_joinable(q, parts[steps]) and not by_scores and (window is None or length + steps - 1 <= window):
             later_keys, later_values = (torch.stack(parts[begin + 1 : begin + steps], dim=2) for begin in (0, steps))
-            return joined_attention(q, parts[0], parts[steps], later_keys, later_values)
+            return joined_attention(q, parts[0], parts[steps], later_keys, later_values, scale)
         eye = torch.eye(length, dtype=torch.bool, device=q.device)
         first = torch.ones_like(eye).tril()
         later = [eye] * (steps - 1)
@@ -87,7 +88,7 @@ def unrolled_attention(
             later = [eye if steps - step < window else torch.zeros_like(eye) for step in range(2, steps + 1)]
         mask = torch.cat([first, *later], dim=1)
         k, v = torch.cat(parts[:steps], dim=2), torch.cat(parts[steps:], dim=2)
-        if softcap is not None or sinks is not None:
+        if by_scores:
             return attend_by_scores(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 

@@ -21,24 +21,27 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def is_joinable(q: Tensor) -> bool:
-    """Whether a causal kernel that tells its log-sum-exp runs here: on a CPU, and in half precision on a GPU."""
+def is_joinable(q: Tensor, v: Tensor) -> bool:
+    """Whether a causal kernel that tells its log-sum-exp takes these: on a CPU, and in half precision on a GPU."""
+    if q.shape[-1] != v.shape[-1]:
+        return False
     return q.device.type == "cpu" or (q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16))
 
 
-def joined_attention(q: Tensor, k: Tensor, v: Tensor, later_keys: Tensor, later_values: Tensor) -> Tensor:
+def joined_attention(
+    q: Tensor, k: Tensor, v: Tensor, later_keys: Tensor, later_values: Tensor, scale: float | None = None
+) -> Tensor:
     """[B, H, T, D]: queries [B, H, T, D] see causally k and v [B, K, T, D], and of the later steps' keys and values
     [B, K, S, T, D] those at their own index."""
-    joined: Tensor = _Joined.apply(q, k, v, later_keys, later_values)
+    joined: Tensor = _Joined.apply(q, k, v, later_keys, later_values, q.shape[-1] ** -0.5 if scale is None else scale)
     return joined
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, later_keys: Tensor, later_values: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, later_keys: Tensor, later_values: Tensor, scale: float) -> Tensor:
         batch, num_heads, length, size = q.shape
-        groups = num_heads // k.shape[1]
-        scale = size**-0.5
+        groups, ctx.scale = num_heads // k.shape[1], scale
         first, lse, ctx.kept = _causal(q, _repeated(k, groups), _repeated(v, groups), scale)
         shape = batch, -1, groups, length
         scores = (q.unflatten(1, (-1, groups))[:, :, :, None].float() * later_keys[:, :, None]).sum(
@@ -53,9 +56,9 @@ class _Joined(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, later_keys, later_values, out, total, share = ctx.saved_tensors
-        groups, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
+        groups, scale = q.shape[1] // k.shape[1], ctx.scale
         whole = _repeated(k, groups), _repeated(v, groups)
         of_q, of_k, of_v = _causal_backward(grad.contiguous(), q, *whole, out, total, ctx.kept, scale)
         of_k, of_v = (part.unflatten(1, (-1, groups)).sum(2) for part in (of_k, of_v))
@@ -65,7 +68,7 @@ class _Joined(torch.autograd.Function):
         of_later_keys = (of_scores[..., None] * q).sum(2)
         of_later_values = (share[..., None] * grad).sum(2)
         found = of_q, of_k, of_v, of_later_keys, of_later_values
-        return tuple(part.to(k.dtype) for part in found)
+        return (*(part.to(k.dtype) for part in found), None)
 
 
 def _repeated(heads: Tensor, groups: int) -> Tensor:

@@ -15,14 +15,17 @@ from spectrain.decoding.calibration import Forced, Known
 from spectrain.decoding.captured import KEPT, Captured
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import Outcome, decode
+from spectrain.drafters.amphista import Amphista
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
+from spectrain.drafters.ctc import Ctc
 from spectrain.drafters.dflash import DFlash
 from spectrain.drafters.dflash2 import DFlash2
 from spectrain.drafters.dspark import DSpark
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.gumiho import Gumiho
 from spectrain.drafters.hydra import Hydra
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.layer_skip import LayerSkipping
@@ -56,6 +59,9 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "medusa": lambda target: Medusa(target, num_heads=3, vocab_size=512),
     "hydra": lambda target: Hydra(target, num_heads=3, vocab_size=512),
     "hydra++": lambda target: Hydra(target, num_heads=3, vocab_size=512, prefix_attention=True),
+    "amphista": lambda target: Amphista(target, num_heads=3, vocab_size=512),
+    "ctc": lambda target: Ctc(target, num_drafts=3, num_slots=5, vocab_size=512),
+    "gumiho": lambda target: Gumiho(target, num_parallel=2, num_layers=1, vocab_size=512),
     "causal": lambda target: Causal(target, num_layers=2),
     "early_exit": lambda target: EarlyExit(target, exit_layer=2),
     "layer_skip": lambda target: LayerSkipping(target, skipped=[1]),

@@ -64,6 +64,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra prefix": ("hydra", {"prefix_attention": True}),
     "causal architecture": ("causal", {"architecture": ARCHITECTURE}),
     "causal padded": ("causal", {"architecture": {**ARCHITECTURE, "vocab_size": 2112}}),
+    "eagle3 with a slim head": ("eagle3", {"head_rank": 16}),
+    "hydra with slim heads": ("hydra", {"head_rank": 16}),
 }
 TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent}
 

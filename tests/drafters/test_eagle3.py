@@ -216,8 +216,8 @@ def test_training_unroll_equals_decoding(variant: str, tiny: Target, monkeypatch
     batch = batch_of(dataset, [0], tiny, drafter)
     assert batch.features is not None
     seen: list[Tensor] = []
-    judge = drafter._judge
-    monkeypatch.setattr(drafter, "_judge", lambda wanted, states: (seen.extend(states), judge(wanted, states))[1])
+    judge = drafter.judge_steps
+    monkeypatch.setattr(drafter, "judge_steps", lambda wanted, states: (seen.extend(states), judge(wanted, states))[1])
     everywhere = replace(batch, loss_mask=torch.ones_like(batch.loss_mask))
     drafter.loss(everywhere, tiny, TrainingState())
     length = batch.tokens.shape[1]

@@ -119,7 +119,7 @@ def eagle3(drafter: Eagle3, batch: Batch, target: Target) -> Losses:
     logits, results, keys, values = logits_of(target, batch), [], [], []
     hidden = drafter.fc(batch.features.fused(drafter.fused))
     length = batch.tokens.shape[1]
-    for step in range(drafter.ttt_steps):
+    for step in range(drafter.num_steps):
         embedded = target.head.embed(batch.tokens.roll(-1 - step, dims=1)).detach()
         x = torch.cat([drafter.input_layernorm(embedded), drafter.hidden_norm(hidden)], dim=-1)
         q, k, v = drafter.self_attn.project(x, drafter.rotary(x, torch.arange(length)[None] + step))
@@ -132,7 +132,7 @@ def eagle3(drafter: Eagle3, batch: Batch, target: Target) -> Losses:
         hidden = hidden + drafter.self_attn.output(attended)
         hidden = hidden + drafter.mlp(drafter.post_attention_layernorm(hidden))
         results.append(ahead(drafter, batch, logits, drafter.lm_head(drafter.norm(hidden)), step))
-    return steps(results, [0.8**step for step in range(drafter.ttt_steps)], [drafter.divergence] * len(results))
+    return steps(results, [0.8**step for step in range(drafter.num_steps)], [drafter.divergence] * len(results))
 
 
 def head_weights(drafter: Any) -> tuple[list[float], list[str]]:

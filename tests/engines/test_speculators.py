@@ -60,8 +60,8 @@ def logits_of_theirs(model: Any, tokens: Tensor, fused: Tensor) -> list[Tensor]:
 def logits_of_ours(drafter: Eagle3, tokens: Tensor, target: Target, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The same of the unroll that our loss trains; step i ends i rows earlier."""
     states: list[Tensor] = []
-    judge = drafter._judge
-    monkeypatch.setattr(drafter, "_judge", lambda wanted, found: (states.extend(found), judge(wanted, found))[1])
+    judge = drafter.judge_steps
+    monkeypatch.setattr(drafter, "judge_steps", lambda wanted, found: (states.extend(found), judge(wanted, found))[1])
     batch = Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), target.features(tokens, drafter.layers))
     with torch.no_grad():
         drafter.loss(batch, target, TrainingState())

@@ -14,11 +14,14 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.decoding.captured import Captured
+from spectrain.drafters.amphista import Amphista
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
+from spectrain.drafters.ctc import Ctc
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.gumiho import Gumiho
 from spectrain.drafters.hydra import Hydra
 from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.mtp import Mtp
@@ -44,6 +47,9 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, Tree
         lambda target: Hydra(target, num_heads=3, vocab_size=512, prefix_attention=True),
         Static(paths=PATHS),
     ),
+    "amphista, static": (Greedy(), lambda target: Amphista(target, num_heads=3, vocab_size=512), Static(paths=PATHS)),
+    "ctc, static": (Greedy(), lambda target: Ctc(target, num_drafts=3, vocab_size=512), Static(paths=PATHS)),
+    "gumiho, static": (Greedy(), lambda target: Gumiho(target, num_parallel=2, vocab_size=512), Static(paths=PATHS)),
     "causal, chain of 3": (Greedy(), lambda target: Causal(target, num_layers=2), Chain(3)),
     "early exit, chain of 3": (Greedy(), lambda target: EarlyExit(target, exit_layer=2), Chain(3)),
     "gated lora, drawn chain of 3": (

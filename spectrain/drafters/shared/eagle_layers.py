@@ -21,6 +21,7 @@ from spectrain.models.kv_cache import TreeCache
 from ..abilities import Capture
 from ..base import Stage
 from .layers import Attention, Mlp, NormedAttention, llama_config, rotary, start_as_target
+from .output_layer import narrowed, output_layer, start_output_layer
 from .vocabulary import VocabularyDrafter
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class EagleSettings:
     window: int | None
     start: str
     own_embedding: bool
+    head_rank: int | None
     architecture: dict[str, Any]  # with every variant said
 
 
@@ -115,7 +117,7 @@ class EagleDrafter(VocabularyDrafter):
         self.self_attn = attention(config, 2 * width, said.window)
         self.post_attention_layernorm, self.mlp, self.norm = norm(), Mlp(config), norm()
         self.later = nn.ModuleList(LaterLayer(config, attention, said.window) for _ in range(said.num_layers - 1))
-        self.lm_head = nn.Linear(width, vocab_size, bias=False)
+        self.lm_down, self.lm_head = output_layer(width, vocab_size, said.head_rank)
         self.rotary = rotary(config)
         self.add_vocabulary(vocab_size, rows)
         self.cache: TreeCache | None = None
@@ -137,8 +139,7 @@ class EagleDrafter(VocabularyDrafter):
                 self.embed_tokens.weight.copy_(self.head.embeddings(target.device))
         if self.start == "random":
             return
-        with torch.no_grad():
-            self.lm_head.weight.copy_(self.head.output.weight[ids])
+        start_output_layer(self.lm_down, self.lm_head, self.head.output.weight[ids])
         start_as_target(self.fc, self.norm, target)
 
     @property
@@ -185,7 +186,7 @@ class EagleDrafter(VocabularyDrafter):
         return self.outputs(residual + attend(0, self.self_attn, x), attend)
 
     def read_by_head(self, hidden: Tensor) -> Tensor:
-        return hidden if self.norm_output else self.norm(hidden)
+        return narrowed(self.lm_down, hidden if self.norm_output else self.norm(hidden))
 
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
         """The output state [B, F, D] of new nodes, appended to the cache behind what it holds."""

@@ -19,6 +19,7 @@ from spectrain.kernels.linear_divergence import Judged, Projection, target_over
 from ..abilities import Abilities, DraftingCost, OnPolicy
 from ..base import Drafter
 from .losses import UNNORMALISED, TargetLogProbs, head_loss
+from .output_layer import start_output_layer
 
 if TYPE_CHECKING:
     from spectrain.models.head import Head
@@ -67,7 +68,7 @@ def _check_vocabulary(drafter: Any, _: Any) -> None:
 
 
 class HeadsDrafter(VocabularyDrafter):
-    """A drafter with a head for every draft step, each with an output layer `lm_head` that starts as the target's own."""
+    """A drafter with a head for every draft step, each whose output layer (`lm_down`, `lm_head`) starts as the target's."""
 
     heads: Any  # nn.ModuleList
     head_decay: float
@@ -76,18 +77,21 @@ class HeadsDrafter(VocabularyDrafter):
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """Choose the draft vocabulary and copy the target's output layer into every head."""
         ids = self.choose_vocabulary(token_counts)
-        with torch.no_grad():
-            for head in self.heads:
-                head.lm_head.weight.copy_(self.head.output.weight[ids])
+        first, *others = self.heads
+        start_output_layer(first.lm_down, first.lm_head, self.head.output.weight[ids])
+        for head in others:
+            head.lm_head.load_state_dict(first.lm_head.state_dict())
+            if first.lm_down is not None:
+                head.lm_down.load_state_dict(first.lm_down.state_dict())
 
-    def heads_loss(self, supervision: Supervision, inputs: Callable[[int], Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Each head's loss on `inputs` of its supervised indices, weighted by head_decay^k, k from 1; hits and counts [K]."""
+    def heads_loss(self, supervision: Supervision, read: Callable[[int], Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+        """Each head's loss on what its output layer reads at its supervised indices, weighted by head_decay^k, k from 1; hits
+        and counts [K]."""
         terms = {}
         hits = torch.zeros(len(self.heads), device=supervision.best.device)
         counts = torch.zeros_like(hits)
         for k, head in enumerate(self.heads):
-            hidden = head.hidden(inputs(k).to(head.lm_head.weight.dtype))
-            loss, right = supervision.judge(hidden, head.lm_head, supervision.answers(k))
+            loss, right = supervision.judge(read(k), head.lm_head, supervision.answers(k))
             terms[f"head{k}"] = self.head_decay ** (k + 1) * loss
             hits[k], counts[k] = right.sum(), len(right)
         return terms, hits, counts

@@ -1,0 +1,86 @@
+"""Heads, masks and their cousins on the tiny target: each trained on the same tokens and scored on the same prompts.
+
+    python scripts/compare_heads.py [--work DIR] [--out eval/results/heads-tiny.json] [RECIPE[+drafter.KEY=VALUE ..] ..]
+
+300 steps of at most 512 tokens of the embedded data, the recipe's own rate, one seed; 40 held-out prompts of 64 tokens, greedy,
+eight at once. One to three minutes a recipe with one thread. A finished run is not trained again, nor scored; rows of other
+names stay in the file. Without names: those of RECIPES.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from spectrain.cli.main import dispatch
+from spectrain.files import write_text
+from spectrain.provenance import provenance
+
+RECIPES = (
+    "medusa1", "medusa1+drafter.head_rank=32", "amphista", "ctc", "hydra", "hydra+drafter.head_rank=32", "eagle3",
+    "eagle3+drafter.head_rank=32", "gumiho", "gated_lora",
+)  # fmt: skip
+STEPS, DEPTH = 300, 4
+TRAINING = [
+    "target=tiny", "data.limit=null", "data.max_length=512", "trainer.batch_tokens=512",
+    f"trainer.max_steps={STEPS}", "trainer.seed=0", "trainer.resume=auto", "eval=none",
+]  # fmt: skip
+SCORING = [
+    "eval.limit=40", "eval.max_new_tokens=64", "eval.batch_size=8", "eval.repeats=1", "eval.baselines=[]", "eval.oracle=false",
+    "eval.report=false", "acceptance=greedy",
+]  # fmt: skip
+TREES = {
+    "chain": ["tree=chain", f"tree.depth={DEPTH}"],
+    "tree": ["tree=eagle2", f"tree.depth={DEPTH}", "tree.budget=16"],
+}
+
+
+def spectrain(*arguments: str) -> None:
+    """A command, in this process, so that libraries are loaded once; it leaves where the command fails."""
+    dispatch([*arguments])
+
+
+def score(run: Path, name: str, tree: list[str]) -> dict[str, Any]:
+    """How a finished run decodes with a tree, unless that was measured."""
+    path = run / "eval" / name / "summary.json"
+    if not path.exists():
+        spectrain("eval", f"run={run}", f"eval.name={name}", *tree, *SCORING)
+    found = json.loads(path.read_text())
+    length, lossless = found["acceptance_length"], found["lossless"]
+    return {
+        "acceptance_length": length["pooled"], "ci95": length["ci95"], "acceptance_by_depth": found["acceptance_by_depth"],
+        "nodes_per_round": found["nodes_per_round"], "drafting_nodes_per_round": found["drafting_nodes_per_round"],
+        "identical": lossless["identical"], "checked": lossless["checked"],
+    }  # fmt: skip
+
+
+def measure(name: str, work: Path) -> dict[str, Any]:
+    """Train a recipe, with its changes, and score it."""
+    recipe, *changes = name.split("+")
+    run = work / name.replace("drafter.", "").replace("+", "-").replace("=", "-")
+    spectrain("train", f"recipe={recipe}", *changes, *TRAINING, f"run={run}")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "name": name, "steps": lines[-1]["step"], "tokens": lines[-1].get("tokens"), "seconds": lines[-1].get("seconds"),
+        **{kind: score(run, kind, tree) for kind, tree in TREES.items()},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("runs/heads"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "eval" / "results" / "heads-tiny.json")
+    parser.add_argument("recipes", nargs="*", default=RECIPES)
+    options = parser.parse_args()
+    rows = {row["name"]: row for row in json.loads(options.out.read_text())["rows"]} if options.out.exists() else {}
+    for name in options.recipes:
+        rows[name] = measure(name, options.work.absolute())
+        setting = {
+            "target": "tiny", "training": TRAINING, "scoring": SCORING, "trees": TREES,
+            "command": "python scripts/compare_heads.py", **provenance(),
+        }  # fmt: skip
+        write_text(options.out, json.dumps({"setting": setting, "rows": list(rows.values())}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""What a drafter says along true paths, over rounds that commit what they are told to. Not a test itself."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectrain.drafters.base import Drafter
+from spectrain.models.target import Target
+from spectrain.trees import Rollout, TreeBuilder
+from spectrain.trees.base import Prefix
+from spectrain.trees.token_tree import Accepted, TokenTree
+from tests.decoding.rounds import begun, proposed
+
+
+class Probe(TreeBuilder):
+    """Asks for the distribution after given nodes, call by call, and drafts nothing."""
+
+    name, depth, budget, drafted = "probe", 8, 16, 16
+
+    def __init__(self, *calls: tuple[list[list[int]], list[list[int]]], by_level: bool = True) -> None:
+        self.calls, self.by_level = calls, by_level  # tokens and parents of every call
+        self.said: list[Tensor] = []  # log q [B, F, V] of every call
+
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        self.said = [rollout.start()]
+        self.said += [rollout.extend(torch.tensor(tokens), torch.tensor(parents)) for tokens, parents in self.calls]
+        return TokenTree.chain(prefix.root[:, None])
+
+
+def shaken(drafter: Any, target: Target, size: float = 0.3) -> Any:
+    """Prepared, and every weight at random, so that everything it reads matters."""
+    torch.manual_seed(3)
+    drafter.prepare(target, torch.randint(0, 1000, (target.head.vocab_size,)))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(size * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    return drafter.eval()
+
+
+ROUNDS = (([3, 1], True), ([1, 4], True), ([2, 2], False), ([1, 3], False), ([4, 1], True), ([2, 2], True))
+
+
+@torch.no_grad()
+def walk(drafter: Drafter, target: Target, tokens: Tensor, depth: int) -> Iterator[tuple[int, int, Tensor]]:
+    """Of every drafted round and both rows of tokens [2, 32]: the row, the index of the newest token whose features are known,
+    and what is said [depth, V] of the tokens from two further on, behind the true ones. Some rounds are not drafted."""
+    lengths = [6, 3]
+    context = begun(target, [row[:n].tolist() for row, n in zip(tokens, lengths)], drafter, Probe(), 40)
+    context.tokens[:, :32] = tokens
+    for counts, drafted in ROUNDS:
+        if drafted:
+            context.catch_up()
+            calls = [([[int(row[n + 1 + step])] for row, n in zip(tokens, lengths)], [[step]] * 2) for step in range(depth - 1)]
+            probe = Probe(*calls)
+            proposed(drafter, context, probe)
+            said = torch.cat(probe.said, dim=1)
+            yield from ((row, n - 1, said[row]) for row, n in enumerate(lengths))
+        tree = TokenTree.chain(torch.stack([row[n : n + 5] for row, n in zip(tokens, lengths)]))
+        seen = target.verify(tree, context.cache, drafter.layers)
+        bonus = torch.stack([row[n + count] for row, n, count in zip(tokens, lengths, counts)])
+        before = (context.fresh, context.counts)
+        accepted = Accepted(torch.arange(4).expand(2, -1), torch.tensor(counts), bonus)
+        context.commit(tree, seen, accepted)
+        drafter.commit(context, accepted)
+        if not drafted:
+            context.postpone(before)
+        lengths = [n + count for n, count in zip(lengths, counts)]
+    assert lengths == context.cache.lengths.tolist()

@@ -1,0 +1,105 @@
+"""Amphista: without its layers it is Medusa's heads, and what is trained is what is decoded."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.drafters.amphista import Amphista
+from spectrain.drafters.base import TrainingState
+from spectrain.drafters.medusa import Medusa
+from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
+from tests.decoding.rounds import begun, proposed
+
+from .forced import Probe, shaken, walk
+
+HEADS = 3
+
+
+def make(target: Target, **options: Any) -> Amphista:
+    return shaken(Amphista(target, **{"num_heads": HEADS, "vocab_size": 512, **options}), target)  # type: ignore[no-any-return]
+
+
+def batch_of(target: Target, rows: int = 2, length: int = 32) -> Batch:
+    torch.manual_seed(7)
+    tokens = torch.randint(3, 2000, (rows, length))
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, :4] = False
+    mask[0, 11:14] = False
+    return Batch(tokens, mask, target.features(tokens, ("final",)))
+
+
+@pytest.mark.parametrize("rank", [None, 9])
+def test_without_its_layers_it_is_medusas_heads(shallow: Target, rank: int | None) -> None:
+    """Loss, hits, gradients and what is said are those of Medusa with the same weights."""
+    drafter = make(shallow, attention_layers=0, adaptation_layers=0, head_rank=rank)
+    medusa = Medusa(shallow, num_heads=HEADS, vocab_size=512, loss="forward_kl", head_rank=rank)
+    medusa.load_state_dict(drafter.state_dict(), strict=True)
+    batch, found = batch_of(shallow), []
+    for one in (drafter, medusa):
+        losses = one.loss(batch, shallow, TrainingState())
+        losses.total.backward()
+        gradients = {name: p.grad for name, p in one.named_parameters()}
+        probe = Probe(([[20]], [[0]]), ([[30]], [[1]]))
+        with torch.no_grad():
+            proposed(one, begun(shallow, [[5, 6, 7, 8]], one, probe), probe)
+        found.append((losses.terms, losses.hits, losses.counts, gradients, probe.said))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
+def in_training(drafter: Amphista, target: Target, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, Tensor]]:
+    """log q of every head at every (row, index), out of the training loss."""
+    states: list[Tensor] = []
+    judge = Supervision.judge
+    monkeypatch.setattr(Supervision, "judge", lambda self, hidden, *rest: states.append(hidden) or judge(self, hidden, *rest))
+    with torch.no_grad():
+        drafter.loss(batch, target, TrainingState())
+        supervision = Supervision(drafter, batch)
+        said = [head.lm_head(x).log_softmax(-1) for head, x in zip(drafter.heads, states, strict=True)]
+        places = [[(int(b), int(t)) for b, t in supervision.rows(k).nonzero()] for k in range(HEADS)]
+        return [dict(zip(where, rows, strict=True)) for where, rows in zip(places, said)]
+
+
+@pytest.mark.parametrize(("attention", "adaptation"), [(1, 2), (2, 0), (0, 3)])
+def test_training_equals_decoding(shallow: Target, attention: int, adaptation: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over rounds that commit unequally many tokens, some of them undrafted, heads say in both what they say in either."""
+    drafter = make(shallow, attention_layers=attention, adaptation_layers=adaptation)
+    batch = batch_of(shallow)
+    trained = in_training(drafter, shallow, batch, monkeypatch)
+    compared = 0
+    for row, index, said in walk(drafter, shallow, batch.tokens, HEADS):
+        for k in range(HEADS):
+            if (row, index) in trained[k]:
+                torch.testing.assert_close(said[k], trained[k][row, index], rtol=1e-3, atol=1e-3)
+                compared += 1
+    assert compared > 12
+
+
+def test_every_head_hears_every_other(shallow: Target) -> None:
+    """With attention over heads what each says changes with any other's blocks, in both directions; without it, it does not."""
+    stage = torch.randn(5, shallow.width)
+    for attention in (0, 1):
+        drafter = make(shallow, attention_layers=attention, adaptation_layers=1)
+        for changed in range(HEADS):
+            with torch.no_grad():
+                before = drafter.mixed(stage)
+                drafter.heads[changed].blocks[0].linear.weight.mul_(3)  # type: ignore[union-attr, operator]
+                moved = (drafter.mixed(stage) - before).abs().amax((0, 2)) > 1e-6
+            assert moved.tolist() == [bool(attention) or k == changed for k in range(HEADS)]
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 5])
+def test_it_starts_as_the_targets_own_head(shallow: Target, num_heads: int) -> None:
+    """Before training every head says the target's next token over the draft vocabulary."""
+    drafter = Amphista(shallow, num_heads=num_heads, vocab_size=256)
+    drafter.prepare(shallow, torch.arange(shallow.head.vocab_size))
+    probe = Probe(*[([[20]], [[step]]) for step in range(num_heads - 1)])
+    context = begun(shallow, [[5, 6, 7, 8]], drafter, probe)
+    wanted = shallow.head.logits(context.fresh.at("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
+    with torch.no_grad():
+        proposed(drafter, context, probe)
+    said = torch.cat(probe.said, dim=1)
+    torch.testing.assert_close(said, wanted[:, None].expand_as(said), rtol=1e-4, atol=1e-4)

@@ -1,0 +1,100 @@
+"""Gumiho: without parallel heads it is its serial part, and what is trained is what is decoded."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.gumiho import Gumiho
+from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
+from spectrain.trees import Chain, DySpec, Eagle2
+from tests.decoding.rounds import begun, proposed
+
+from .forced import Probe, shaken, walk
+
+
+def make(target: Target, **options: Any) -> Gumiho:
+    drafter = Gumiho(target, **{"num_parallel": 2, "num_blocks": 1, "num_layers": 1, "vocab_size": 512, **options})
+    return shaken(drafter, target)  # type: ignore[no-any-return]
+
+
+def batch_of(target: Target, drafter: Any, length: int = 32) -> Batch:
+    torch.manual_seed(7)
+    tokens = torch.randint(3, 2000, (2, length))
+    return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), target.features(tokens, drafter.layers))
+
+
+@pytest.mark.parametrize("num_serial", [1, 3])
+def test_without_parallel_heads_it_is_its_serial_part(shallow: Target, num_serial: int) -> None:
+    """Loss, gradients and drafts are those of EAGLE-3 with as many unrolled steps and the same weights."""
+    drafter = make(shallow, num_serial=num_serial, num_parallel=0)
+    eagle3 = Eagle3(shallow, ttt_steps=num_serial, vocab_size=512)
+    eagle3.load_state_dict(drafter.state_dict(), strict=True)
+    batch, found = batch_of(shallow, drafter), []
+    for one in (drafter, eagle3):
+        losses = one.loss(batch, shallow, TrainingState())
+        losses.total.backward()
+        gradients = {name: p.grad for name, p in one.named_parameters()}
+        generation = decode(shallow, [[5, 6, 7, 8]], Greedy(), 12, one.eval(), Eagle2(num_serial, 6, 3))[0]
+        found.append((losses.total, losses.hits, gradients, generation.nodes, generation.accepted))
+    torch.testing.assert_close(found[0][:3], found[1][:3], rtol=0, atol=0)
+    assert found[0][3:] == found[1][3:]
+
+
+def in_training(drafter: Gumiho, target: Target, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> list[dict[Any, Tensor]]:
+    """log q of every step at every (row, index), out of the training loss."""
+    states: list[Tensor] = []
+    judge = Gumiho.judge_steps
+    monkeypatch.setattr(Gumiho, "judge_steps", lambda self, s, found: states.extend(found) or judge(self, s, found))
+    with torch.no_grad():
+        drafter.loss(batch, target, TrainingState())
+        supervision = Supervision(drafter, batch)
+        places = [[(int(b), int(t)) for b, t in supervision.rows(step).nonzero()] for step in range(len(states))]
+        return [dict(zip(where, drafter.log_q(said), strict=True)) for where, said in zip(places, states)]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_serial": 1, "num_parallel": 3}, {"num_serial": 3, "num_layers": 2}], ids=str)
+def test_training_equals_decoding_along_the_true_path(
+    shallow: Target, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serial steps and parallel heads say in both what they say in either."""
+    drafter = make(shallow, **options)
+    batch = batch_of(shallow, drafter)
+    trained = in_training(drafter, shallow, batch, monkeypatch)
+    assert len(trained) == drafter.num_steps
+    for row, index, said in walk(drafter, shallow, batch.tokens, drafter.num_steps):
+        for step in range(drafter.num_steps):
+            torch.testing.assert_close(said[step], trained[step][row, index], rtol=1e-3, atol=1e-3)
+
+
+def test_nodes_hear_the_same_level_by_level_or_not(shallow: Target) -> None:
+    """Nodes of unlike depths in one call hear what they hear level by level, and heads what the path's first tokens make."""
+    drafter = make(shallow)
+    context = begun(shallow, [[5, 6, 7, 8]], drafter, Chain(1), 40)
+    levels = Probe(([[20, 30]], [[0, 0]]), ([[40, 41]], [[1, 2]]), ([[50, 51]], [[3, 4]]))
+    mixed = Probe(([[20]], [[0]]), ([[40, 30]], [[1, 0]]), ([[41, 50]], [[3, 2]]), ([[51]], [[4]]), by_level=False)
+    with torch.no_grad():
+        proposed(drafter, context, levels)
+        proposed(drafter, begun(shallow, [[5, 6, 7, 8]], drafter, Chain(1), 40), mixed)
+    _, first, second, third = levels.said
+    wanted = [[first[0, 0]], [second[0, 0], first[0, 1]], [second[0, 1], third[0, 0]], [third[0, 1]]]
+    for said, expected in zip(mixed.said[1:], wanted, strict=True):
+        torch.testing.assert_close(said[0], torch.stack(expected), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(third[0, 0], third[0, 1], atol=1e-2)
+
+
+@pytest.mark.parametrize("builder", [Chain(7), Eagle2(6, 16, 4), DySpec(6, 12, children="deterministic")], ids=lambda b: b.name)
+def test_trees_end_at_the_last_head(shallow: Target, builder: Any) -> None:
+    """A builder that would go deeper stops at the last parallel head, and the output is the target's."""
+    drafter, prompts = make(shallow), [[5, 6, 7, 8], [9, 10]]
+    expected = [decode(shallow, [prompt], Greedy(), 10)[0].output for prompt in prompts]
+    found = decode(shallow, prompts, Greedy(), 10, drafter, builder)
+    assert [generation.output for generation in found] == expected
+    assert max(depth for generation in found for depth in generation.depths) == drafter.num_steps

@@ -1,0 +1,51 @@
+"""Families of heads through the same runs: a resumed one is the uninterrupted one, and an empty batch still has gradients."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from spectrain.drafters.base import TrainingState
+from spectrain.features.batch import Batch
+from spectrain.features.live import Live
+from spectrain.models.target import Target
+from spectrain.training.trainer import Trainer
+from tests.training.worker import dataset, make
+
+FAMILIES = ("amphista", "ctc", "gumiho")
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_resumed_equals_uninterrupted(family: str, shallow: Target, tmp_path: Path) -> None:
+    """Killed after step 3 and gone on with from step 2, it ends in the same weights, bit by bit."""
+
+    def kill(at: int) -> None:
+        if at == 3:
+            raise Killed
+
+    def trainer() -> Trainer:
+        return Trainer(lr=1e-3, max_steps=4, batch_tokens=64, save_every=2)
+
+    whole, cut, resumed = (make(family, shallow) for _ in range(3))
+    trainer().fit(whole, shallow, dataset(), Live(), tmp_path / "whole")
+    with pytest.raises(Killed):
+        trainer().fit(cut, shallow, dataset(), Live(), tmp_path / "cut", on_step=kill)
+    trainer().fit(resumed, shallow, dataset(), Live(), tmp_path / "cut")
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_batch_without_supervision_costs_nothing(family: str, shallow: Target) -> None:
+    """The loss is zero, and so is every gradient, which other processes wait for."""
+    drafter = make(family, shallow)
+    tokens = torch.randint(3, 2000, (2, 12))
+    batch = Batch(tokens, torch.zeros_like(tokens, dtype=torch.bool), shallow.features(tokens, drafter.layers))
+    losses = drafter.loss(batch, shallow, TrainingState())
+    losses.total.backward()
+    assert losses.total == 0 and losses.counts.sum() == 0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in drafter.parameters())
