@@ -72,5 +72,7 @@ class Head:
 
     def capped(self, product: Tensor) -> Tensor:
         """Products of the output layer [..., V], in float32, scaled and capped."""
-        logits = product * self.scale
+        logits = (
+            product if self.scale == 1 else product * self.scale
+        )  # a pass over a verified tree's logits, where it can be saved
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
