@@ -160,6 +160,15 @@ def test_conversations_of_a_file(pictures: tuple[str, str], tmp_path: Path) -> N
     assert first[0]["content"][0]["path"] == str(tmp_path / name) and first[1]["content"] == "Yes"
 
 
+def test_prompts_of_a_file(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
+    """What is scored may have images too; the answers that follow them are left out."""
+    row = {"messages": [*asked("What?", pictures[0]), {"role": "assistant", "content": "A boat."}]}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
+    (prompt,) = read_prompts(str(tmp_path / "prompts.jsonl")).prompts
+    text = prompt_tokens(target.tokenizer, prompt.opening, target.sight)
+    assert text == prompt_tokens(target.tokenizer, asked("What?", pictures[0]), target.sight) and images_of(text) is not None
+
+
 @pytest.mark.parametrize(
     "part", [{"type": "image", "path": "missing.png"}, {"type": "image"}, {"type": "image", "url": "https://a/b"}]
 )
