@@ -55,7 +55,8 @@ class Target(nn.Module):
         self.list_name = list_name(decoder_of(model)) or ""  # what its decoder calls its layers
         if not self.list_name:
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
-        self.sight = Sight(path, "vision_config" in getattr(model.config, "sub_configs", {}))
+        sees = "vision_config" in getattr(model.config, "sub_configs", {}) and self.decoder is not model.base_model
+        self.sight = Sight(path, sees)
         self.has_seen = False  # a text with images, and was found to see it as transformers does
         self.rope_switch = rope_switch(self.config)
         self.attending = UNKNOWN if self.device.type == "meta" else attending(self)  # of no data only shapes are asked
