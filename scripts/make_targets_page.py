@@ -45,7 +45,7 @@ transformers, whole and behind the cache, and a model that sees otherwise reads 
 
 ## Weights in few bits
 
-`target.quantization=8bit` or `4bit` loads weights through bitsandbytes (LLM.int8 without outliers, NF4), `int8` or `int4` by
+`target.quantization=8bit` or `4bit` loads weights through bitsandbytes (LLM.int8 without outliers, NF4), `int8` through
 torchao; a checkpoint that is quantised already is loaded as it is, by transformers' own path, and where a package is missing
 the refusal names it. The quantised model is the target: drafts are judged by it, and output is what it says by itself. A
 target whose weights learn (`recipe=medusa2`, `recipe=layerskip`) takes adapters on bitsandbytes or torchao weights
