@@ -68,7 +68,7 @@ def loading_options(model: str, config: Any, asked: Quantization | None, dtype: 
     """What `from_pretrained` is told, beside the device, of how weights are held."""
     stored = method_of(config)
     if asked is None:
-        return {} if stored is None else {"device_map": {"": place}}
+        return {} if stored is None or place == "cpu" else {"device_map": {"": place}}
     if stored is not None:
         raise UserError(f"target.quantization={asked}: the weights of {model} are quantised already ({stored}); leave it out")
     package, make = WAYS[asked]

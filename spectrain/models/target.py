@@ -212,13 +212,13 @@ class Target(nn.Module):
 
     def _with_images(self, texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """The texts, where any has images; the first such text is held against transformers."""
-        seen = next((text for text in texts if images_of(text) is not None), None)
+        seen = next(((text, images) for text in texts if (images := images_of(text)) is not None), None)
         if seen is None:
             return ()
         if not self.has_seen:
             self.has_seen = True
             try:
-                check_sight(self, seen)
+                check_sight(self, *seen)
             except UserError:
                 self.has_seen = False
                 raise
