@@ -58,7 +58,9 @@ def examples(target: Target, pictures: tuple[str, str]) -> list[Example]:
 def made(family: Any, target: Target) -> Drafter:
     torch.manual_seed(1)
     drafter: Drafter = family(target) if family is not Eagle3 else Eagle3(target, vocab_size=256)
-    drafter.prepare(target, torch.ones(target.head.vocab_size - 4, dtype=torch.int64))
+    counts = torch.ones(target.head.vocab_size, dtype=torch.int64)
+    counts[-4:] = 0  # no answer holds what stands for images
+    drafter.prepare(target, counts)
     return drafter
 
 
