@@ -45,7 +45,7 @@ transformers, whole and behind the cache, and a model that sees otherwise reads 
 
 ## Weights in few bits
 
-`target.quantization=8bit` or `4bit` loads weights through bitsandbytes (LLM.int8 without outliers, NF4), `int8` or `int4` by
+`target.quantization=8bit` or `4bit` loads weights through bitsandbytes (LLM.int8 without outliers, NF4), `int8` through
 torchao; a checkpoint that is quantised already is loaded as it is, by transformers' own path, and where a package is missing
 the refusal names it. The quantised model is the target: drafts are judged by it, and output is what it says by itself. A
 target whose weights learn (`recipe=medusa2`, `recipe=layerskip`) takes adapters on bitsandbytes or torchao weights
@@ -59,8 +59,22 @@ target whose weights learn (`recipe=medusa2`, `recipe=layerskip`) takes adapters
 """
 
 
-IMAGES = """IMAGES_TEXT"""
-QUANTISED = """QUANTISED_TEXT"""
+IMAGES = """Tried with small random
+vision towers and found identical to `generate` with the pixels, by trees and chains, alone and beside texts without images:
+Qwen2.5-VL and Mistral 3 (`tests/models/test_images.py`)."""
+QUANTISED = """
+| weights | here | needs | tried on a CPU |
+|---|---|---|---|
+| LLM.int8 | `target.quantization=8bit` | bitsandbytes | identical to `generate` (bitsandbytes 0.50.2; float32, bfloat16) |
+| NF4 | `target.quantization=4bit` | bitsandbytes | layers must be multiples of 64 wide there, else refused |
+| int8, weights only | `target.quantization=int8` | torchao | identical to `generate` (torchao 0.18.0; float32, bfloat16) |
+| int4 of torchao | as found in a checkpoint | torchao | no: its kernels want a GPU |
+| GPTQ, AWQ | as found in a checkpoint | optimum, gptqmodel | refused, the package named |
+| compressed-tensors | as found in a checkpoint | compressed-tensors | refused without it, the package named |
+| FP8 (fine-grained) | as found in a checkpoint | | dequantised by transformers; not tried again |
+
+*Identical*: 32 greedy tokens of two prompts on the tiny target, alone and in a batch, autoregressively, with copied n-grams in
+a chain and with an untrained EAGLE-3 drafter's tree."""
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from .attention import Call, Reach
 from .decoder import cache_name
 from .features import Layer
 from .forward_plan import ForwardPlan
-from .images import TextWithImages
+from .images import Images
 from .kv_cache import KeyValueShape
 from .masks import Mask, masks_asked_for
 from .recurrent import Watching
@@ -208,15 +208,15 @@ def _gaps(target: Target, plain: Unmodified) -> Iterator[tuple[str, float]]:
 
 
 @torch.no_grad()
-def check_sight(target: Target, text: TextWithImages) -> None:
+def check_sight(target: Target, text: Sequence[int], images: Images) -> None:
     """Refuse images where what is made of a text with some is not what transformers makes of it: its last tokens, read at once
     and behind the cached rest."""
     from .plain import plain_model
 
-    last = min(LENGTH // 4, len(text) - text.images.end)
+    last = min(LENGTH // 4, len(text) - images.end)
     tokens = torch.tensor([text], device=target.device)
     with explaining(target), plain_model(target) as model:
-        told = text.images.inputs(len(text), model)
+        told = images.inputs(len(text), model)
         logits = model(input_ids=tokens, use_cache=False, logits_to_keep=last + 1, **told).logits.float()
     with explaining(target):
         final = target.features(tokens, ("final",), texts=[text]).at("final")[:, -last - 1 :]

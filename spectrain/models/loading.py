@@ -106,7 +106,10 @@ def load_hf(
     with explained(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
         tokenizer = load_tokenizer(model, trust_remote_code, required=network is load_network)
-        options = {"attn_implementation": attending_by(config, ATTENTION), "trust_remote_code": trust_remote_code}
+        options: dict[str, Any] = {
+            "attn_implementation": attending_by(config, ATTENTION),
+            "trust_remote_code": trust_remote_code,
+        }
         options["dtype"] = kind = default_dtype(place, config, dtype)
         if network is load_network:
             options |= loading_options(model, config, quantization, kind, place)

@@ -5,6 +5,7 @@ Decoding judges drafts by the quantised model: it is the target, and output is w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,20 +14,22 @@ from torch import Tensor, nn
 
 from spectrain.errors import UserError
 
-Quantization = Literal["8bit", "4bit", "int8", "int4"]
-"""How weights are loaded: by bitsandbytes in 8 bits (LLM.int8) or 4 (NF4), or by torchao as integers of 8 or 4 bits, which are
+Quantization = Literal["8bit", "4bit", "int8"]
+"""How weights are loaded: by bitsandbytes in 8 bits (LLM.int8) or 4 (NF4), or by torchao as integers of 8 bits, which are
 multiplied in the model's own type."""
 
 PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "gptq": "optimum gptqmodel", "awq": "gptqmodel",
             "compressed-tensors": "compressed-tensors", "hqq": "hqq", "quanto": "optimum-quanto", "mxfp4": "triton kernels",
             "fbgemm_fp8": "fbgemm-gpu", "auto-round": "auto-round", "aqlm": "aqlm", "vptq": "vptq", "eetq": "eetq"}  # fmt: skip
 """What transformers needs for a checkpoint's method."""
+BLOCK = 64  # weights that share a scale in NF4
 DEQUANTISABLE = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit", "torchao")  # to which adapters can be added for good
 
 
 def _eight() -> Any:
     from transformers import BitsAndBytesConfig
 
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of a cast at every product
     # No column is treated as an outlier: which ones are, is told from all rows of a product, so that a token's logits would
     # depend on what is decoded beside it.
     return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
@@ -38,18 +41,17 @@ def _four(dtype: torch.dtype) -> Any:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 
 
-def _integers(bits: int) -> Any:
-    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig
+def _integers() -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig
     from transformers import TorchAoConfig
 
-    return TorchAoConfig(Int8WeightOnlyConfig() if bits == 8 else Int4WeightOnlyConfig())
+    return TorchAoConfig(Int8WeightOnlyConfig())
 
 
 WAYS: dict[str, tuple[str, Callable[[torch.dtype], Any]]] = {
     "8bit": ("bitsandbytes", lambda dtype: _eight()),
     "4bit": ("bitsandbytes", _four),
-    "int8": ("torchao", lambda dtype: _integers(8)),
-    "int4": ("torchao", lambda dtype: _integers(4)),
+    "int8": ("torchao", lambda dtype: _integers()),
 }
 
 
@@ -66,10 +68,17 @@ def loading_options(model: str, config: Any, asked: Quantization | None, dtype: 
     """What `from_pretrained` is told, beside the device, of how weights are held."""
     stored = method_of(config)
     if asked is None:
-        return {} if stored is None else {"device_map": {"": place}}
+        return {} if stored is None or place == "cpu" else {"device_map": {"": place}}
     if stored is not None:
         raise UserError(f"target.quantization={asked}: the weights of {model} are quantised already ({stored}); leave it out")
     package, make = WAYS[asked]
+    text = config.get_text_config()
+    widths = [width for name in ("hidden_size", "intermediate_size") if isinstance(width := getattr(text, name, None), int)]
+    if asked == "4bit" and place == "cpu" and any(width % BLOCK for width in widths):
+        raise UserError(
+            f"target.quantization=4bit: on a CPU layers must be multiples of {BLOCK} wide, and those of {model} are "
+            f"{' and '.join(map(str, widths))}; use 8bit"
+        )
     try:
         return {"quantization_config": make(dtype), "device_map": {"": place}}
     except ImportError as error:

@@ -35,7 +35,7 @@ def load_network(model: str, config: Any, place: str, sharding: Sharding, **opti
     options["use_safetensors"] = True  # nothing is unpickled
     if sharding == "none":
         made: nn.Module = auto_class(config).from_pretrained(model, config=config, **options)
-        return made if "device_map" in options else made.to(place)
+        return made if "device_map" in options or place == "cpu" else made.to(place)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         raise UserError(
             f"target.sharding={sharding}: this launch has one process; start several with torchrun or accelerate launch"

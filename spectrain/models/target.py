@@ -55,7 +55,8 @@ class Target(nn.Module):
         self.list_name = list_name(decoder_of(model)) or ""  # what its decoder calls its layers
         if not self.list_name:
             raise UserError(f"target {name}: its decoder has no list of layers, so features cannot be captured from it")
-        self.sight = Sight(path, "vision_config" in getattr(model.config, "sub_configs", {}))
+        sees = "vision_config" in getattr(model.config, "sub_configs", {}) and self.decoder is not model.base_model
+        self.sight = Sight(path, sees)
         self.has_seen = False  # a text with images, and was found to see it as transformers does
         self.rope_switch = rope_switch(self.config)
         self.attending = UNKNOWN if self.device.type == "meta" else attending(self)  # of no data only shapes are asked
@@ -211,13 +212,13 @@ class Target(nn.Module):
 
     def _with_images(self, texts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
         """The texts, where any has images; the first such text is held against transformers."""
-        seen = next((text for text in texts if images_of(text) is not None), None)
+        seen = next(((text, images) for text in texts if (images := images_of(text)) is not None), None)
         if seen is None:
             return ()
         if not self.has_seen:
             self.has_seen = True
             try:
-                check_sight(self, seen)
+                check_sight(self, *seen)
             except UserError:
                 self.has_seen = False
                 raise

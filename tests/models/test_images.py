@@ -57,7 +57,9 @@ def examples(target: Target, pictures: tuple[str, str]) -> list[Example]:
 def made(family: Any, target: Target) -> Drafter:
     torch.manual_seed(1)
     drafter: Drafter = family(target) if family is not Eagle3 else Eagle3(target, vocab_size=256)
-    drafter.prepare(target, torch.ones(target.head.vocab_size - 4, dtype=torch.int64))
+    counts = torch.ones(target.head.vocab_size, dtype=torch.int64)
+    counts[-4:] = 0  # no answer holds what stands for images
+    drafter.prepare(target, counts)
     return drafter
 
 
@@ -157,6 +159,15 @@ def test_conversations_of_a_file(pictures: tuple[str, str], tmp_path: Path) -> N
     first, second = Jsonl(str(file)).conversations()
     assert first == second
     assert first[0]["content"][0]["path"] == str(tmp_path / name) and first[1]["content"] == "Yes"
+
+
+def test_prompts_of_a_file(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:
+    """What is scored may have images too; the answers that follow them are left out."""
+    row = {"messages": [*asked("What?", pictures[0]), {"role": "assistant", "content": "A boat."}]}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(row))
+    (prompt,) = read_prompts(str(tmp_path / "prompts.jsonl")).prompts
+    text = prompt_tokens(target.tokenizer, prompt.opening, target.sight)
+    assert text == prompt_tokens(target.tokenizer, asked("What?", pictures[0]), target.sight) and images_of(text) is not None
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
-from spectrain.models.loading import TINY, load_hf
+from spectrain.models.loading import TINY, load_hf, load_tokenizer
 from spectrain.models.lora import TargetTraining
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.quantization import WAYS, method_of
@@ -25,9 +26,15 @@ NEW_TOKENS = 16
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers of the tiny target, saved."""
+    """Two layers of random weights, a multiple of 64 wide, as NF4 asks on a CPU."""
     folder = tmp_path_factory.mktemp("small")
-    cut_tiny(2).save(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, initializer_range=0.3, tie_word_embeddings=False, eos_token_id=2, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    load_tokenizer(str(TINY), False, True).save_pretrained(folder)
     return folder
 
 
@@ -95,3 +102,9 @@ def test_weights_in_few_bits_do_not_learn(method: str, adapt: Any, said: str) ->
 def test_shared_weights_are_whole() -> None:
     with pytest.raises(UserError, match="leave out target.sharding"):
         load_hf(str(TINY), sharding="fsdp2", quantization="8bit")
+
+
+def test_narrow_layers_have_no_blocks() -> None:
+    """The tiny target's feed-forward is 352 wide."""
+    with pytest.raises(UserError, match="multiples of 64"):
+        load_hf(str(TINY), device="cpu", quantization="4bit")
