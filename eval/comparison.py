@@ -218,9 +218,10 @@ def differences(found: Sequence[Scored]) -> list[str]:
     if len(trained) > 1 and not any(alike([one[key] for one in trained]) for key in ("seconds", "tokens")):
         caveats.append("Trained with unequal budgets: neither their seconds nor their tokens are alike.")
     caveats += [
-        f"{one.name} drafts with a forward of the target itself: of its tokens per forward, each of {one.forwards} gives a part."
-        for one in found if one.forwards > 1
-    ]  # fmt: skip
+        f"{one.name} drafts with the target itself: its tokens per forward are those of {one.forwards} forwards."
+        for one in found
+        if one.forwards > 1
+    ]
     caveats += [f"{one.name}: no speedup to be quoted, as {one.summary['speedup']['reason']}." for one in found if one.is_noisy]
     return caveats
 
