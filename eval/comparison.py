@@ -86,6 +86,11 @@ class Scored:
         return not self.summary["speedup"].get("quotable", True)
 
     @property
+    def forwards(self) -> int:
+        """Of the target in a round: the verification, and those that draft."""
+        return int(self.summary.get("bounds", {}).get("forwards_per_round", 1))
+
+    @property
     def is_trained(self) -> bool:
         return bool(self.setting.get("trained", True))
 
@@ -119,7 +124,8 @@ class Way:
 
     @property
     def length(self) -> float:
-        return float(self.entry["acceptance_length"]["pooled"])
+        """Tokens per forward of the target, those that draft counted too."""
+        return float(self.entry["acceptance_length"]["pooled"]) / self.scored.forwards
 
     def told_from(self, other: "Way") -> bool:
         """Whether the two speedups differ on the same prompts beyond chance: the 95 % interval of their ratio leaves 1."""
@@ -211,6 +217,11 @@ def differences(found: Sequence[Scored]) -> list[str]:
     trained = [one.setting["training"] for one in found if one.setting.get("training")]
     if len(trained) > 1 and not any(alike([one[key] for one in trained]) for key in ("seconds", "tokens")):
         caveats.append("Trained with unequal budgets: neither their seconds nor their tokens are alike.")
+    caveats += [
+        f"{one.name} drafts with the target itself: its tokens per forward are those of {one.forwards} forwards."
+        for one in found
+        if one.forwards > 1
+    ]
     caveats += [f"{one.name}: no speedup to be quoted, as {one.summary['speedup']['reason']}." for one in found if one.is_noisy]
     return caveats
 

@@ -129,6 +129,9 @@ def explanation(summary: dict[str, Any]) -> Iterator[str]:
     yield f"time of a drafted round: {share}{together}"
     yield f"kept by depth: {_rates(summary['acceptance_by_depth'])}; device {setting['device']}, {setting['dtype']}"
     forced, limits = summary.get("forced"), summary.get("bounds", {})
+    if (forwards := limits.get("forwards_per_round", 1)) > 1:
+        kept = summary["acceptance_length"]["pooled"]
+        yield f"a round takes {forwards} forwards of the target, so each gives {kept / forwards:.2f} tokens"
     if forced:
         yield f"right on the target's own text, by depth: {_rates(forced['agreement_by_depth'])}"
     if forced and "forecast" in forced:

@@ -87,7 +87,8 @@ def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequ
     measured speedup of a chain as deep as the tree of which every draft is right, the ceiling of a better drafter. Where nodes
     that only draft run with the verification, drafting has no time of its own, so zero_cost_draft is not given. roofline:
     the speedup if a draft step, a step and a verification took what this machine's memory and arithmetic allow at least; not
-    given for a mixture of experts, which reads only some of its weights.
+    given for a mixture of experts, which reads only some of its weights. forwards_per_round, where drafting is one of the
+    target's own: tokens per forward count verifications alone.
     """
     length = metrics.pooled_acceptance(turns)
     rounds = sum(len(turn.drafted.times) for turn in turns)
@@ -104,7 +105,9 @@ def bounds(target: Target, drafter: Drafter, turns: Sequence[Turn], oracle: Sequ
     read = drafter.cost.weights(drafter, target)
     drafting = drafter.cost.passes(drafter, depth) * forward_floor(read, batch, target.device, target.dtype)
     verifying = forward_floor(target.model, batch * nodes, target.device, target.dtype)
+    forwards = 1 + drafter.cost.forwards(drafter)
     return {
+        **({"forwards_per_round": forwards} if forwards > 1 else {}),
         "engine_efficiency": round(metrics.speedup(turns) / length, 4),
         "zero_cost_draft": None if any(sum(turn.drafted.idle) for turn in turns) else round(length * step / verify, 4),
         "oracle": round(metrics.speedup(oracle), 4) if oracle else None,

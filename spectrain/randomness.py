@@ -8,7 +8,7 @@ from torch import Tensor
 MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
 # What a number is for: the same keys never serve two purposes.
 DRAFT, ACCEPT, SAMPLE, LAYER_DROPOUT, MASKED_PREFIXES, ANCHORS, CHAINS = 1, 2, 3, 4, 5, 6, 7
-NOISE = 12
+NOISE, WITHOUT_FEATURES = 12, 13
 
 
 def generator(purpose: int, seed: int, row: int, position: int) -> torch.Generator:

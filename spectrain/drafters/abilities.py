@@ -74,6 +74,7 @@ class DraftingCost:
     extra_nodes: Callable[[Any, TreeBuilder], int] = lambda drafter, builder: 0  # of a tree, beyond the budget
     passes: Callable[[Any, float], float] = lambda drafter, depth: depth  # how often drafting so deep reads all of the weights
     weights: Callable[[Any, Target], nn.Module] = lambda drafter, target: drafter  # what a draft step reads
+    forwards: Callable[[Any], int] = lambda drafter: 0  # whole ones of the target that drafting takes in every round
     verified_from: Callable[[Any], int] = lambda drafter: 0  # the first layer that drafting leaves to verification
 
 

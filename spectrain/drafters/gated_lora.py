@@ -87,6 +87,7 @@ class GatedLora(Drafter):
         extra_nodes=lambda drafter, builder: drafter.num_masks * (builder.budget if drafter.strategy == "quadratic" else 1),
         passes=lambda drafter, depth: min(1.0, depth) if drafter.strategy == "apart" else depth,
         weights=lambda drafter, target: drafter.drafting_layers(target),
+        forwards=lambda drafter: int(drafter.strategy == "apart"),
     )
 
     def __init__(

@@ -5,17 +5,20 @@ Shapes: B batch, T tokens, N packed tokens, K drafts, V vocabulary, R supervised
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch
-from spectrain.kernels.linear_divergence import HeadTarget, most_likely
+from spectrain.features.batch import Batch, laid_out
+from spectrain.kernels.linear_divergence import CHUNK, HeadTarget, Projection, most_likely
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
-from spectrain.randomness import MASKED_PREFIXES, sequence_generator
+from spectrain.randomness import MASKED_PREFIXES, WITHOUT_FEATURES, sequence_generator
 from spectrain.settings.values import Steps
 from spectrain.trees.base import Draft, Marginals
 
@@ -23,11 +26,14 @@ from .abilities import Abilities, Capture, DraftingCost, SavedFiles
 from .base import Drafter, Losses, Stage, TrainingState
 from .context import Context
 from .shared.losses import Loss, head_loss
-from .shared.masks import add_blocks, mask_embeddings, prefix_ends, start_masks
+from .shared.masks import Blocks, add_blocks, added_embeddings, mask_embeddings, prefix_ends, start_masks
 from .shared.small_models import small_model
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
+
+
+FEATURE_SCALE = 0.02  # PARD-2's: of projected features beside embeddings
 
 
 class Pard(Drafter):
@@ -37,10 +43,14 @@ class Pard(Drafter):
     a share max(keep^b, keep_least) of the prefixes has b masks or more, so that every mask sees the chain of masks before it,
     and a forward sees at most T (1 + sum_b max(keep^b, keep_least)) tokens of a sequence. `loss` is the data's token or a
     divergence from what the target says there.
+
+    PARD-2 (AMD, 2026) adds two things. With `confidence`, draft b of a block, from 0, whose answer is x_t weighs
+    prod_{s=1..b} p(x_{t-s}), how likely the target is to say what the drafts before it should be. With `layers`, features
+    of the target are projected and added to the embeddings, times FEATURE_SCALE: a token gets those of the place before it,
+    all masks those of the root; `without` is the share of the sequences that train without them.
     """
 
-    saved = SavedFiles(shape=("architecture", "num_layers", "model"), settings=lambda drafter: drafter.description())
-    abilities = Abilities(capture=Capture(carried=("cache",)))
+    saved = SavedFiles(shape=("architecture", "num_layers", "model", "layers"), settings=lambda drafter: drafter.description())
     cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
 
     def __init__(
@@ -53,6 +63,9 @@ class Pard(Drafter):
         loss: Loss = "cross_entropy",
         keep: float = 0.7,  # share of the prefixes that each further mask is trained behind
         keep_least: float = 0.2,  # the least such share
+        confidence: bool = False,  # drafts count as much as those before them are likely to be kept
+        layers: list[int] | None = None,  # of the target, whose features are added to the embeddings
+        without: float = 0.2,  # share of the sequences that train without these features
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -61,13 +74,21 @@ class Pard(Drafter):
         for key, value in (("keep", keep), ("keep_least", keep_least)):
             if not 0 < value <= 1:
                 raise UserError(f"drafter.{key}={value}: use more than 0 and at most 1")
+        if not 0 <= without < 1:
+            raise UserError(f"drafter.without={without}: use 0 or more and less than 1")
         self.num_drafts, self.divergence, self.seed = num_drafts, loss, seed
-        self.keep, self.keep_least = keep, keep_least
+        self.keep, self.keep_least, self.confidence, self.without = keep, keep_least, confidence, without
         self.model = small_model(target, num_layers, model, architecture)
         self.mask = nn.Parameter(torch.zeros(1, self.model.width))
         self.head = target.head
         self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
+        self.layers = tuple(sorted(set(layers or ())))
+        target.check_layers(self.layers)
+        wide = len(self.layers) * target.width
+        self.features = nn.Linear(wide, self.model.width, bias=False) if wide else None
+        self.last: Tensor | None = None  # [B, 1, F] the features of the last committed token
+        self.abilities = Abilities(capture=Capture(carried=("cache", *(("last",) if wide else ()))))
 
     def prepare(self, target: Target, token_counts: Tensor) -> None:
         """The mask starts near the mean embedding."""
@@ -82,13 +103,14 @@ class Pard(Drafter):
 
     @property
     def stages(self) -> list[Stage]:
-        """On what the target's head reads; decoding needs no features."""
-        return [Stage.whole(self, ("final",), final_reach=0)]
+        """On what the target's head reads, and the features beside the embeddings, if any; decoding needs only those."""
+        return [Stage.whole(self, (*self.layers, "final"), final_reach=0)]
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         assert batch.features is not None
         blocks = add_blocks(batch, self.prefixes(batch, state.step))
-        with mask_embeddings(self.model.head.embedding, self.mask, blocks.numbers):
+        known = None if self.features is None else self.trained_features(batch, blocks, state.step)
+        with self.embedded(blocks.numbers, known):
             seen = self.model.run(
                 blocks.tokens,
                 ForwardPlan(
@@ -105,7 +127,8 @@ class Pard(Drafter):
         final = batch.features.at("final")
         final = final.gather(1, blocks.places[..., None].expand(-1, -1, final.shape[-1]))[asked]
         mine, theirs = (head.projection.entries(slice(self.vocab_size)) for head in (self.model.head, self.head))
-        weights = blocks.weights(asked, batch)
+        share = self.shares(batch, blocks, theirs)[asked] if self.confidence else None
+        weights = blocks.weights(asked, batch, share)
         judged = head_loss(
             self.divergence, seen.at("final")[asked], mine, answers, HeadTarget(final, theirs), row_weight=weights
         )
@@ -113,6 +136,44 @@ class Pard(Drafter):
         likeliest = most_likely(final, theirs)[0] if tokens else judged.labels
         right = judged.best == likeliest
         return Losses.by_depth({self.divergence: judged.loss}, right, depths, self.num_drafts)
+
+    @torch.no_grad()
+    def shares(self, batch: Batch, blocks: Blocks, head: Projection) -> Tensor:
+        """[B, N] of a draft, the product of p(x) over the tokens that the drafts before it in its block should be."""
+        assert batch.features is not None
+        said = batch.predicts
+        theirs, answers = HeadTarget(batch.features.at("final")[said], head), batch.tokens.roll(-1, dims=1)[said]
+        starts = range(0, len(answers), CHUNK)
+        parts = [theirs(slice(n, n + CHUNK)).gather(-1, answers[n : n + CHUNK, None])[:, 0] for n in starts]
+        log_p = torch.zeros(said.shape, dtype=torch.float64, device=said.device)  # [B, T] of the token after each
+        log_p[said] = torch.cat([*parts, log_p.new_zeros(0)]).double()
+        before = F.pad(log_p.cumsum(1), (1, 0))  # of all tokens up to each
+        return (before.gather(1, blocks.places) - before.gather(1, blocks.newest)).exp().float()
+
+    def trained_features(self, batch: Batch, blocks: Blocks, step: int) -> Tensor:
+        """[B, N, F] what every place is given: the features of the token before it, a mask those of the token before its
+        block's root; nothing at a text's first token, nor anywhere in sequences that are drawn to do without."""
+        assert batch.features is not None
+        rows = []
+        for tokens, _ in batch.sequences():
+            source = sequence_generator(WITHOUT_FEATURES, self.seed, tokens, step)
+            given = torch.full((len(tokens),), float(torch.rand((), generator=source) >= self.without))
+            given[0] = 0
+            rows.append(given)
+        fused = F.pad(batch.features.fused(self.layers), (0, 0, 1, 0))[:, :-1]
+        fused = fused * laid_out(rows, batch.lengths is not None)[..., None].to(fused)
+        return fused.gather(1, blocks.newest[..., None].expand(-1, -1, fused.shape[-1]))
+
+    @contextmanager
+    def embedded(self, numbers: Tensor, known: Tensor | None) -> Iterator[None]:
+        """Run the model with its mask where `numbers` [B, N] names one and, added to every embedding, what is `known` of the
+        target there [B, N, F]."""
+        with ExitStack() as stack:
+            stack.enter_context(mask_embeddings(self.model.head.embedding, self.mask, numbers))
+            if self.features is not None and known is not None:
+                added = FEATURE_SCALE * self.features(known.to(self.features.weight.dtype))
+                stack.enter_context(added_embeddings(self.model.head.embedding, added))
+            yield
 
     def prefixes(self, batch: Batch, step: int) -> list[list[tuple[int, int]]]:
         """Every prefix with an answer for one of its masks, with as many of these as the conditional drop leaves it."""
@@ -140,10 +201,22 @@ class Pard(Drafter):
         numbers = torch.where(numbers < self.num_drafts - 1, numbers.clamp(min=-1), -1)
         index = (self.cache.lengths[:, None] + places).clamp(max=context.tokens.shape[1] - 1)
         tokens = torch.where(places <= behind[:, None], context.tokens.gather(1, index), 0)
-        with mask_embeddings(self.model.head.embedding, self.mask, numbers):
+        with self.embedded(numbers, self.known(context, behind, places)):
             seen = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache))
         self.cache.commit(None, behind)
         asked = behind[:, None] + torch.arange(self.num_drafts, device=device)
         final = seen.at("final").gather(1, asked[..., None].expand(-1, -1, self.model.width))
         log_q = self.model.head.logits(final)[..., : self.vocab_size].log_softmax(-1)
         return Draft(Marginals(context.root, log_q))
+
+    def known(self, context: Context, behind: Tensor, places: Tensor) -> Tensor | None:
+        """[B, W, F] what the tokens that are new to the drafter are given, the root after `behind` [B] of them, and masks."""
+        if self.features is None:
+            return None
+        fresh = context.fresh.fused(self.layers)
+        if context.round == 0 or self.last is None:
+            self.last = torch.zeros_like(fresh[:, :1])
+        shifted = torch.cat([self.last, fresh], dim=1)
+        newest = torch.minimum(places, behind[:, None])[..., None].expand(-1, -1, fresh.shape[-1])
+        self.last = shifted.gather(1, behind[:, None, None].expand(-1, 1, fresh.shape[-1]))
+        return shifted.gather(1, newest)

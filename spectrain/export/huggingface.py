@@ -85,6 +85,11 @@ class HuggingFace(Layout):
         if drafter.is_target:
             self._write_target(drafter, directory)
             return
+        if "features.weight" in drafter.tensors:
+            raise UserError(
+                f"drafter.layers={drafter.drafter.get('layers')}: no engine gives PARD features of its target; score it with "
+                "spectrain eval, or train it with drafter.layers=null"
+            )
         target = need(target, "its tokenizer is the drafter's too")
         architecture = dict(drafter.drafter["architecture"])
         kind = architecture.setdefault("model_type", "llama")

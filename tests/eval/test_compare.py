@@ -242,6 +242,15 @@ def test_impossible_speedups_are_not_advised(tmp_path: Path) -> None:
     assert recommend([slowed, good])[0]["choice"].startswith("good")
 
 
+def test_forwards_that_draft_count(tmp_path: Path) -> None:
+    """What drafts with the target itself has its tokens shared out among all forwards of a round."""
+    two, one = way(tmp_path, "two", [1.5] * 10, 2.4), way(tmp_path, "one", [1.2] * 10, 1.6)
+    two.scored.summary["bounds"] = {"forwards_per_round": 2}
+    assert (two.length, one.length) == (1.2, 1.6)
+    found = {advice["goal"]: advice["because"] for advice in recommend([two, one])}
+    assert "one (" in found["latency at batch 1"] and "1.60 tokens" in found["latency at batch 1"]
+
+
 def test_engines_are_ranked_apart(tmp_path: Path) -> None:
     """A drafter that the loop decodes beside a slower baseline does not win over captured rounds."""
     captured = way(tmp_path, "captured", [0.6] * 10, 2.0)

@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.acceptance import Block, Greedy, SpeculativeSampling
 from spectrain.decoding.loop import decode
 from spectrain.drafters.early_exit import EarlyExit
+from spectrain.drafters.gated_lora import GatedLora
 from spectrain.drafters.kangaroo import Kangaroo
 from spectrain.drafters.layer_skip import LayerSkipping, search
 from spectrain.drafters.ngram import Ngram
@@ -27,6 +29,7 @@ from spectrain.eval import summary as summaries
 from spectrain.eval.drift import own_answers, target_drift
 from spectrain.eval.exits import exit_quality
 from spectrain.eval.metrics import Turn
+from spectrain.eval.report import explanation
 from spectrain.eval.run import Evaluation
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
@@ -350,3 +353,22 @@ def test_the_floor_of_drafting(tiny: Target, monkeypatch: pytest.MonkeyPatch, na
     length = sum(drafted.whole_rounds) / len(drafted.whole_rounds)
     drafts = sum(drafted.depths) / len(drafted.depths)
     assert drafts == depth and found["roofline"] == pytest.approx(length * whole / (drafts * reads + whole), abs=1e-4)
+
+
+@pytest.mark.parametrize("strategy, forwards", [("apart", 2), ("quadratic", 1), ("linear", 1)])
+def test_forwards_of_the_target_are_counted(tiny: Target, strategy: Any, forwards: int) -> None:
+    """As many as really ran, one for the prompt and these a round; where drafting is one the report says what each gives."""
+    drafter = GatedLora(tiny, num_masks=3, rank=0, sampler=False, noise="uniform", strategy=strategy).eval()
+    text, ran = prompt_tokens(tiny.tokenizer, [{"role": "user", "content": PROMPTS[0]}]), []
+    handle = tiny.decoder.register_forward_hook(lambda *args: ran.append(1))
+    (drafted,) = decode(tiny, [text], Greedy(), LIMIT, drafter, Chain(3))
+    handle.remove()
+    assert len(ran) == 1 + forwards * len(drafted.accepted) == 1 + (1 + drafter.cost.forwards(drafter)) * len(drafted.accepted)
+    (plain,) = decode(tiny, [text], Greedy(), LIMIT)
+    turns = [Turn("id", 0, "any", plain, drafted)]
+    summary = {**summaries.summarise(turns, True), "bounds": summaries.bounds(tiny, drafter, turns, []),
+               "setting": {"batch_size": 1, "device": "cpu", "dtype": "float32"}}  # fmt: skip
+    assert summary["bounds"].get("forwards_per_round", 1) == forwards
+    told = [line for line in islice(explanation(summary), 3) if line.startswith("a round takes 2 forwards of the target")]
+    kept = sum(drafted.whole_rounds) / len(drafted.whole_rounds)
+    assert told == ([f"a round takes 2 forwards of the target, so each gives {kept / 2:.2f} tokens"] if forwards == 2 else [])

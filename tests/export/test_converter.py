@@ -208,6 +208,8 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
     "Kangaroo": (lambda path, tiny: ours(path, tiny, "kangaroo"), "hf", ("kangaroo", "spectrain eval")),
     "gated LoRA for vLLM": (
         lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), "vllm", ("gated_lora", "peft")),
+    "PARD-2 with features": (
+        lambda path, tiny: ours(path, tiny, "pard", num_layers=2, layers=[2, 6]), "hf", ("drafter.layers=[2, 6]", "no engine")),
     "masks for SGLang": (
         lambda path, tiny: ours(path, tiny, "gated_lora", num_masks=2, rank=4), "uno",
         ("masks and sampler", "recipe=uno", "format=peft")),

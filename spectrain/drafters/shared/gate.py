@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class LoraFactors(nn.Module):
     """B A x alpha / rank, nothing at first (Hu et al., 2022)."""
 
-    def __init__(self, linear: nn.Module, rank: int) -> None:
+    def __init__(self, linear: Any, rank: int) -> None:
         super().__init__()
         into, out = (linear.in_features, linear.out_features) if isinstance(linear, nn.Linear) else (linear.nx, linear.nf)
         self.lora_A = nn.Linear(into, rank, bias=False)

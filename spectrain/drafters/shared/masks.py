@@ -38,13 +38,18 @@ class Blocks:
     lengths: tuple[int, ...] | None = None  # of packed documents, each with its masks behind its tokens
 
     @property
+    def newest(self) -> Tensor:
+        """[B, N] where in the batch the last token stands that a mask's block knows; at ordinary tokens, these themselves."""
+        return (self.places - self.numbers - 1).clamp(min=0)
+
+    @property
     def ordinary(self) -> Tensor:
         """[B, N] bool, the batch's own tokens."""
         return self.anchors == torch.arange(self.anchors.shape[1], device=self.anchors.device)
 
-    def weights(self, asked: Tensor, batch: Batch) -> Tensor:
+    def weights(self, asked: Tensor, batch: Batch, share: Tensor | None = None) -> Tensor:
         """[R] what each place in `asked` [B, N] counts: so much that a document counts as many terms as it has tokens that
-        carry loss, whatever it is batched with."""
+        carry loss, whatever it is batched with; of these, places alike, or in proportion to their `share` [R]."""
         count, device = (len(asked) if self.lengths is None else len(self.lengths)), asked.device
         document, owner = torch.arange(count, device=device)[:, None], torch.arange(count, device=device)[:, None]
         if self.lengths is not None and batch.lengths is not None:
@@ -54,7 +59,9 @@ class Blocks:
             )
         tokens = torch.bincount(owner.expand_as(batch.tokens)[batch.loss_mask], minlength=count)
         mine = document.expand_as(asked)[asked]
-        return (tokens / torch.bincount(mine, minlength=count).clamp(min=1))[mine]
+        share = torch.ones_like(mine, dtype=torch.float32) if share is None else share
+        whole = share.new_zeros(count).index_add(0, mine, share)
+        return (tokens / whole.clamp(min=torch.finfo(whole.dtype).tiny))[mine] * share
 
 
 def prefix_ends(mask: Tensor, num_masks: int) -> Tensor:
@@ -134,6 +141,16 @@ def mask_embeddings(embedding: nn.Module, vectors: Tensor, numbers: Tensor) -> I
         return torch.where(masks, put.to(output.dtype), output)
 
     handle = embedding.register_forward_hook(replace)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def added_embeddings(embedding: nn.Module, added: Tensor) -> Iterator[None]:
+    """Let what tokens are embedded as be that and `added` [B, N, D]."""
+    handle = embedding.register_forward_hook(lambda module, args, output: output + added.to(output.dtype))
     try:
         yield
     finally:

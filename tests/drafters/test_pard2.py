@@ -1,0 +1,165 @@
+"""PARD-2: what a draft weighs, and the target's features beside the embeddings, by their equations."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.captured import Captured
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState
+from spectrain.drafters.context import Context
+from spectrain.drafters.pard import FEATURE_SCALE, Pard
+from spectrain.drafters.shared.losses import forward_kl
+from spectrain.drafters.shared.masks import add_blocks
+from spectrain.errors import UserError
+from spectrain.features.base import BatchRequest
+from spectrain.features.batch import Batch
+from spectrain.features.live import Live
+from spectrain.models.plain import plain_model
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2
+from spectrain.trees.base import Draft
+
+DRAFTS = 4
+PROMPTS = [[5, 6, 7, 8, 9], [40, 41], [100, 3, 44, 8, 12, 90, 1500]]
+
+
+def make(target: Target, **options: Any) -> Pard:
+    """Three layers of the target, whose projection of features is large enough to matter."""
+    torch.manual_seed(3)
+    drafter = Pard(target, **{"num_drafts": DRAFTS, "num_layers": 2, "loss": "forward_kl", "without": 0.0, **options})
+    drafter.prepare(target, torch.zeros(target.head.vocab_size))
+    if drafter.features is not None:
+        torch.nn.init.normal_(drafter.features.weight, std=0.5)
+    return drafter.eval()
+
+
+def batch_of(target: Target, drafter: Pard, lengths: tuple[int, ...] = (21, 16), packed: bool = False) -> Batch:
+    torch.manual_seed(5)
+    rows = [Example(torch.randint(3, 2000, (n,)).tolist(), [i >= 6 for i in range(n)]) for n in lengths]
+    dataset = Dataset(rows, len(rows), 0, 0)
+    request = BatchRequest(dataset[list(range(len(rows)))], target, drafter.stages[0].layers)
+    found = Live().batch(request)
+    if not packed:
+        return found
+    assert found.features is not None
+    parts = [(found.tokens[row, :n], found.loss_mask[row, :n], found.features.hidden[row, :n]) for row, n in enumerate(lengths)]
+    tokens, mask, hidden = (torch.cat(part)[None] for part in zip(*parts))
+    return Batch(tokens, mask, type(found.features)(tokens, found.features.layers, hidden), lengths=lengths)
+
+
+def logits_of(drafter: Pard, target: Target, text: list[int], num_masks: int) -> Tensor:
+    """[M + 1, V] after a text and after each mask behind it: a token is embedded as itself and FEATURE_SCALE W f of the place
+    before it, a mask with those of the text's last token."""
+    with plain_model(drafter.model) as model:
+        embedded = torch.cat([model.get_input_embeddings()(torch.tensor(text)), drafter.mask.expand(num_masks, -1)])
+        if drafter.features is not None:
+            f = target.features(torch.tensor([text]), drafter.layers).fused(drafter.layers)[0]
+            given = torch.cat([torch.zeros_like(f[:1]), f[:-1]])
+            embedded = (
+                embedded + FEATURE_SCALE * torch.cat([given, given[-1:].expand(num_masks, -1)]) @ drafter.features.weight.T
+            )
+        found: Tensor = model(inputs_embeds=embedded[None], use_cache=False).logits[0, len(text) - 1 :]
+    return found
+
+
+def independent_loss(target: Target, drafter: Pard, batch: Batch, lengths: tuple[int, ...]) -> Tensor:
+    """Block by block: prod_{s=1..b} p(x_{t-s}) KL for the draft b whose answer is x_t, over the sum of these weights, times the
+    tokens that carry loss."""
+    total = torch.zeros(())
+    for (tokens, mask), prefixes, length in zip(batch.sequences(), drafter.prefixes(batch, 0), lengths):
+        text = tokens[:length].tolist()
+        log_p = target.head.logits(target.features(torch.tensor([text]), ("final",)).at("final"))[0].log_softmax(-1)
+        drafts = [(logits_of(drafter, target, text[: end + 1], 0)[0], end + 1, 1.0) for end in range(length - 1)]
+        for end, size in prefixes:
+            said, weight = logits_of(drafter, target, text[: end + 1], size), 1.0
+            for b in range(1, size + 1):
+                known = end + b  # the token that the draft before should be
+                if drafter.confidence and known < length and mask[known]:
+                    weight *= float(log_p[known - 1, text[known]].exp())
+                drafts.append((said[b], end + 1 + b, weight))
+        drafts = [(logits, answer, weight) for logits, answer, weight in drafts if answer < length and mask[answer]]
+        terms = [weight * forward_kl(log_p[answer - 1], logits.log_softmax(-1)) for logits, answer, weight in drafts]
+        total = total + sum(terms) / sum(weight for *_, weight in drafts) * mask.sum()
+    return total
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", [{"confidence": True}, {"layers": [1, 3]}, {"confidence": True, "layers": [2]}],
+                         ids=["weights", "features", "both"])  # fmt: skip
+def test_loss_is_that_of_every_block_alone(shallow: Target, options: dict[str, Any], packed: bool) -> None:
+    """The sum over forwards of every prefix and its masks; the gradient of the projection too, where there is one."""
+    lengths = (21, 16)
+    drafter = make(shallow, **options)
+    batch = batch_of(shallow, drafter, lengths, packed)
+    found, wanted = drafter.loss(batch, shallow, TrainingState()).total, independent_loss(shallow, drafter, batch, lengths)
+    torch.testing.assert_close(found, wanted, rtol=2e-4, atol=1e-3)
+    learning = [drafter.mask, *([drafter.features.weight] if drafter.features is not None else [])]
+    for one, other in zip(torch.autograd.grad(found, learning), torch.autograd.grad(wanted, learning)):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-3 * float(other.abs().max()))
+
+
+def test_a_share_of_the_sequences_trains_without_features(shallow: Target) -> None:
+    """`without` of them, drawn by text and step; the others have them at every token but the first."""
+    drafter = make(shallow, layers=[1], without=0.25)
+
+    def given(batch: Batch, step: int) -> Tensor:
+        """[B, T] whether a token has features."""
+        blocks = add_blocks(batch, drafter.prefixes(batch, step))
+        return drafter.trained_features(batch, blocks, step)[:, : batch.tokens.shape[1]].abs().sum(-1) > 0
+
+    padded, packed = batch_of(shallow, drafter), batch_of(shallow, drafter, packed=True)
+    found = torch.stack([given(padded, step)[:, :16] for step in range(200)])
+    assert not found[..., 0].any() and (found[..., 1:].all(-1) == found[..., 1:].any(-1)).all()
+    assert 0.18 < 1 - float(found[..., 1].float().mean()) < 0.32
+    for step in range(9):
+        blocks = add_blocks(packed, drafter.prefixes(packed, step))
+        ordinary = drafter.trained_features(packed, blocks, step)[0][blocks.ordinary[0]].abs().sum(-1) > 0
+        assert torch.equal(ordinary[:21], given(padded, step)[0]) and torch.equal(ordinary[21:], given(padded, step)[1, :16])
+
+
+@pytest.mark.parametrize("builder", [Chain(DRAFTS), Eagle2(4, 10, 3)], ids=["chain", "eagle2"])
+def test_drafted_equals_greedy(shallow: Target, builder: Any) -> None:
+    """Alone, in a batch of ragged prompts, and in captured rounds."""
+    plain = [one.output for one in decode(shallow, PROMPTS, Greedy(), 14, ignore_eos=True)]
+    for count in (1, 3):
+        found = decode(shallow, PROMPTS[:count], Greedy(), 14, make(shallow, layers=[1, 3]), builder, ignore_eos=True)
+        assert [one.output for one in found] == plain[:count]
+
+
+def test_captured_rounds_are_the_loops(shallow: Target) -> None:
+    """The features that one round leaves to the next stay where a graph finds them."""
+    drafter, builder = make(shallow, layers=[1, 3]), Chain(DRAFTS)
+    plain = decode(shallow, PROMPTS, Greedy(), 14, drafter, builder, ignore_eos=True)
+    found = Captured(shallow, Greedy(), drafter, builder).decode(PROMPTS, 14, ignore_eos=True)
+    assert [(one.output, one.accepted) for one in found] == [(one.output, one.accepted) for one in plain]
+
+
+@torch.no_grad()
+def test_drafts_are_those_of_a_forward_of_the_whole_text(shallow: Target) -> None:
+    """In every round, whatever was accepted before it: text, masks and features through transformers' own model."""
+    drafter, rounds = make(shallow, layers=[1, 3]), 0
+    draft = drafter.draft
+
+    def watched(context: Context) -> Draft:
+        nonlocal rounds
+        found, rounds = draft(context), rounds + 1
+        text = context.tokens[0, : int(context.cache.lengths[0]) + 1].tolist()
+        wanted = logits_of(drafter, shallow, text, DRAFTS - 1).log_softmax(-1)
+        torch.testing.assert_close(found.rollout.log_q[0], wanted, rtol=1e-3, atol=1e-3)  # type: ignore[union-attr]
+        return found
+
+    drafter.draft = watched  # type: ignore[method-assign]
+    decode(shallow, PROMPTS[:1], Greedy(), 14, drafter, Chain(DRAFTS), ignore_eos=True)
+    assert rounds > 3
+
+
+@pytest.mark.parametrize("options, message", [({"without": 1.0}, r"drafter\.without=1\.0"), ({"layers": [9]}, r"layers: 9 is")])
+def test_wrong_settings_are_refused(shallow: Target, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make(shallow, **options)
