@@ -98,10 +98,16 @@ def stitched(tensors: dict[str, Tensor], source: Checkpoint, layout: MtpLayout, 
             raise UserError(
                 f"format=mtp: {target.said} and the drafter differ in {lacking[0]}; it was trained for another target"
             )
-    common = source.tensor(next(name for name in source.files if name.endswith("norm.weight"))).dtype
-    for name, tensor in found.items():
-        found[name] = tensor.to(source.tensor(name).dtype if name in source.files else common)
-    return found
+    return {name: tensor.to(kind_of(name, source)) for name, tensor in found.items()}
+
+
+def kind_of(name: str, source: Checkpoint) -> torch.dtype:
+    """In which type the checkpoint holds a tensor, or would: that of one called alike, or of the attention's output."""
+    if name in source.files:
+        return source.tensor(name).dtype
+    alike = [".".join(name.split(".")[-2:]), "o_proj.weight", "norm.weight"]
+    found = next(known for ending in alike for known in source.files if known.endswith(f".{ending}"))
+    return source.tensor(found).dtype
 
 
 def copied_without(source: Checkpoint, replaced: set[str], directory: Path) -> dict[str, str]:
