@@ -73,7 +73,8 @@ class TargetLayer(nn.Module):
             positions = positions.clamp(max=self.switch - 1)
         told = {"past_key_values": cache, "use_cache": cache is not None}  # without one, masks would ask the device
         output = self.decoder(inputs_embeds=inputs, position_ids=positions, **told, attends=attends)
-        return output.last_hidden_state  # type: ignore[no-any-return]
+        states: Tensor = output.last_hidden_state
+        return states
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
