@@ -186,7 +186,8 @@ class Mtp(VocabularyDrafter):
         """The output state [B, F, D] of new nodes, appended to the cache behind what it holds."""
         cache.place(positions)
         assert cache.positions is not None
-        output: Tensor = self.block(self.inputs(tokens, hidden), positions, cached_attention(cache, visible, cache.positions))
+        attends = cached_attention(cache, visible, cache.positions)
+        output: Tensor = self.block(self.inputs(tokens, hidden), positions, attends, cache)
         cache.advance(tokens.shape[1])
         return output
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.models.mtp_files import EXPERT, INDEX, LAYOUTS, READERS, Checkpoint, MtpLayout, mtp_kinds
+from spectrain.models.mtp_files import FUSED, INDEX, LAYOUTS, READERS, Checkpoint, MtpLayout, mtp_kinds
 
 from .huggingface import generate
 from .layout import PICKLED, Expected, Files, Layout, Portable, need, write_json
@@ -90,7 +90,7 @@ def stitched(tensors: dict[str, Tensor], source: Checkpoint, layout: MtpLayout, 
     """The trained layer's tensors by the names and in the types that the checkpoint has, or would have, for each MTP layer."""
     prefixes = source.prefixes(layout) or [layout.prefix.format(layer=target.num_layers, index=0)]
     beside = [name for name in source.files if name.startswith(prefixes[0])] or [*source.files]
-    theirs = layout.theirs(tensors, any(EXPERT.fullmatch(name) for name in beside))
+    theirs = layout.theirs(tensors, by_expert=not any(name.endswith(FUSED) for name in beside))
     found = {prefix + name: tensor for prefix in prefixes for name, tensor in theirs.items()}
     if source.layout is not None:
         lacking = sorted({*source.of_layer(layout, prefixes[0])} ^ {prefixes[0] + name for name in theirs})
@@ -98,10 +98,16 @@ def stitched(tensors: dict[str, Tensor], source: Checkpoint, layout: MtpLayout, 
             raise UserError(
                 f"format=mtp: {target.said} and the drafter differ in {lacking[0]}; it was trained for another target"
             )
-    common = source.tensor(next(name for name in source.files if name.endswith("norm.weight"))).dtype
-    for name, tensor in found.items():
-        found[name] = tensor.to(source.tensor(name).dtype if name in source.files else common)
-    return found
+    return {name: tensor.to(kind_of(name, source)) for name, tensor in found.items()}
+
+
+def kind_of(name: str, source: Checkpoint) -> torch.dtype:
+    """In which type the checkpoint holds a tensor, or would: that of one called alike, or of the attention's output."""
+    if name in source.files:
+        return source.tensor(name).dtype
+    alike = [".".join(name.split(".")[-2:]), "o_proj.weight", "norm.weight"]
+    found = next(known for ending in alike for known in source.files if known.endswith(f".{ending}"))
+    return source.tensor(found).dtype
 
 
 def copied_without(source: Checkpoint, replaced: set[str], directory: Path) -> dict[str, str]:

@@ -155,9 +155,9 @@ def layer_attention(  # transformers calls it, by these names
     if reaches is not None and module.layer_idx in reaches:
         sliding_window, chunk = reaches[module.layer_idx].window, reaches[module.layer_idx].chunk
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rules = Rules(scale, sliding_window, softcap, s_aux)
+    rules = scale, sliding_window, softcap, s_aux
     if attends is not None:
-        return attends(query, key, value, rules).transpose(1, 2).contiguous(), None
+        return attends(query, key, value, Rules(*rules)).transpose(1, 2).contiguous(), None
     if visibility is None:
         if tree_cache is not None:
             tree_cache.append(module.layer_idx, key, value)

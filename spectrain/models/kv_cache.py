@@ -137,7 +137,8 @@ class TreeCache(Cache):
         own = None if positions is None else positions[:, -queries.shape[2] :]
         held = self.append(layer, keys, values)
         scale = queries.shape[-1] ** -0.5 if rules.scale is None else rules.scale
-        return tree_attention(queries, *held, self.sees(visible, own, positions), scale, *rules[1:])
+        seen = self.sees(visible, own, positions)
+        return tree_attention(queries, *held, seen, scale, rules.window, rules.softcap, rules.sinks)
 
     def append(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Write [B, H, N, D] behind what layer `layer` holds; return all its slots up to the newest, [B, H, T', D]."""

@@ -23,6 +23,7 @@ from spectrain.errors import UserError
 MTP_WORDS = "use drafter.start=new, or recipe=eagle3"
 INDEX = "model.safetensors.index.json"
 SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the target's embedding and head beside a layer
+FUSED = "mlp.experts.gate_up_proj"
 EXPERT = re.compile(r"(.*mlp\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 
 

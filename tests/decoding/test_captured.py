@@ -171,6 +171,7 @@ def test_autoregressive_decoding_equals_the_loop(shallow: Target, rounds: int) -
         (None, None, 1),
         ("eagle3", "eagle2", 1),
         ("eagle3 window", "eagle2", 1),
+        ("mtp", "eagle2", 1),
         ("peagle", "chain", 1),
         ("medusa", "static", 1),
         ("hydra++", "chain", 1),

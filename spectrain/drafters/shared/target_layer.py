@@ -66,13 +66,15 @@ class TargetLayer(nn.Module):
     def norm(self) -> nn.Module:
         return self.decoder.get_submodule(self.norm_name)
 
-    def forward(self, inputs: Tensor, positions: Tensor, attends: Attends) -> Tensor:
-        """Normed states [B, T, D] of inputs [B, T, D] at positions [B, T]."""
+    def forward(self, inputs: Tensor, positions: Tensor, attends: Attends, cache: TreeCache | None = None) -> Tensor:
+        """Normed states [B, T, D] of inputs [B, T, D] at positions [B, T]; of a cache only `attends` makes use."""
         positions = positions.expand(len(inputs), -1)
         if self.switch is not None:
             positions = positions.clamp(max=self.switch - 1)
-        output = self.decoder(inputs_embeds=inputs, position_ids=positions, use_cache=False, attends=attends)
-        return output.last_hidden_state  # type: ignore[no-any-return]
+        told = {"past_key_values": cache, "use_cache": cache is not None}  # without one, masks would ask the device
+        output = self.decoder(inputs_embeds=inputs, position_ids=positions, **told, attends=attends)
+        states: Tensor = output.last_hidden_state
+        return states
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
