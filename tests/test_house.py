@@ -42,7 +42,6 @@ IMPOSED = {
 CONFIGURED = {
     "data/stream.py:Stream",
     "drafters/amphista.py:Amphista",
-    "drafters/ctc.py:Ctc",
     "drafters/dflash.py:DFlash",
     "drafters/dflash2.py:DFlash2",
     "drafters/dspark.py:DSpark",

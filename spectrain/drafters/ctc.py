@@ -167,7 +167,7 @@ class Ctc(VocabularyDrafter):
             self._judged(*part) if len(parts) == 1 else checkpoint(self._judged, *part, use_reentrant=False) for part in parts
         ]
         loss, hits, counts = (sum(part) for part in zip(*terms))
-        return Losses({"ctc": loss}, hits, counts)  # type: ignore[arg-type]
+        return Losses({"ctc": loss}, hits, counts)
 
     def labels(self, supervision: Supervision) -> tuple[Tensor, Tensor, Tensor]:
         """Of every index: the next tokens in draft ids [B, T, U], how many of these are the assistant's, one behind another,

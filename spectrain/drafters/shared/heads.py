@@ -121,6 +121,15 @@ class Exchange(nn.Module):
         return x
 
 
+@torch.no_grad()
+def state_and_token(width: int) -> nn.Linear:
+    """A projection of a state beside an embedding [.., 2 D] that passes the state on, at first."""
+    fuse = nn.Linear(2 * width, width, bias=False)
+    fuse.weight.zero_()
+    fuse.weight[:, :width].fill_diagonal_(1.0)
+    return fuse
+
+
 class Adaptation(nn.Module):
     """Layers over the target's states and the embedding of the token after each, one stage behind another (Amphista, section
     3.3): each stage is where some heads begin. It starts as the identity."""
@@ -128,12 +137,8 @@ class Adaptation(nn.Module):
     def __init__(self, target: Target, num_stages: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(target.width) if num_stages else None
-        self.fuse = nn.ModuleList(nn.Linear(2 * target.width, target.width, bias=False) for _ in range(num_stages))
+        self.fuse = nn.ModuleList(state_and_token(target.width) for _ in range(num_stages))
         self.layers = nn.ModuleList(PrefixAttention(target) for _ in range(num_stages))
-        for fuse in self.fuse:
-            nn.init.zeros_(fuse.weight)
-            with torch.no_grad():
-                fuse.weight[:, : target.width].fill_diagonal_(1.0)
 
     def forward(
         self,
