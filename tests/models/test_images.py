@@ -17,6 +17,7 @@ from spectrain.drafters.dflash import DFlash
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.medusa import Medusa
 from spectrain.errors import UserError
+from spectrain.eval.prompts import read_prompts
 from spectrain.export.targets import TargetFiles
 from spectrain.features.base import BatchRequest
 from spectrain.features.live import Live
