@@ -61,7 +61,8 @@ target whose weights learn (`recipe=medusa2`, `recipe=layerskip`) takes adapters
 
 IMAGES = """Tried with small random
 vision towers and found identical to `generate` with the pixels, by trees and chains, alone and beside texts without images:
-Qwen2.5-VL and Mistral 3 (`tests/models/test_images.py`)."""
+Qwen2.5-VL and Mistral 3 (`tests/models/test_images.py`), and once, without a test, Qwen2-VL, Qwen3-VL, Qwen3-VL-MoE and GLM-4V.
+Models that transformers loads as their text decoder alone (Qwen3.5) refuse images."""
 QUANTISED = """
 | weights | here | needs | tried on a CPU |
 |---|---|---|---|

@@ -48,7 +48,7 @@ def adapters_off(target: Target) -> Iterator[None]:
 
 def whole(linear: nn.Linear, dtype: torch.dtype) -> nn.Linear:
     """A linear of the same weights, which are kept in few bits no longer."""
-    weight = whole_weight(linear).to(dtype)
+    weight = whole_weight(linear, dtype)
     found = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
     found.weight = nn.Parameter(weight, requires_grad=False)
     if linear.bias is not None:

@@ -101,11 +101,12 @@ def is_plain_weight(linear: nn.Linear) -> bool:
     return type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point()
 
 
-def whole_weight(linear: Any) -> Tensor:
-    """The weight that a linear multiplies by."""
-    from peft.utils.integrations import dequantize_module_weight
-
-    return dequantize_module_weight(linear).detach()
+@torch.no_grad()
+def whole_weight(linear: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """The weight [O, D] that a linear multiplies by, whatever its layout: what it makes of every unit vector."""
+    units = torch.eye(linear.in_features, dtype=dtype, device=linear.weight.device)
+    products = linear(units)
+    return (products if linear.bias is None else products - linear.bias).T.to(dtype).contiguous()
 
 
 def refuse_training(name: str, model: nn.Module, adapt: str) -> None:

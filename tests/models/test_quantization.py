@@ -72,7 +72,8 @@ def test_what_adapters_learnt_is_merged_into_whole_weights(way: Any, small: Path
     before = target.features(tokens, ("final",)).hidden
     training.finish(target)
     assert method_of(target.model.config) is None and all(p.is_floating_point() for p in target.parameters())
-    torch.testing.assert_close(target.features(tokens, ("final",)).hidden, before, atol=2e-2, rtol=2e-2)
+    gap = (target.features(tokens, ("final",)).hidden - before).norm() / before.norm()
+    assert gap < (0.1 if way == "8bit" else 0.01)  # LLM.int8 rounds what enters a layer as well
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "hqq"])

@@ -68,7 +68,13 @@ def cut_model(target: Target, num_layers: int) -> nn.Module:
             weights[names[layer] + name.removeprefix(layer)] = tensor
         elif not name.startswith(f"{layers}."):
             weights[name] = tensor
-    mine.load_state_dict(weights)
+    try:
+        mine.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(
+            f"drafter.num_layers={num_layers}: {target.name} keeps weights of its layers outside of them, so it cannot be cut; "
+            "give drafter.model or drafter.architecture"
+        ) from error
     with torch.no_grad():
         model.get_output_embeddings().weight.copy_(target.head.output.weight)
     return model.float()  # whatever the target's type: it is trained in float32 and cast to decode
