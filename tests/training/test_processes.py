@@ -25,7 +25,7 @@ from tests.training import worker
 from tests.training.worker import train
 
 WORKER = Path(__file__).with_name("worker.py")
-FAMILIES = ("eagle3", "medusa", "medusa2", "hydra", "causal", "pard", "peagle", "kangaroo", "gated_lora", "early_exit",
+FAMILIES = ("eagle3", "medusa", "medusa2", "hydra", "causal", "pard", "peagle", "mtp", "kangaroo", "gated_lora", "early_exit",
             "amphista", "ctc", "gumiho")  # fmt: skip
 QUICK = [("eagle3", "ddp"), ("gated_lora", "ddp"), ("causal", "fsdp2"), ("early_exit", "zero2"), ("medusa2", "zero3")]
 SLOW = [(family, way) for way in ("ddp", "fsdp2", "zero2", "zero3") for family in FAMILIES
