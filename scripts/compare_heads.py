@@ -77,7 +77,7 @@ def main() -> None:
         rows[name] = measure(name, options.work.absolute())
         setting = {
             "target": "tiny", "training": TRAINING, "scoring": SCORING, "trees": TREES,
-            "command": "python scripts/compare_heads.py", **provenance(),
+            **provenance(), "command": "python scripts/compare_heads.py",
         }  # fmt: skip
         write_text(options.out, json.dumps({"setting": setting, "rows": list(rows.values())}, indent=1) + "\n")
 

@@ -77,6 +77,10 @@ class Prefixes:
         places = tokens[:, None].expand(-1, self.slots.shape[1], -1)
         return self.slots.gather(2, places).transpose(1, 2)
 
+    def whole(self) -> Tensor:
+        """[B, N] the log-chance that all slots together collapse to a path and to no more."""
+        return torch.logaddexp(self.in_token[..., -1], self.in_blank[..., -1])
+
     def extended(self, tokens: Tensor, parents: Tensor) -> Prefixes:
         """Of new nodes: their tokens [B, F] in draft ids, and their parents [B, F]."""
         rows = parents[..., None].expand(-1, -1, self.in_token.shape[-1])
@@ -184,20 +188,17 @@ class Ctc(VocabularyDrafter):
 
     def _judged(self, stage: Tensor, labels: Tensor, told: Tensor, inside: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The summed loss of rows [R, D], and of all drafts how many are right behind the true ones, of how many."""
-        slots = self.said(stage)  # [R, K, V + 1]
-        if not len(slots):  # nothing to learn from: other processes still wait for gradients
-            return slots.sum(), slots.new_zeros(self.num_drafts), slots.new_zeros(self.num_drafts)
-        sizes = torch.full_like(inside, slots.shape[1])
-        blank = slots.shape[-1] - 1
-        loss = F.ctc_loss(slots.transpose(0, 1), labels, sizes, inside, blank, reduction="none", zero_infinity=True)
-        with torch.no_grad():
-            prefix, best = Prefixes.empty(slots), []
-            for step in range(self.num_drafts):
+        prefix, best, chances = Prefixes.empty(self.said(stage)), [], []
+        for step in range(self.num_drafts):
+            chances.append(prefix.whole())
+            with torch.no_grad():
                 best.append(prefix.next()[:, 0].argmax(-1))
-                prefix = prefix.extended(labels[:, step, None], torch.zeros_like(labels[:, :1]))
-            steps = torch.arange(self.num_drafts, device=labels.device)
-            right = (torch.stack(best, dim=1) == labels) & (steps < inside[:, None])
-        return loss.sum(), right.sum(0).float(), (steps < told[:, None]).sum(0).float()
+            prefix = prefix.extended(labels[:, step, None], torch.zeros_like(labels[:, :1]))
+        chance = torch.cat([*chances, prefix.whole()], dim=1).gather(1, inside[:, None])
+        steps = torch.arange(self.num_drafts, device=labels.device)
+        right = (torch.stack(best, dim=1) == labels) & (steps < inside[:, None])
+        loss = -torch.where(chance > NEVER / 2, chance, 0.0).sum()  # too few slots for so many repeats: nothing to learn
+        return loss, right.sum(0).float(), (steps < told[:, None]).sum(0).float()
 
     def embed(self, tokens: Tensor) -> Tensor:
         with torch.no_grad():
