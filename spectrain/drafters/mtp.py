@@ -60,7 +60,7 @@ class Mtp(VocabularyDrafter):
         target: Target,
         num_steps: Steps = 3,
         loss: Loss = "forward_kl",
-        step_decay: Share = 0.6,
+        step_decay: Share = 0.6,  # weight of each step's loss against the one before it
         start: Literal["auto", "shipped", "new"] = "auto",
     ) -> None:
         super().__init__()
