@@ -97,7 +97,8 @@ class Causal(Drafter):
     def draft(self, context: Context) -> Draft:
         """Run the tokens that are new to it, the root last, then draft from there on."""
         if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, self.model.num_layers, 1 + context.builder.drafted)
+            slots = 1 + context.builder.drafted
+            self.cache = context.new_cache(self.cache, self.model.num_layers, slots, self.model.attending.shapes)
         behind = context.cache.lengths - self.cache.lengths  # the root comes after so many
         steps = torch.arange(context.fresh.tokens.shape[1] + 1, device=behind.device)
         places = self.cache.lengths[:, None] + steps

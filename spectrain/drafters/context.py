@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from spectrain.models.features import Features, Layer
-from spectrain.models.kv_cache import TreeCache
+from spectrain.models.kv_cache import KeyValueShape, TreeCache
 from spectrain.models.partial_forward import PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.base import TreeBuilder
@@ -67,8 +67,11 @@ class Context:
         """[B, N] the place of every node in its text."""
         return self.cache.lengths[:, None] + tree.depths
 
-    def new_cache(self, old: TreeCache | None, num_layers: int, extra: int) -> TreeCache:
-        """An empty cache for a drafter, `extra` slots longer than the target's; the old one where its place must not change."""
+    def new_cache(
+        self, old: TreeCache | None, num_layers: int, extra: int, shapes: Mapping[int, KeyValueShape] | None = None
+    ) -> TreeCache:
+        """An empty cache for a drafter, `extra` slots longer than the target's; the old one where its place must not change.
+        `shapes` are of layers that are unlike each other, or whose values are not as wide as their keys."""
         batch, length = len(self.counts), self.cache.max_length + extra
         bound = None if self.cache.bound is None else self.cache.bound + 1
         if old is not None and bound is not None:
@@ -76,7 +79,7 @@ class Context:
             if sizes == (num_layers, batch, length, bound):
                 old.empty()
                 return old
-        return TreeCache(num_layers, batch, length, self.tokens.device, bound)
+        return TreeCache(num_layers, batch, length, self.tokens.device, bound, shapes)
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> Features:
         """Run the prompts [B, T], padded on the right, into the empty cache; logits [B, 1, V] follow each."""

@@ -193,7 +193,8 @@ class Pard(Drafter):
         """One forward over the committed tokens that are new to it, the root and the masks."""
         lengths, device = context.cache.lengths, context.tokens.device
         if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, self.model.num_layers, 1 + self.num_drafts)
+            slots = 1 + self.num_drafts
+            self.cache = context.new_cache(self.cache, self.model.num_layers, slots, self.model.attending.shapes)
         behind = lengths - self.cache.lengths  # the root comes after so many
         width = context.fresh.tokens.shape[1] + self.num_drafts
         places = torch.arange(width, device=device)

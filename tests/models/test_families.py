@@ -35,6 +35,8 @@ REFUSED: dict[tuple[str, str], str] = {
     **{(target, family): "keep a state" for target in KEEP_STATES for family in ("early_exit", "layer_skip", "kangaroo")},
     **{(target, "gated_lora"): "does not run token by token" for target in (*KEEP_STATES, "llama4_text")},
     **{("gemma4_text", family): "cannot be cut" for family in ("causal", "pard")},
+    **{(target, family): "keep a state|ordinary attention" for target in KEEP_STATES for family in ("causal", "pard")},
+    ("gemma4_text", "mtp"): "parts of its own",
 }
 WORDS = 2048  # of the tokenizer
 NEW_TOKENS = 12

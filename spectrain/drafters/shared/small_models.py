@@ -38,6 +38,11 @@ def small_model(target: Target, num_layers: int | None, model: str | None, archi
         )
     inner.config._attn_implementation = ATTENTION
     found = Target(inner, target.tokenizer, "drafter", model or "")
+    if found.attending.recurrent:
+        raise UserError(
+            "drafter: the small model's layers keep a state, which cannot take drafts back; give drafter.model or "
+            "drafter.architecture with layers that all attend"
+        )
     found.requires_grad_(True)
     return found
 

@@ -48,6 +48,10 @@ class TargetLayer(nn.Module):
                 decoder.__dict__[name] = part
         self.decoder = decoder.float()
         self.switch = target.rope_switch
+        if any(weight.shape != (target.width,) for weight in self.norm.parameters()):
+            raise UserError(
+                f"drafter=mtp: {target.name} has parts of its own between embedding, layers and norm; use recipe=eagle3"
+            )
 
     @property
     def layers_name(self) -> str:
