@@ -73,7 +73,8 @@ def test_what_adapters_learnt_is_merged_into_whole_weights(way: Any, small: Path
     training.finish(target)
     assert method_of(target.model.config) is None and all(p.is_floating_point() for p in target.parameters())
     gap = (target.features(tokens, ("final",)).hidden - before).norm() / before.norm()
-    assert gap < (0.1 if way == "8bit" else 0.01)  # LLM.int8 rounds what enters a layer as well
+    # LLM.int8 rounds what enters a layer as well, and on a CPU NF4 is multiplied in bfloat16.
+    assert gap < {"8bit": 0.1, "4bit": 0.05, "int8": 0.01}[way]
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "hqq"])
