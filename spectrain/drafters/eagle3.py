@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from spectrain.features.batch import Batch
-from spectrain.models.kv_cache import TreeCache
 from spectrain.models.target import Target
 from spectrain.settings.values import Count, Share, Steps, VocabularySize
-from spectrain.trees.base import Branches, Draft, Rollout
+from spectrain.trees.base import Draft
 
 from .abilities import SavedFiles
 from .base import Losses, TrainingState
@@ -23,6 +21,7 @@ from .context import Context
 from .shared.eagle_layers import NORMS, EagleSettings, check_architecture
 from .shared.eagle_unrolled import Held, UnrolledEagle
 from .shared.losses import Loss
+from .shared.state_rollout import StateRollout
 from .shared.vocabulary import Supervision
 
 VARIANTS = (*NORMS, "norm_output", "own_embedding")
@@ -90,25 +89,4 @@ class Eagle3(UnrolledEagle):
     def draft(self, context: Context) -> Draft:
         """Read the features of what was just accepted, then roll on from the last of them."""
         root, cache = self.read_accepted(context)
-        return Draft(_Eagle3Rollout(self, cache, root))
-
-
-class _Eagle3Rollout(Rollout):
-    """One round: the root's output, then one level of nodes after another behind the committed pairs."""
-
-    def __init__(self, drafter: Eagle3, cache: TreeCache, root: Tensor) -> None:
-        self.drafter, self.cache = drafter, cache
-        self.draft_ids = drafter.draft_ids
-        self.hidden = root  # [B, nodes given so far, D]
-        self.branches = Branches(len(root), root.device)  # the root itself is committed
-
-    def start(self) -> Tensor:
-        return self.drafter.log_q(self.hidden)
-
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        hidden = self.hidden.gather(1, parents[..., None].expand(-1, -1, self.hidden.shape[-1]))
-        depth, visible = self.branches.add(parents)
-        positions = self.cache.lengths[:, None] - 1 + depth
-        output = self.drafter.run(tokens, hidden, positions, self.cache, visible)
-        self.hidden = torch.cat([self.hidden, output], dim=1)
-        return self.drafter.log_q(output)
+        return Draft(StateRollout(self, cache, root, self.draft_ids))

@@ -20,13 +20,14 @@ from spectrain.models.features import Layer
 from spectrain.models.kv_cache import Rules, TreeCache
 from spectrain.models.mtp_files import MTP_WORDS, shipped_layer, ships_layer
 from spectrain.settings.values import Share, Steps
-from spectrain.trees.base import Branches, Draft, Rollout
+from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import Accepted
 
 from .abilities import Capture, DraftingCost, SavedFiles
 from .base import Losses, Stage, TrainingState
 from .context import Context
 from .shared.losses import Loss
+from .shared.state_rollout import StateRollout
 from .shared.target_layer import TargetLayer, cached_attention
 from .shared.vocabulary import Supervision, VocabularyDrafter
 
@@ -151,10 +152,8 @@ class Mtp(VocabularyDrafter):
         return self.block(self.inputs(tokens, hidden), batch.positions + step, attends), held[0]
 
     def _judge(self, supervision: Supervision, states: list[Tensor]) -> Losses:
-        """All steps at once, ordered by the answers that they share, so that the target is asked once for each of these."""
-        answers = [supervision.answers(step) for step in range(len(states))]
-        answer, order = torch.cat(answers).sort(stable=True)
-        step = torch.cat([torch.full_like(found, number) for number, found in enumerate(answers)])[order]
+        """The states of every step's supervised indices, all steps at once."""
+        answer, order, step = supervision.steps(len(states))
         hidden = torch.cat(states).index_select(0, order)
         weight = self.step_decay**step / sum(self.step_decay**number for number in range(self.num_steps))
         judged = supervision.judge_by(self.head.projection, hidden, answer, weight)
@@ -176,7 +175,7 @@ class Mtp(VocabularyDrafter):
         output = self.run(context.following, context.fresh.at("final"), slots, self.cache, visible)
         self.cache.commit(None, context.counts)
         last = output.gather(1, (context.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[-1]))
-        return Draft(_MtpRollout(self, self.cache, last))
+        return Draft(StateRollout(self, self.cache, last))
 
     def commit(self, context: Context, accepted: Accepted) -> None:
         assert self.cache is not None
@@ -194,23 +193,3 @@ class Mtp(VocabularyDrafter):
     def log_q(self, hidden: Tensor) -> Tensor:
         """[B, F, D] -> [B, F, V]"""
         return self.head.logits(hidden.to(self.head.output.weight.dtype)).log_softmax(-1)
-
-
-class _MtpRollout(Rollout):
-    """One round: the root's output, then one level of nodes after another behind the committed pairs."""
-
-    def __init__(self, drafter: Mtp, cache: TreeCache, root: Tensor) -> None:
-        self.drafter, self.cache = drafter, cache
-        self.hidden = root  # [B, nodes given so far, D]
-        self.branches = Branches(len(root), root.device)  # the root itself is committed
-
-    def start(self) -> Tensor:
-        return self.drafter.log_q(self.hidden)
-
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        hidden = self.hidden.gather(1, parents[..., None].expand(-1, -1, self.hidden.shape[-1]))
-        depth, visible = self.branches.add(parents)
-        positions = self.cache.lengths[:, None] - 1 + depth
-        output = self.drafter.run(tokens, hidden, positions, self.cache, visible)
-        self.hidden = torch.cat([self.hidden, output], dim=1)
-        return self.drafter.log_q(output)

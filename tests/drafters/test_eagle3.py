@@ -13,8 +13,9 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.eagle3 import Eagle3, _Eagle3Rollout
+from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.shared.layers import NormedAttention, rotated
+from spectrain.drafters.shared.state_rollout import StateRollout
 from spectrain.drafters.shared.vocabulary import Supervision
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
@@ -227,7 +228,7 @@ def test_training_unroll_equals_decoding(variant: str, tiny: Target, monkeypatch
         causal = torch.ones(1, t + 1, t + 1, dtype=torch.bool).tril()
         output = drafter.run(batch.tokens[:, 1 : t + 2], hidden, torch.arange(t + 1)[None], cache, causal)
         cache.commit(torch.arange(t + 1)[None], torch.tensor([t + 1]))
-        rollout = _Eagle3Rollout(drafter, cache, output[:, -1:])
+        rollout = StateRollout(drafter, cache, output[:, -1:], drafter.draft_ids)
         for step in range(1, 3):
             rollout.extend(batch.tokens[:, t + 1 + step][None], torch.tensor([[step - 1]]))
         for step in range(3):

@@ -12,7 +12,8 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
-from spectrain.drafters.mtp import Mtp, _MtpRollout
+from spectrain.drafters.mtp import Mtp
+from spectrain.drafters.shared.state_rollout import StateRollout
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.live import Live
@@ -77,7 +78,7 @@ def test_training_unroll_equals_decoding(target: Target) -> None:
         cache = TreeCache(1, 1, 26, "cpu")
         output = drafter.run(tokens[:, 1 : t + 2], final[:, : t + 1], torch.arange(t + 1)[None], cache, None)
         cache.commit(None, torch.tensor([t + 1]))
-        rollout = _MtpRollout(drafter, cache, output[:, -1:])
+        rollout = StateRollout(drafter, cache, output[:, -1:])
         for step in range(1, 3):
             rollout.extend(tokens[:, t + 1 + step][None], torch.tensor([[step - 1]]))
         for step in range(3):
@@ -114,7 +115,7 @@ def test_the_first_state_is_behind_the_final_norm(target: Target) -> None:
     assert drafter.layers == ("final",) and seen.logits is not None
     torch.testing.assert_close(target.head.logits(seen.at("final")), seen.logits)
     states = unrolled(drafter, target, tokens, 1)
-    rollout = _MtpRollout(drafter, TreeCache(1, 1, 4, "cpu"), states[0][:, 5:6])
+    rollout = StateRollout(drafter, TreeCache(1, 1, 4, "cpu"), states[0][:, 5:6])
     torch.testing.assert_close(rollout.start(), target.head.logits(rollout.hidden).log_softmax(-1))
 
 

@@ -45,11 +45,8 @@ class UnrolledEagle(EagleDrafter):
         return self.layered(tokens, hidden, attend), held
 
     def judge_steps(self, supervision: Supervision, states: list[Tensor]) -> Losses:
-        """The states of every step's supervised indices, all steps at once, ordered by the answers that they share, so that the
-        target is asked once for each of these. Step i counts step_decay^i."""
-        answers = [supervision.answers(step) for step in range(len(states))]
-        answer, order = torch.cat(answers).sort(stable=True)
-        step = torch.cat([torch.full_like(found, number) for number, found in enumerate(answers)])[order]
+        """The states of every step's supervised indices, all steps at once. Step i counts step_decay^i."""
+        answer, order, step = supervision.steps(len(states))
         hidden = self.read_by_head(torch.cat(states).index_select(0, order))
         loss, right = supervision.judge(hidden, self.lm_head, answer, self.step_decay**step)
         return Losses.by_depth({self.divergence: loss}, right, step, self.num_steps)

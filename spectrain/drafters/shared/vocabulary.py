@@ -146,6 +146,13 @@ class Supervision:
         positions = self._positions(step)
         return positions[positions >= 0]
 
+    def steps(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[R] the answers of the first `count` steps together in the order of the answers, where each comes from among the
+        steps one after another, and its step. In this order the target is asked once for an answer that steps share."""
+        answers = [self.answers(step) for step in range(count)]
+        answer, order = torch.cat(answers).sort(stable=True)
+        return answer, order, torch.cat([torch.full_like(found, step) for step, found in enumerate(answers)])[order]
+
     def judge(
         self, hidden: Tensor, lm_head: nn.Linear, answers: Tensor, row_weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
