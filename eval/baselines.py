@@ -24,11 +24,11 @@ from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
 from spectrain.runs.shipped import shipped, shipped_for
-from spectrain.trees import Auto, Chain, Eagle2
+from spectrain.trees import Auto, Chain, Eagle2, TreeBuilder
 
 TRAINING_FREE: dict[str, type[Drafter]] = {"ngram": Ngram, "lookahead": Lookahead, "retrieval": Retrieval}
-OURS = ("auto", "copies", "chain", "shipped", "untrained", *TRAINING_FREE)
-BESIDE = ("auto", "copies", "retrieval", "chain", "shipped", "untrained", "ngram")  # unless something else is asked for
+OURS = ("own", "auto", "copies", "chain", "shipped", "untrained", *TRAINING_FREE)
+BESIDE = ("own", "auto", "copies", "retrieval", "chain", "shipped", "untrained", "ngram")  # unless something else is asked for
 COPYING = {"copies", "retrieval"}  # those that may copy from a store
 OWN = "own"  # the store of what a run was trained on
 TRANSFORMERS = ("generate", "prompt_lookup", "assistant", "early_exit")
@@ -50,20 +50,22 @@ class Baselines(Part):
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         target, drafter, builder, rule = candidate.target, candidate.drafter, candidate.builder, candidate.rule
-        chain = Chain(min(3, builder.depth), builder.children, builder.temperature, builder.seed)
+        own = candidate.own or builder
+        chain = Chain(min(3, own.depth), own.children, own.temperature, own.seed)
         plain = rule.matched()  # a drafter that copies text draws nothing, so p / q has no meaning for it
         drafts = not drafter.abilities.copies_text
         judged = "" if plain.name == rule.name else f", rule {plain.name}"
         found = []
-        by_clock = target.sharding == "none"  # processes that share a target must draft the same trees
-        if "auto" in self.names and drafts and by_clock and builder.children == "deterministic" and builder.name != Auto.name:
+        if "own" in self.names and candidate.own is not None:
+            found.append(System("own", f"the same, {describe(own)}", drafter, own, rule))
+        if "auto" in self.names and goes_by_clock(target, drafter, builder):
             found.append(System("auto", f"the same, {describe(Auto())}", drafter, Auto(), rule))
         others = {name for name in self.names if name in TRAINING_FREE and type(drafter) is not TRAINING_FREE[name]}
         store = self._store(candidate) if COPYING & ({*self.names} - {*TRAINING_FREE} | others) else None
-        tree = Auto() if by_clock else Eagle2(builder.depth, builder.budget)
+        tree = Auto() if target.sharding == "none" else Eagle2(own.depth, own.budget)
         if "copies" in self.names and drafts and not drafter.abilities.undrawn:
             found.append(System("copies", f"the same, with copies{judged}", Merged(drafter, Copying(store)), tree, plain))
-        if "chain" in self.names and not builder.is_chain and drafts:
+        if "chain" in self.names and not own.is_chain and drafts:
             found.append(System("chain", "the same, chain", drafter, chain, rule))
         name = shipped_for(target) if "shipped" in self.names and candidate.untrained is not None else None
         if name is not None:
@@ -76,9 +78,7 @@ class Baselines(Part):
         if "ngram" in others:
             found.append(System("ngram", f"n-gram lookup{judged}", Ngram(target), Chain(chain.depth), plain))
         if "lookahead" in others:
-            found.append(
-                System("lookahead", f"lookahead{judged}", Lookahead(target), Eagle2(builder.depth, builder.budget), plain)
-            )
+            found.append(System("lookahead", f"lookahead{judged}", Lookahead(target), Eagle2(own.depth, own.budget), plain))
         return found
 
     def _store(self, candidate: Candidate) -> Datastore | None:
@@ -107,6 +107,13 @@ class Baselines(Part):
         return {"transformers": run_transformers(target, turns, names, self.assistant, self.exit_layer or own)}
 
 
+def goes_by_clock(target: Target, drafter: Drafter, builder: TreeBuilder) -> bool:
+    """Whether another tree, sized by this machine's times, can stand for a builder's: processes that share a target must draft
+    the same ones, and such a tree draws nothing."""
+    apart = target.sharding == "none" and not drafter.abilities.copies_text
+    return apart and builder.children == "deterministic" and builder.name != Auto.name
+
+
 def run_transformers(
     target: Target, turns: Sequence[Turn], names: list[str], assistant: str | None, exit_layer: int | None
 ) -> dict[str, Any]:
@@ -118,7 +125,7 @@ def run_transformers(
     if "prompt_lookup" in names:
         ways["prompt_lookup"] = {"prompt_lookup_num_tokens": 10}
     if "assistant" in names and assistant is not None:
-        ways["assistant"] = {"assistant_model": _assistant(target, assistant)}
+        ways["assistant"] = _assistant(target, assistant)
     if "early_exit" in names and exit_layer is not None:
         if exit_layer >= target.num_layers:
             raise UserError(f"eval.exit_layer={exit_layer}: {target.name} has {target.num_layers} layers; use fewer")
@@ -151,17 +158,22 @@ def run_transformers(
     }
 
 
-def _assistant(target: Target, path: str) -> Any:
-    from transformers import AutoModelForCausalLM
+def _assistant(target: Target, path: str) -> dict[str, Any]:
+    """What `generate` is told of an assistant: where its tokenizer is another, both, for universal assisted decoding."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=target.dtype, trust_remote_code=False, use_safetensors=True
         )
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"eval.assistant={path}: it cannot be loaded ({reason}); give a directory or a model's name") from error
-    return model.to(target.device).eval()
+    told = {"assistant_model": model.to(target.device).eval()}
+    if tokenizer.get_vocab() != target.tokenizer.get_vocab():
+        told |= {"tokenizer": target.tokenizer, "assistant_tokenizer": tokenizer}
+    return told
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from spectrain.eval.report import print_comparison
 from spectrain.files import write_text
 from spectrain.models.device import wait
 from spectrain.models.target import Target
+from spectrain.runs.defaults import measure_unless_asked
 from spectrain.runs.folder import evaluation_name, run_settings, target_name
 from spectrain.runs.fresh import fresh_drafter
 from spectrain.runs.score import evaluate
@@ -184,7 +185,7 @@ class Contest:
             able = constructor(compose("train", overrides=[f"drafter={name}"]).drafter).abilities
             if able.copies_text:  # what is copied at no cost is best as long as it is sure, or where it knows how sure it is
                 tree = "auto" if able.undrawn else "chain"
-        alike = ["++eval.baselines=[auto,copies,chain]", "++eval.oracle=false"]
+        alike = ["++eval.baselines=[own,auto,copies,chain]", "++eval.oracle=false"]
         config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *alike, *self.passed])
         OmegaConf.set_struct(config, False)
         takes = inspect.signature(constructor(config.tree)).parameters
@@ -196,6 +197,7 @@ class Contest:
             config.data.limit = self.comparison.data_limit
         config.run = str(self.folder / name)
         config.recipe_name = name
+        measure_unless_asked(config, self.asked)
         checked: DictConfig = check_config(config, TRAIN_KEYS)
         return checked
 
@@ -294,10 +296,11 @@ def step_seconds(trainer: Trainer, config: DictConfig, target: Target, dataset: 
 
 
 def recipes(named: Any) -> list[str]:
-    """The recipes to compare: those named, or every file in recipes/."""
+    """The recipes to compare: those named, or every file in recipes/ that trains something to draft with."""
     known = sorted(GlobalHydra.instance().config_loader().get_group_options("recipe"))
     if named == "all":
-        return known
+        drafters = {name: compose("train", overrides=[f"recipe={name}"]).drafter for name in known}
+        return [name for name in known if not constructor(drafters[name]).abilities.copies_text]
     chosen = list(named) if OmegaConf.is_config(named) else str(named).split(",")
     for name in chosen:
         if name not in known:

@@ -23,7 +23,7 @@ from spectrain.settings.choices import choice, looked_up
 from spectrain.settings.saved import read_object
 
 SAME = ("max_new_tokens", "batch_size", "dtype", "rule")  # of the setting, without which numbers say nothing of each other
-OTHERS = ("auto", "copies", "chain")  # systems that are the same drafter
+OTHERS = ("own", "auto", "copies", "chain")  # systems that are the same drafter
 TRAINED = ", trained"  # behind the name of a target that was trained with its drafter
 SPEED_COLUMNS = ("tokens", "seconds", "autoregressive_tokens", "autoregressive_seconds")
 SPEED_SIGNS = (1, -1, -1, 1)  # drafted tokens a second over autoregressive ones

@@ -15,11 +15,24 @@ from spectrain.models.target import Target
 Text = tuple[list[int], list[int]]  # a prompt and its answer
 
 
-def rule_drift(target: Target, turns: Sequence[Turn]) -> dict[str, Any]:
-    """What a lossy rule changes: the target's own judgement of drafted answers beside that of its own answers."""
-    return {
+def rule_drift(target: Target, turns: Sequence[Turn], follows: bool = False) -> dict[str, Any]:
+    """What a lossy rule changes: the target's own judgement of drafted answers beside that of its own answers, and where these
+    are what drafted ones would be without loss (`follows`), how alike they are."""
+    found: dict[str, Any] = {
         "autoregressive": quality(target, [(turn.autoregressive.prompt, turn.autoregressive.output) for turn in turns]),
         "drafted": quality(target, [(turn.drafted.prompt, turn.drafted.output) for turn in turns]),
+    }
+    return found | agreement([(turn.autoregressive.output, turn.drafted.output) for turn in turns]) if follows else found
+
+
+def agreement(answers: Sequence[tuple[list[int], list[int]]]) -> dict[str, Any]:
+    """`agreement` is the share of the first answers' tokens that stand before the first difference, `same_answers` how many of
+    `checked` are equal."""
+    alike = sum(next((n for n, (a, b) in enumerate(zip(*pair)) if a != b), min(map(len, pair))) for pair in answers)
+    return {
+        "agreement": round(alike / max(1, sum(len(own) for own, _ in answers)), 4),
+        "same_answers": sum(own == other for own, other in answers),
+        "checked": len(answers),
     }
 
 

@@ -6,7 +6,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from spectrain.data.chat import Message
 from spectrain.data.images import Content, Pictures, text_of
 from spectrain.data.readers import MOST_TURNS, check_text
 from spectrain.errors import UserError, first_line
+from spectrain.eval.tasks import Reference, reference_of
 
 HUB: dict[str, tuple[str, str | None, str]] = {  # name -> data set, subset, split
     "mt_bench": ("HuggingFaceH4/mt_bench_prompts", None, "train"),
@@ -22,7 +23,8 @@ HUB: dict[str, tuple[str, str | None, str]] = {  # name -> data set, subset, spl
     "alpaca": ("tatsu-lab/alpaca", None, "train"),
     "cnn_dm": ("abisee/cnn_dailymail", "3.0.0", "test"),
 }
-NAMES = sorted([*HUB, "humaneval"])
+SHIPPED = {"arithmetic": "arithmetic.jsonl"}  # in spectrain/data
+NAMES = sorted([*HUB, *SHIPPED, "humaneval"])
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 CODE = "Complete this Python function and give all of it in one code block.\n\n```python\n{}\n```"
 SUMMARY = "Sum up this article in two or three sentences.\n\n{}"
@@ -45,6 +47,7 @@ class Prompt:
     category: str
     turns: list[Content]
     before: list[Message]
+    reference: Reference | None = field(default=None, compare=False)  # what its only answer is judged by
 
     @property
     def opening(self) -> list[Message]:
@@ -94,10 +97,10 @@ def _rows(source: str | None) -> Rows:
     """The rows of a source, whatever kind it is."""
     if source in HUB:
         return _hub_rows(source)
-    if source is None:
+    if source is None or source in SHIPPED:
         import spectrain
 
-        return _file_rows(Path(spectrain.__file__).parent / "data" / "heldout.jsonl")
+        return _file_rows(Path(spectrain.__file__).parent / "data" / SHIPPED.get(source or "", "heldout.jsonl"))
     if source == "humaneval":
         return _file_rows(_humaneval())
     file = Path(source).expanduser()
@@ -178,7 +181,8 @@ def _prompt(row: Any, name: str, category: str, where: str, folder: Path | None 
     for said in [*turns, *(message["content"] for message in before)]:
         check_text(text_of(said), where)
     named = [str(row[column]) for column in ("id", "question_id", "prompt_id", "task_id") if column in row]
-    return Prompt([*named, name][0], str(row.get("category", category)), turns, before)
+    reference = reference_of(row) if len(turns) == 1 else None
+    return Prompt([*named, name][0], str(row.get("category", category)), turns, before, reference)
 
 
 def _conversation(messages: Any, pictures: Pictures) -> tuple[list[Message], list[Content]]:

@@ -143,6 +143,18 @@ def explanation(summary: dict[str, Any]) -> Iterator[str]:
         )
     if (rules := summary.get("rules")) and rules["better"] == "recursive":
         yield better_rule(rules, used=summary["tree"]["children"] != "deterministic")
+    if traffic := summary.get("traffic"):
+        parts = (f"{name} {sum(traffic[name].values()) / 1e6:.2f}" for name in ("draft", "verify", "autoregressive"))
+        yield (
+            f"megabytes read a token behind {traffic['prompt_tokens']} tokens: {', '.join(parts)}; of these, a round reads "
+            f"{traffic['ratio']:.2f} of what plain decoding does"
+        )
+    if optimum := summary.get("optimum"):
+        rules = "; ".join(f"acceptance={name} {_rates(rates)}" for name, rates in optimum["kept_by_depth"].items())
+        yield (
+            f"of children that are {optimum['children']} any lossless rule keeps, by depth, at most "
+            f"{_rates(optimum['best_by_depth'])}: {rules}"
+        )
     if limits.get("oracle"):
         floor = limits["autoregressive_of_floor"]
         free = limits["zero_cost_draft"]
@@ -187,12 +199,28 @@ def caveats(summary: dict[str, Any]) -> Iterator[str]:
             f"online: {online['updates']} updates in {online['seconds']:.1f} s, learning from {online['learn']}; tokens per "
             f"forward over the last {online['every']} prompts: {ends}"
         )
+    if adversary := summary.get("adversary"):
+        yield from _adversary(adversary)
     if guard := summary.get("guard"):
         yield f"guard: {guard['drafted_rounds']} rounds drafted, {guard['plain_rounds']} not"
     if setting.get("skipped"):
         yield ("left out: " + ", ".join(f"{count} {reason}" for reason, count in setting["skipped"].items()))
     if summary["lossless"] is not None:
         yield _checked(summary["lossless"])
+
+
+def _adversary(found: dict[str, Any]) -> Iterator[str]:
+    """What an edit of a few words takes from the drafter, and what the guard saves of it."""
+    before, after, speed = found["before"]["pooled"], found["after"]["drafter"]["pooled"], found["speedup"]
+    yield (
+        f"adversary: {found['edited']} of {found['prompts']} prompts edited by at most {found['words']} words, {before:.2f} "
+        f"tokens per forward before and {after:.2f} after, {found['ratio']:.2f} [{_range(found['ratio_ci95'])}] times as many; "
+        f"{found['same_tokens']:.1%} of the answers' tokens stay the likeliest, {found['same_answers']} answers are the same"
+    )
+    yield (
+        f"speedup at the edited prompts {speed['drafter']['ratio']:.2f} [{_range(speed['drafter']['ci95'])}], "
+        f"with the guard {speed['guarded']['ratio']:.2f} [{_range(speed['guarded']['ci95'])}]"
+    )
 
 
 def _drifts(summary: dict[str, Any]) -> Iterator[str]:
@@ -204,6 +232,13 @@ def _drifts(summary: dict[str, Any]) -> Iterator[str]:
             f"{after['perplexity']:.2f} of the drafted ones; most likely tokens {before['most_likely']:.1%} and "
             f"{after['most_likely']:.1%}"
         )
+        if "agreement" in drift:
+            yield (
+                f"agreement with decoding without drafts: {drift['same_answers']} of {drift['checked']} answers the same, "
+                f"{drift['agreement']:.1%} of its tokens before the first difference"
+            )
+    if task := summary.get("task"):
+        yield from _task(task)
     if drift := summary.get("target_drift"):
         yield (
             f"drift of the trained target, on the original's greedy answers: perplexity {drift['original']['perplexity']:.2f} "
@@ -215,6 +250,17 @@ def _drifts(summary: dict[str, Any]) -> Iterator[str]:
     for name, found in summary.get("exits", {}).items():
         agreement = _rates(found["agreement"])
         yield f"{name}, by layers run: perplexity {_rates(found['perplexity'])}; same token as the last {agreement}"
+
+
+def _task(task: dict[str, Any]) -> Iterator[str]:
+    """How many answers were right."""
+    if task["checked"]:
+        yield (
+            f"task: {task['drafted']} of {task['checked']} drafted answers right, {task['autoregressive']} of those without "
+            "drafts"
+        )
+    if task["not_run"]:
+        yield f"task: {task['not_run']} programs not run; eval.execute=true runs what the model wrote, on this machine"
 
 
 def _checked(lossless: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 from rich.console import Console
 
+from spectrain.bench.traffic import counted
 from spectrain.data.chat import prompt_tokens
 from spectrain.data.images import text_of
 from spectrain.decoding.calibration import calibrate, settle
@@ -19,16 +20,20 @@ from spectrain.decoding.guard import Guard
 from spectrain.decoding.pruning import fit_early_heads
 from spectrain.decoding.session import Choice, check, ready, tune
 from spectrain.errors import UserError
-from spectrain.eval.baselines import BESIDE, COPYING, OURS, OWN, TRANSFORMERS, Baselines
+from spectrain.eval.adversary import Adversary, Search
+from spectrain.eval.baselines import BESIDE, COPYING, OURS, OWN, TRANSFORMERS, Baselines, goes_by_clock
 from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import rule_drift
 from spectrain.eval.exits import judge_target
 from spectrain.eval.identity import check_identity
 from spectrain.eval.leaks import admit, refuse_answers
 from spectrain.eval.memory import extra_memory
+from spectrain.eval.metrics import Turn
 from spectrain.eval.noise import Noise, judge, load_of, spread
 from spectrain.eval.online import Learn, Online
+from spectrain.eval.optimum import Optimum
 from spectrain.eval.oracle import Oracle
+from spectrain.eval.overlap import Overlapping
 from spectrain.eval.page import write_report
 from spectrain.eval.parts import Part, Results
 from spectrain.eval.prompts import read_prompts
@@ -42,13 +47,15 @@ from spectrain.eval.summary import (
     write_prompts,
     write_rounds,
 )
-from spectrain.eval.sweep import SWEPT, ExitSweep, PrunedTrees, PruneSweep, TreeSweep
+from spectrain.eval.sweep import SWEPT, ExitSweep, LengthSweep, PrunedTrees, PruneSweep, TreeSweep
 from spectrain.eval.systems import Decoder, System, describe
+from spectrain.eval.tasks import Reference, check_execution, task_score
 from spectrain.eval.turns import ORACLE, Interleaving
 from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain.settings.values import FolderName, Number
+from spectrain.settings.values import Count, FolderName, Number, Seed, Share
+from spectrain.trees import Auto
 from spectrain.trees.measurements import Calibration, RuleForecast
 
 ALIKE = ("shipped", "untrained", "static_drafter", "copies", "retrieval")  # whose trees are prepared as the drafter's own
@@ -65,9 +72,13 @@ class Evaluation:
     max_new_tokens: int = 128
     batch_size: int = 1
     baselines: tuple[str, ...] = BESIDE  # of OURS, in this engine, and TRANSFORMERS, in its own
+    measured: bool = False  # tree=auto comes first, and the tree that the drafter came with beside it: train, eval and compare
+    # do so where no tree= is asked for, rounds are not captured and one process drafts
     store: str | None = OWN  # what copies and retrieval copy from besides the text: the answers of a run's own training data,
     # a folder that spectrain data index wrote, or nothing
     check: bool = True  # compare every output with its reference
+    quality: bool = False  # perplexity, agreement and the task's score, which lossy rules always show, for any rule
+    execute: bool = False  # run the programs that answer eval.prompts=humaneval, to score them: on this machine, as this user
     oracle: bool = True  # decode once more with every draft right
     report: bool = (
         True  # report.html, the drafts that it shows, what drafting adds to memory, and what training did to the target
@@ -75,14 +86,21 @@ class Evaluation:
     engine: Choice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
     guard: bool = False  # decode autoregressively while drafting does not pay
     repeats: int = 2  # times that pairs are decoded where times are unsteady: after the first, round by round in turn
+    overlap: Literal["post", "pearl"] | None = None  # beside it the same drafter in a process of its own,
+    # which drafts on while the target verifies; pearl: and the target steps on while a draft is made anew
     online: bool = False  # the drafter goes on learning from what the target corrects, beside a copy that does not
     online_lr: float = 1e-4
     online_every: int = 8
     online_learn: Learn = "corrections"
+    optimum: bool = False  # how much any lossless rule could keep of these drafts, beside what rules do keep, by depth
+    adversary: Count | None = None  # edits of every prompt that are tried, to find one that slows the drafter down,
+    adversary_words: Count = 4  # by putting in so many words at most,
+    adversary_same: Share = 0.9  # after which so many of the answer's tokens stay the target's likeliest
+    adversary_seed: Seed = 0  # of the edits
     prune_layer: int | None = None  # drop branches that the target's first layers find unlikely: not among their
     prune_top: int = 8  # likeliest tokens
     prune_rank: Number = 64  # of the head that names them, fitted beforehand and used if it is as good; 0: the target's own
-    sweep: Literal["tree", "exit", "prune"] | None = None  # many settings of one drafter side by side
+    sweep: Literal["tree", "length", "exit", "prune"] | None = None  # many settings of one drafter side by side
     trees: tuple[str, ...] | None = None  # sweep=tree: tree builders, all or these,
     budgets: tuple[int, ...] = (8, 16, 32, 64)  # at these sizes
     exits: tuple[int, ...] | None = None  # sweep=exit, sweep=prune: after so many layers, by default up to seven places,
@@ -119,6 +137,11 @@ class Evaluation:
             raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
         read = read_prompts(self.prompts, self.limit, self.categories)
         self.chosen, self.skipped = read.prompts, dict(read.skipped)
+        if self.execute:
+            check_execution(list(self._references.values()))
+        self.search: Search | None = None
+        if self.adversary is not None:
+            self.search = Search(self.adversary, self.adversary_words, self.adversary_same, self.adversary_seed)
 
     @property
     def reads_data(self) -> bool:
@@ -147,12 +170,20 @@ class Evaluation:
         found: list[Part] = []
         if self.sweep == "tree":
             found.append(TreeSweep(self.trees or tuple(SWEPT), self.budgets))
+        if self.sweep == "length":
+            found.append(LengthSweep())
         if self.sweep == "exit":
             found.append(ExitSweep(self.exits, self.depths))
         if self.sweep == "prune":
             found.append(PruneSweep(self.exits, self.tops))
         if self.prune_layer is not None:
             found.append(PrunedTrees(self.prune_layer, self.prune_top))
+        if self.search is not None:
+            found.append(Adversary(self.search, self.chosen, self.max_new_tokens, self.check))
+        if self.optimum:
+            found.append(Optimum(self.max_new_tokens))
+        if self.overlap is not None:
+            found.append(Overlapping(self.overlap == "pearl"))
         if self.online:
             found.append(Online(self.online_lr, self.online_every, self.online_learn))
         return [*found, Baselines((*ours, *theirs), self.assistant, self.exit_layer, self.store, self.chosen)]
@@ -200,7 +231,17 @@ class Evaluation:
             rule, builder, forecast = settle(target, drafter, builder, rule, lambda: self._calibration_prompts(target))
         elif rule.is_open:  # trees of all kinds, and pruned ones, can be judged by this rule only
             rule = rule.matched()
-        return replace(candidate, rule=rule, builder=builder), forecast
+        candidate = replace(candidate, rule=rule, builder=builder)
+        if self._measures(candidate):
+            candidate = replace(candidate, builder=Auto(), own=builder)
+        return candidate, forecast
+
+    def _measures(self, candidate: Candidate) -> bool:
+        """Whether the tree that pays by this machine's times is scored first."""
+        if not self.measured or self.sweep is not None or self.prune_layer is not None or self.online:
+            return False
+        able = goes_by_clock(candidate.target, candidate.drafter, candidate.builder)
+        return able and not Decoder(candidate.target, candidate.rule.matched(), self.engine).wants_capture
 
     def _systems(self, candidate: Candidate, parts: list[Part]) -> tuple[list[System], Calibration | None]:
         """What is decoded, the drafter with its tree first, all of it ready."""
@@ -279,16 +320,28 @@ class Evaluation:
             summary["forced"] = oracle.summary(summary)
             ceiling = results.turns[ORACLE]
         summary["bounds"] = bounds(candidate.target, candidate.drafter, mine, ceiling)
-        if not candidate.rule.lossless:
-            summary["drift"] = rule_drift(candidate.target, mine)
+        if not candidate.rule.lossless or self.quality:
+            summary |= self._quality(candidate, mine)
         summary["compared"] = {name: entry for name, entry in results.entries.items() if name != "drafter"}
         return summary
 
+    def _quality(self, candidate: Candidate, mine: list[Turn]) -> dict[str, Any]:
+        """What drafting did to the text, by the target's judgement and by the task's."""
+        drift = rule_drift(candidate.target, mine, follows=not candidate.rule.matched().is_random)
+        task = task_score(candidate.target, self._references, mine, self.execute)
+        return {"drift": drift} if task is None else {"drift": drift, "task": task}
+
+    @property
+    def _references(self) -> dict[str, Reference]:
+        return {prompt.id: prompt.reference for prompt in self.chosen if prompt.reference is not None}
+
     def _judgements(self, results: Results) -> dict[str, Any]:
-        """What drafting adds to memory, what training did to the target, and how good early exits are."""
+        """What drafting adds to memory and reads, what training did to the target, and how good early exits are."""
         one, mine = results.candidate, results.turns["drafter"]
         memory = extra_memory(one.target, one.drafter, one.builder, one.rule, mine[0].drafted.prompt)
-        return {"memory": memory, **judge_target(one, mine, self.max_new_tokens, results.folder)}
+        traffic = counted(one.target, one.drafter, one.builder, one.rule, mine[0].drafted.prompt)
+        read = {} if traffic is None else {"traffic": traffic}
+        return {"memory": memory, **read, **judge_target(one, mine, self.max_new_tokens, results.folder)}
 
     def _setting(self, candidate: Candidate, summary: dict[str, Any], decoding: Interleaving) -> dict[str, Any]:
         """What the numbers depend on."""

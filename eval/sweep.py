@@ -1,4 +1,4 @@
-"""Sweeps: one drafter with many trees, exits or prunings, decoded side by side and shown as one table."""
+"""Sweeps: one drafter with many trees, lengths, exits or prunings, decoded side by side and shown as one table."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,20 @@ from spectrain.eval.parts import Part, Results
 from spectrain.eval.systems import System, describe
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain.trees import Auto, Cast, Chain, DySpec, Eagle2, Entropy, OptTree, Sequoia, Static, TreeBuilder
+from spectrain.trees import (
+    Auto,
+    Cast,
+    Chain,
+    DySpec,
+    Eagle2,
+    Entropy,
+    OptTree,
+    Policy,
+    Sequoia,
+    Static,
+    Thompson,
+    TreeBuilder,
+)
 
 SWEPT: dict[str, Callable[[int, int], TreeBuilder]] = {
     "chain": lambda depth, budget: Chain(depth),
@@ -41,6 +54,19 @@ class TreeSweep(Part):
             candidate.rule.check(other.children, other.is_chain)
         how = candidate.drafter, candidate.rule
         return [System(f"{one.name}-{one.budget}", describe(one), how[0], one, how[1]) for one in builders]
+
+
+@dataclass
+class LengthSweep(Part):
+    """Chains of every length up to the candidate's depth, beside those whose length is decided while decoding."""
+
+    def systems(self, candidate: Candidate, first: System) -> list[System]:
+        builder, rule = candidate.builder, candidate.rule
+        drawn = builder.children, builder.temperature, builder.seed
+        builders = [Chain(depth, *drawn) for depth in range(1, builder.depth + 1)]
+        builders += [Thompson(builder.depth, *drawn), Policy(builder.depth, *drawn)]
+        rule.check(builder.children, is_chain=True)
+        return [System(f"length-{one.name}-{one.depth}", describe(one), candidate.drafter, one, rule) for one in builders]
 
 
 @dataclass(frozen=True)

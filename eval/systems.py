@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from spectrain.decoding.acceptance import AcceptanceRule
 from spectrain.decoding.generation import Generation, Watch, in_turn, unwatched
 from spectrain.decoding.guard import Guard
+from spectrain.decoding.overlap import Overlap
 from spectrain.decoding.pruning import Pruning
 from spectrain.decoding.session import Choice, Session
 from spectrain.drafters.base import Drafter
@@ -23,6 +24,7 @@ class System:
     rule: AcceptanceRule
     guard: Guard | None = None
     pruning: Pruning | None = None
+    overlap: Overlap | None = None
 
 
 class Decoder:
@@ -43,7 +45,10 @@ class Decoder:
     def in_turn(
         self, system: System, prompts: list[list[int]], limit: int, sequence_ids: list[int]
     ) -> tuple[list[Generation], list[Generation]]:
-        """Decode autoregressively and with a system, round by round in turn."""
+        """Decode autoregressively and with a system, round by round in turn; one after the other where a worker would draft on
+        while it is the other's turn."""
+        if system.overlap is not None:
+            return self(None, prompts, limit, sequence_ids), self(system, prompts, limit, sequence_ids)
         sessions = self.session(None), self.session(system)
         for session in sessions:
             session.warm_up(prompts, limit, sequence_ids)
@@ -56,7 +61,7 @@ class Decoder:
             parts = Session(self.target, self.rule, engine=self.choice)
         else:
             how = system.rule, system.drafter, system.builder, system.guard, system.pruning
-            parts = Session(self.target, *how, engine=self.choice)
+            parts = Session(self.target, *how, engine=self.choice, overlap=system.overlap)
         return self.sessions.setdefault("" if system is None else f"{system.name} {system.builder.name}", parts)
 
     @property
@@ -72,5 +77,6 @@ def describe(builder: TreeBuilder) -> str:
     """A builder in a few words."""
     drawn = "" if builder.children == "deterministic" else ", drawn"
     most = "up to " if builder.goes_by_clock else ""
-    shape = f"chain of {builder.depth}" if builder.is_chain else f"{builder.name}, {most}{builder.budget} nodes"
+    chain = f"{builder.name}, chain of up to {builder.depth}" if builder.goes_by_clock else f"chain of {builder.depth}"
+    shape = chain if builder.is_chain else f"{builder.name}, {most}{builder.budget} nodes"
     return shape + drawn

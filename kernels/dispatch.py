@@ -35,7 +35,9 @@ def runs_on(device: torch.device) -> bool:
 
 @cache
 def _is_known(device: torch.device) -> bool:
-    """An NVIDIA GPU from Ampere on; "meta" stands for one where launches are counted."""
+    """An NVIDIA GPU from Ampere on; "meta" stands for one where launches are counted. `plan` may ask where there is none."""
     if device.type == "meta":
         return True
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)

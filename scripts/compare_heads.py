@@ -4,7 +4,7 @@
 
 300 steps of at most 512 tokens of the embedded data, the recipe's own rate, one seed; 40 held-out prompts of 64 tokens, greedy,
 eight at once. One to three minutes a recipe with one thread. A finished run is not trained again, nor scored; rows of other
-names stay in the file. Without names: those of RECIPES.
+names stay in the file, and docs/families.md shows all of it. Without names: those of RECIPES.
 """
 
 import argparse
@@ -17,9 +17,12 @@ from spectrain.files import write_text
 from spectrain.provenance import provenance
 
 RECIPES = (
-    "medusa1", "medusa1+drafter.head_rank=32", "amphista", "ctc", "hydra", "hydra+drafter.head_rank=32", "eagle3",
-    "eagle3+drafter.head_rank=32", "gumiho", "gated_lora",
+    "medusa1", "medusa1+drafter.head_rank=32", "amphista", "ctc", "transformer_heads", "hydra", "hydra+drafter.head_rank=32",
+    "eagle3", "eagle3+drafter.head_rank=32", "gumiho", "mtp", "pard", "gated_lora", "ppd", "hidden_transfer",
+    "speculative_streaming", "uno",
 )  # fmt: skip
+RESULTS = Path(__file__).parents[1] / "eval" / "results" / "heads-tiny.json"
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
 STEPS, DEPTH = 300, 4
 TRAINING = [
     "target=tiny", "data.limit=null", "data.max_length=512", "trainer.batch_tokens=512",
@@ -58,18 +61,36 @@ def measure(name: str, work: Path) -> dict[str, Any]:
     """Train a recipe, with its changes, and score it."""
     recipe, *changes = name.split("+")
     run = work / name.replace("drafter.", "").replace("+", "-").replace("=", "-")
-    spectrain("train", f"recipe={recipe}", *changes, *TRAINING, f"run={run}")
+    spectrain("train", f"recipe={recipe}", *TRAINING, *changes, f"run={run}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {
-        "name": name, "steps": lines[-1]["step"], "tokens": lines[-1].get("tokens"), "seconds": lines[-1].get("seconds"),
+        "name": name, "commit": provenance()["commit"],
+        "steps": lines[-1]["step"], "tokens": lines[-1].get("tokens"), "seconds": lines[-1].get("seconds"),
         **{kind: score(run, kind, tree) for kind, tree in TREES.items()},
     }  # fmt: skip
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The markdown of what was measured, as docs/families.md shows it, in the order of RECIPES."""
+    order = {name: number for number, name in enumerate(RECIPES)}
+    lines = ["| recipe | chain of 4 | 16 nodes of `eagle2`, 4 deep | kept by depth (chain) |"]
+    lines.append("|---|---|---|---|")
+    for row in sorted(rows, key=lambda row: order.get(row["name"], len(order))):
+        recipe, *changes = row["name"].split("+")
+        name = ", ".join(f"`{part}`" for part in (recipe, *changes))
+        lengths = [
+            f"{said['acceptance_length']:.2f} [{said['ci95'][0]:.2f}, {said['ci95'][1]:.2f}]"
+            for said in (row["chain"], row["tree"])
+        ]
+        kept = " ".join(f"{share:.2f}" for share in row["chain"]["acceptance_by_depth"])
+        lines.append(f"| {name} | {lengths[0]} | {lengths[1]} | {kept} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path("runs/heads"))
-    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "eval" / "results" / "heads-tiny.json")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("recipes", nargs="*", default=RECIPES)
     options = parser.parse_args()
     rows = {row["name"]: row for row in json.loads(options.out.read_text())["rows"]} if options.out.exists() else {}
@@ -80,6 +101,10 @@ def main() -> None:
             **provenance(), "command": "python scripts/compare_heads.py",
         }  # fmt: skip
         write_text(options.out, json.dumps({"setting": setting, "rows": list(rows.values())}, indent=1) + "\n")
+    if options.out == RESULTS:
+        before, _, rest = PAGE.read_text().partition("<!-- heads -->\n")
+        after = rest.partition("\n<!-- /heads -->")[2]
+        write_text(PAGE, f"{before}<!-- heads -->\n{table(list(rows.values()))}\n<!-- /heads -->{after}")
 
 
 if __name__ == "__main__":

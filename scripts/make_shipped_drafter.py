@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from spectrain.runs.drafter_files import SHIPPED
+from spectrain.runs.places import SHIPPED
 
 
 def main() -> None:
@@ -25,7 +25,9 @@ def main() -> None:
     weights = load_file(source / "model.safetensors")
     rounded = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     save_file(rounded, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text((source / "config.json").read_text())
+    described = json.loads((source / "config.json").read_text())
+    described["drafter"].pop("init", None)  # all weights are here
+    (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     facts = json.loads((asked.run / "provenance.json").read_text())
     del facts["target"]  # a path of the machine that trained it
     facts["command"] = " ".join(word for word in facts["command"].split() if not word.startswith("run="))

@@ -5,7 +5,7 @@
 Each target (four layers of width 128, the tiny target's tokenizer) learns the embedded conversations for a few minutes on a
 core; the one of text and images learns pictures of coloured squares beside them. EAGLE-3, Medusa and DFlash are then trained
 on its features, and held-out prompts are decoded greedily, by a tree and by a chain, and compared with `generate`. Targets and
-drafters that are there already are not trained again.
+drafters that are there already are not trained again. The table of `docs/targets.md` is read from the JSON that this writes.
 """
 
 import argparse
@@ -27,10 +27,12 @@ from spectrain.data.readers import Embedded, Jsonl
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.session import Session
 from spectrain.eval.prompts import read_prompts
+from spectrain.files import write_text
 from spectrain.models.images import images_of
 from spectrain.models.loading import TINY, load_hf, load_tokenizer
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
+from spectrain.provenance import provenance
 from spectrain.runs import train as training
 from spectrain.runs.drafter_files import load_drafter
 from spectrain.settings.check import check_config
@@ -41,6 +43,7 @@ from tests.models.visions import BREAK, END, IMAGE, START, TEMPLATE, Processor
 
 NAMES = ("lfm2", "gpt_oss", "deepseek_v3", "qwen2_5_vl")
 FAMILIES = ("eagle3", "medusa1", "dflash")
+RESULTS = Path(__file__).parents[1] / "eval" / "results" / "unlike-targets.json"
 LARGER = {
     "hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32, "num_attention_heads": 4,
     "num_key_value_heads": 2, "sliding_window": 64, "max_position_embeddings": 1024, "kv_lora_rank": 32, "q_lora_rank": 64,
@@ -185,18 +188,20 @@ def prompts_for(target: Target, pictures: Path, count: int) -> list[list[int]]:
     return [prompt_tokens(target.tokenizer, prompt.opening) for prompt in read_prompts(None, count).prompts]
 
 
-def measure(target: Target, drafter: Any, prompts: list[list[int]], new_tokens: int) -> list[str]:
-    """Acceptance length, the bonus token included, pooled over rounds, and how many texts are `generate`'s."""
+def measure(target: Target, drafter: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """By a tree and by a chain: acceptance length, the bonus token included, pooled over rounds, and how many texts are
+    `generate`'s."""
     with plain_model(target) as model:
         wanted = [generate(model, prompt, new_tokens, target.stop_ids) for prompt in prompts]
     target.pack()
-    found = []
-    for builder in (Eagle2(4, 16), Chain(4)):
+    found = {}
+    for kind, builder in {"tree": Eagle2(4, 16), "chain": Chain(4)}.items():
         session = Session(target, Greedy(), drafter.eval(), builder)
         answers = [session.decode([prompt], new_tokens)[0] for prompt in prompts]
         rounds = [count for answer in answers for count in answer.whole_rounds]
         same = sum(answer.output == text for answer, text in zip(answers, wanted))
-        found += [f"{sum(rounds) / max(1, len(rounds)):.2f}", f"{same} of {len(prompts)}"]
+        length = round(sum(rounds) / max(1, len(rounds)), 4)
+        found[kind] = {"acceptance_length": length, "identical": same, "checked": len(prompts)}
     return found
 
 
@@ -210,7 +215,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--new-tokens", type=int, default=48)
     args = parser.parse_args()
-    pictures = make_pictures(args.work / "pictures")
+    pictures, rows = make_pictures(args.work / "pictures"), []
+    setting = {key: value for key, value in vars(args).items() if isinstance(value, int)}
     for name in args.names:
         folder = args.work / name
         if not (folder / "model.safetensors").exists():
@@ -220,7 +226,9 @@ def main() -> None:
             config = train_drafter(family, target, args.work / f"{name}-{family}", pictures, args.drafter_steps)
             drafter = load_drafter(config, args.work / f"{name}-{family}", target)
             told = measure(target, drafter, prompts_for(target, pictures, args.prompts), args.new_tokens)
-            print(" | ".join(["", name, family, *told, ""]).strip(), flush=True)
+            rows.append({"target": name, "drafter": family, **told})
+            print(rows[-1], flush=True)
+            write_text(RESULTS, json.dumps({"setting": {**setting, **provenance()}, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from .errors import UserError
 
 AGAIN = "give the same command again"
+PICKLED = (".pt", ".pth", ".bin", ".ckpt")  # files of weights that reading could run code from
 
 
 @contextmanager

@@ -9,6 +9,8 @@ MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB8665
 # What a number is for: the same keys never serve two purposes.
 DRAFT, ACCEPT, SAMPLE, LAYER_DROPOUT, MASKED_PREFIXES, ANCHORS, CHAINS = 1, 2, 3, 4, 5, 6, 7
 NOISE, WITHOUT_FEATURES = 12, 13
+JUDGED = 14
+FEATURE_NOISE, TRAJECTORY = 21, 22
 
 
 def generator(purpose: int, seed: int, row: int, position: int) -> torch.Generator:

@@ -45,13 +45,17 @@ CONFIGURED = {
     "drafters/dflash.py:DFlash",
     "drafters/dflash2.py:DFlash2",
     "drafters/dspark.py:DSpark",
+    "drafters/eagle1.py:Eagle1",
     "drafters/eagle3.py:Eagle3",
     "drafters/early_exit.py:EarlyExit",
     "drafters/gated_lora.py:GatedLora",
     "drafters/gumiho.py:Gumiho",
+    "drafters/jacobi.py:Jacobi",
     "drafters/medusa.py:Medusa",
     "drafters/pard.py:Pard",
     "drafters/peagle.py:PEagle",
+    "drafters/self_draft.py:SelfDraft",
+    "training/on_policy.py:Generated",
 }
 """Classes whose constructors mirror a yaml of more than eight settings."""
 

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from spectrain.cli.main import dispatch, quietly
 from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
 from spectrain.drafters.base import TrainingState
+from spectrain.drafters.context import Context
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.target import Target
@@ -40,8 +42,10 @@ def importable() -> Any:
 
 def commands(document: str) -> list[list[str]]:
     """The example's commands in a document, without the program's name."""
-    lines = [shlex.split(line, comments=True) for line in (ROOT / document).read_text().splitlines() if "recurrent" in line]
-    return [words[1:] for words in lines if words[:1] == ["spectrain"]]
+    lines = [
+        line for line in (ROOT / document).read_text().splitlines() if line.startswith("spectrain ") and "recurrent" in line
+    ]
+    return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
 def say(*arguments: str) -> None:
@@ -133,6 +137,7 @@ def test_the_loss_is_that_of_what_is_drafted(tiny: Target) -> None:
     fresh = type(features)(windows[:, :1], features.layers, features.hidden[0][index])
     along = Along(windows[:, 2:-1])
     context: Any = SimpleNamespace(fresh=fresh, counts=torch.ones(len(windows)).long(), root=windows[:, 1])
+    context.newest = partial(Context.newest, context)
     proposed(drafter, context, along)
     drafted = along.said.gather(2, windows[:, 2:, None])[..., 0]  # [rows, STEPS]
     cut = tokens.shape[1] - STEPS - 2 + 1  # shallower steps are judged further on too, where no whole window begins

@@ -84,8 +84,7 @@ class Recurrent(VocabularyDrafter):
         return Losses(terms, hits, counts)
 
     def draft(self, context: Context) -> Draft:
-        last = (context.counts - 1).clamp(min=0)[:, None]
-        final = context.fresh.gather(last).at("final").to(self.lm_head.weight.dtype)
+        final = context.newest(context.fresh.at("final")).to(self.lm_head.weight.dtype)
         return Draft(_Roll(self, final, context.root))
 
 

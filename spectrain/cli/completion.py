@@ -19,7 +19,7 @@ from .help import COMMANDS
 SPACE = " "  # behind a word that is finished
 PATHS = ("path", "out", "init", "prompts", "calibration", "model", "assistant", "results")  # keys of files or folders
 SCRIPTS = {path.suffix[1:]: path for path in sorted(Path(__file__).parent.glob("completion.*")) if path.suffix != ".py"}
-FORMATS = ("vllm", "sglang", "flat", "hf", "medusa", "mtp", "peft", "uno", "spectrain")  # ours last: nothing is exported to it
+FORMATS = ("vllm", "sglang", "flat", "hf", "eagle", "medusa", "mtp", "peft", "uno", "spectrain")  # ours last: not exported to
 
 
 def script(shell: str) -> str:

@@ -18,7 +18,7 @@ from spectrain.export.layouts import detect, layout_for
 from spectrain.export.linter import check, lint
 from spectrain.export.targets import TargetFiles
 from spectrain.files import written
-from spectrain.runs.drafter_files import drafter_directory
+from spectrain.runs.places import drafter_directory, existing_drafter
 
 
 def export(config: Any) -> Path:
@@ -27,9 +27,7 @@ def export(config: Any) -> Path:
         if config.get(key) is None:
             raise UserError(f"{key}: it must be given, as in spectrain export run=runs/NAME format=vllm out=DIR")
     run, out = Path(str(config.run)), Path(str(config.out))
-    directory = drafter_directory(run)
-    if directory is None:
-        raise UserError(f"run={run}: there is no drafter in it; give a run folder or a drafter directory")
+    directory = existing_drafter("run", run)
     asked = asked_target(config)
     drafter = read_drafter(directory, asked)
     layout = layout_for(drafter.family, config.format)

@@ -29,6 +29,7 @@ class Command:
     note: str = ""
     stands: dict[str, str] = field(default_factory=dict)  # flag -> a setting, or the key whose value follows it
     places: list[str] = field(default_factory=list)  # keys of words without one
+    drafter: str | None = None  # the key of the drafter that it reads, where no drafter=CHOICE is said
     implied: dict[str, list[str]] = field(default_factory=dict)  # setting -> groups of which one makes it needless
 
 

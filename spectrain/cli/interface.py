@@ -26,8 +26,9 @@ from spectrain.models.target import Target
 from spectrain.runs import train as training
 from spectrain.runs.candidate import Candidate
 from spectrain.runs.defaults import complete
-from spectrain.runs.drafter_files import drafter_directory, load_drafter, save_drafter
+from spectrain.runs.drafter_files import load_drafter, save_drafter
 from spectrain.runs.folder import recipe_name, trained_target
+from spectrain.runs.places import drafter_directory
 from spectrain.settings.build import build, register_resolvers
 from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS

@@ -43,7 +43,7 @@ def dispatch(arguments: list[str]) -> None:
     from spectrain.errors import UserError, nearest
 
     from .help import COMMANDS, HELP, explain, overview, version
-    from .overrides import as_settings, check_words
+    from .overrides import as_settings, check_drafters, check_words
 
     if not arguments or (arguments[0] in HELP and len(arguments) == 1):
         print(overview())
@@ -65,6 +65,7 @@ def dispatch(arguments: list[str]) -> None:
         return TASKS[name](words)
     words = as_settings(name, words)
     check_words(name, words)
+    check_drafters(name, words)
     compose_and_call(config, TASKS[name], words)
 
 
@@ -174,7 +175,7 @@ TASKS: Mapping[str, Task] = {
     "data verify": calls("features.capture.verify", ("path", "drop")),
     "bench decode": calls("bench.throughput.decode_table", TRAIN_KEYS),
     "bench train": calls("bench.throughput.training_throughput", TRAIN_KEYS),
-    **dict.fromkeys(("bench kernels", "bench engine", "bench report"), builds("bench")),
+    **dict.fromkeys(("bench context", "bench kernels", "bench engine", "bench report"), builds("bench")),
     "export": calls("cli.export.export", ("run", "format", "out", "push", "private", "target")),
     "convert": calls("cli.export.convert_command", ("run", "format", "out", "target")),
     "lint": calls("cli.export.lint_command", ("run", "target")),

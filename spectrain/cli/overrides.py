@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 from spectrain.errors import UserError, nearest
+from spectrain.runs.places import existing_drafter
 from spectrain.settings.schema import Schema, choice_files, conf_folders, owners, schema
 from spectrain.settings.signatures import keys
 
@@ -123,6 +124,17 @@ def check_words(command: str, words: list[str]) -> None:
         elif head not in known and head != "hydra":
             raise UserError(f"{head}: there is no such key{likely(setting[1], head, asked, known)}")
     check_given(asked, words)
+
+
+def check_drafters(name: str, words: list[str]) -> None:
+    """A folder that a drafter is to be read from holds one: told before anything heavy is imported."""
+    command = COMMANDS[name]
+    said = {match[1]: match[2] for word in words if (match := SETTING.fullmatch(word))}
+    read = [] if command.drafter is None or "drafter" in said else [command.drafter]
+    for key in {*read, "drafter.init"} & said.keys():
+        place = said[key].strip("'\"")
+        if not {",", "$"} & {*place}:  # of a sweep, or of another key
+            existing_drafter(key, place)
 
 
 def check_flag(word: str, following: str | None, known: list[str], asked: Schema, command: Command) -> None:

@@ -19,11 +19,11 @@ from spectrain.errors import UserError
 from spectrain.models.device import wait
 from spectrain.models.target import Target
 from spectrain.randomness import DRAFT, generator, gumbel
-from spectrain.trees.base import Draft, Prefix, Rollout, Round, TreeBuilder
+from spectrain.trees.base import Draft, Prefix, Rollout, Round, TreeBuilder, top_and_sampled
 from spectrain.trees.measurements import Calibration, Latency, RuleForecast
 from spectrain.trees.token_tree import Children, TokenTree
 
-from .acceptance import AcceptanceRule, Greedy, Recursive, Siblings
+from .acceptance import AcceptanceRule, Greedy, Recursive, Siblings, Transport
 from .generation import Generation
 from .loop import decode
 
@@ -60,6 +60,8 @@ def calibrate(
     calibration = Calibration(hits, counts, latency, rules)
     for builder in builders:
         builder.prepare(calibration)
+        for row, prompt in enumerate(prompts if "rehearsal" in builder.needs else []):
+            decode(target, [prompt], rule, max_new_tokens, drafter, builder, sequence_ids=[row])
     return calibration
 
 
@@ -70,8 +72,9 @@ def settle(
     if not rule.is_open:
         return rule, builder, None
     assert rule.shaping is not None, "a rule that is open samples"
-    if builder.children in Recursive.children:
-        return Recursive(*rule.shaping), builder, None
+    for weighing in (Recursive, Transport):
+        if builder.children in weighing.children:
+            return weighing(*rule.shaping), builder, None
     drawn = builder.drawn(rule.shaping[0])
     if drawn is None or drafter.abilities.copies_text or drafter.abilities.undrawn:
         return rule.matched(), builder, None
@@ -208,6 +211,10 @@ class Forced(TreeBuilder):
         if children == "deterministic":
             return Siblings(self.rollout.to_target(scores.topk(width).indices).tolist(), p, None), q
         source = generator(DRAFT, self.builder.seed, level, self.counts[level])
+        if children == "top_and_sampled":
+            noise = gumbel((len(log_q),), source).to(log_q.device)
+            ids, _, rest = top_and_sampled(log_q.exp(), width, noise)
+            return Siblings(self.rollout.to_target(ids).tolist(), p, torch.zeros_like(p).scatter(0, every, rest)), q
         drop = children == "without_replacement"
         if drop:
             drawn = (log_q + gumbel((len(log_q),), source).to(log_q.device)).topk(width).indices

@@ -28,7 +28,7 @@ from spectrain.trees.token_tree import TokenTree
 
 from .acceptance import AcceptanceRule
 from .generation import PARTS, Generation, Line, Steps, Watch, unwatched, watched
-from .loop import NoDraft, Outcome, Request, asked, check_room, empty_context, play, read, slots_a_round, steps
+from .loop import NoDraft, Outcome, Request, asked, check_room, empty_context, layers_read, play, read, slots_a_round, steps
 
 WARM_UP = 2  # rounds of the final shapes before a capture, in which kernels are loaded
 KEPT = 4  # sizes of batches whose caches and graphs are kept
@@ -334,7 +334,7 @@ class Captured:
             return self.states[batch, bound]
         slots = bound + slots_a_round(self.drafter, self.builder) + 3
         cache = self.target.new_cache(batch, slots, bound)
-        layers = () if self.drafter is None else self.drafter.layers
+        layers = layers_read(self.drafter, self.rule)
         plain = empty_context(self.target, self.builder, cache, layers, len(self.target.stop_ids))
         self.states[batch, bound] = State(HeldContext(**vars(plain), is_read=self.drafter is not None))
         for size in list(self.states)[:-KEPT]:

@@ -39,6 +39,7 @@ class Outcome:
     logits: Tensor  # [B, N, V]
     emitted: Tensor  # [B, P]
     counts: Tensor  # [B] how many of these each text really emitted
+    path: Tensor  # [B, P] the nodes that were kept
 
 
 def play(context: Context, drafter: Drafts, builder: TreeBuilder, rule: AcceptanceRule) -> Iterator[Outcome | None]:
@@ -48,13 +49,13 @@ def play(context: Context, drafter: Drafts, builder: TreeBuilder, rule: Acceptan
     yield None
     seen = drafter.verify(context, tree)
     yield None
-    assert seen.logits is not None
-    accepted = rule(tree, seen.logits, context.sequence_ids, context.positions(tree) + 1)
+    accepted = rule.accept(tree, seen, context.sequence_ids, context.positions(tree) + 1)
     if context.cache.bound is None:
         accepted = accepted.trimmed()
     emitted, counts = context.commit(tree, seen, accepted)
     drafter.commit(context, accepted)
-    yield Outcome(tree, seen.logits, emitted, counts)
+    assert seen.logits is not None
+    yield Outcome(tree, seen.logits, emitted, counts, accepted.path)
 
 
 @torch.inference_mode()
@@ -142,7 +143,7 @@ class Eager:
         first = 1 + counted.shape[1]
         lines = [Line(row[first : first + row[0]], *row[1:first]) for row in numbers]
         seconds = clock.lap()
-        self.builder.observe(Round(outcome.tree, outcome.logits, outcome.counts, seconds))
+        self.builder.observe(Round(outcome.tree, outcome.logits, outcome.counts, seconds, outcome.path))
         return [(lines, seconds)]
 
 
@@ -180,7 +181,7 @@ def prefill(
     check_room(target, request)
     capacity = request.longest + request.max_new_tokens + 3 + slots_a_round(drafter, builder) + extra_slots
     cache = target.new_cache(len(request.prompts), capacity)
-    context = empty_context(target, builder, cache, () if drafter is None else drafter.layers, len(request.stop_ids))
+    context = empty_context(target, builder, cache, layers_read(drafter, rule), len(request.stop_ids))
     read(context, drafter, rule, request)
     return context
 
@@ -199,6 +200,11 @@ def slots_a_round(drafter: Drafter | None, builder: TreeBuilder) -> int:
     the target's cache gives to a rollout, and nodes that only draft."""
     nodes = builder.depth + builder.budget + builder.drafted
     return nodes if drafter is None else nodes + drafter.cost.extra_nodes(drafter, builder)
+
+
+def layers_read(drafter: Drafter | None, rule: AcceptanceRule) -> tuple[Layer, ...]:
+    """The features that a round needs of the target: the drafter's, which come first, and the rule's."""
+    return tuple(dict.fromkeys((*(() if drafter is None else drafter.layers), *rule.layers)))
 
 
 def empty_context(target: Target, builder: TreeBuilder, cache: TreeCache, layers: tuple[Layer, ...], num_stops: int) -> Context:

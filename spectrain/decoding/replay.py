@@ -1,4 +1,5 @@
-"""What was drafted and rejected, as sequences to learn from (Draft-OPD, 2026). Shapes: B batch, T tokens.
+"""What was drafted, as sequences to learn from: rejected drafts (Draft-OPD, 2026), and windows with what they brought (PPOW,
+2026). Shapes: B batch, T tokens.
 
 A rejected draft goes on for a while behind its first wrong token. What the target would have said there depends on the
 drafted tokens, so the draft is replayed: the text so far and the whole draft become one sequence, and each drafted token
@@ -7,8 +8,10 @@ knows how far behind the first wrong one it lies.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
+from statistics import mean
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +34,14 @@ class Replay:
     distance: list[int]  # of each token behind the first wrong one of the draft; KEPT for all others
 
 
+@dataclass(frozen=True)
+class Window:
+    """A sequence whose last tokens are what was kept of a drawn draft and the first that was not."""
+
+    example: Example  # all but the prompt carry loss
+    advantage: list[float]  # of each token of the draft, what it brought beyond what was to be expected; 0 for all others
+
+
 class Recorder(WrappedBuilder):
     """Another builder, whose chains are remembered with how much of them was kept."""
 
@@ -47,25 +58,87 @@ class Recorder(WrappedBuilder):
                 self.rounds[b].append((drafted, count))
 
 
-def replays(generation: Generation, rounds: list[tuple[list[int], int]], limit: int, random: Random) -> list[Replay]:
-    """Up to `limit` drafts of one decoding, rejected ones first."""
-    found = []
+@dataclass(frozen=True)
+class DraftedRound:
+    """One round of a decoding."""
+
+    text: list[int]  # before it, the root the last of it
+    answer: int  # how many tokens of the text are the answer's
+    draft: list[int]
+    kept: int  # tokens of the draft
+
+    def example(self, draft: list[int]) -> Example:
+        """The text and some of the draft's tokens, where all but the prompt carry loss."""
+        prompt = len(self.text) - self.answer
+        return Example(self.text + draft, [False] * prompt + [True] * (self.answer + len(draft)))
+
+
+def drafts_of(generation: Generation, rounds: list[tuple[list[int], int]]) -> Iterator[DraftedRound]:
+    """The drafts of one decoding, in their order, as far as the text before them is in its output."""
     drafts = iter([drafted for drafted, _ in rounds if drafted])
     end = 1  # the answer's tokens before the round, root included
     for count, depth in zip(generation.accepted, generation.depths):
         drafted = next(drafts) if depth else []  # a guard may have let the round pass without a draft
         answer = generation.output[:end]
-        kept = count - 1
         if drafted and len(answer) == end:
-            tokens = generation.prompt + answer + drafted
-            distance = [KEPT] * (len(tokens) - len(drafted) + kept) + list(range(len(drafted) - kept))
-            mask = [False] * len(generation.prompt) + [True] * (len(answer) + len(drafted))
-            found.append((kept == len(drafted), random.random(), Replay(Example(tokens, mask), distance)))
+            yield DraftedRound(generation.prompt + answer, end, drafted, count - 1)
         end += count
+
+
+def replays(generation: Generation, rounds: list[tuple[list[int], int]], limit: int, random: Random) -> list[Replay]:
+    """Up to `limit` drafts of one decoding, rejected ones first."""
+    found = []
+    for one in drafts_of(generation, rounds):
+        wrong = len(one.draft) - one.kept
+        replay = Replay(one.example(one.draft), [KEPT] * (len(one.text) + one.kept) + list(range(wrong)))
+        found.append((not wrong, random.random(), replay))
     return [replay for _, _, replay in sorted(found, key=lambda item: item[:2])[:limit]]
 
 
-def collate_replays(found: list[Replay], packed: bool = False) -> Batch:
+def balance(replay: Replay) -> list[float]:
+    """What every token counts where those that were kept and those that were not count half each, as in Draft-OPD."""
+    wrong = sum(place != KEPT for place in replay.distance)
+    supervised = sum(replay.example.mask)
+    right = supervised - wrong
+    return [supervised / (wrong if place != KEPT else right) if on else 0.0
+            for place, on in zip(replay.distance, replay.example.mask)]  # fmt: skip
+
+
+def reward(kept: int, drafted: int, draft_cost: float) -> float:
+    """PPOW's: tokens that a round emits, the target's own among them, over its time in forwards of the target."""
+    return (kept + 1) / (1 + draft_cost * drafted)
+
+
+def windows(generation: Generation, rounds: list[tuple[list[int], int]], draft_cost: float) -> list[Window]:
+    """The drawn drafts of one decoding, but the first of them.
+
+    The token at place d of a draft counts where the d before it were right, so its baseline is the mean reward of the answer's
+    earlier drafts that came so far, or of all of them: known before it was drawn, it leaves the gradient's expectation as it
+    is. Tokens behind the first wrong one bring nothing, and are left out.
+    """
+    reached: list[list[float]] = []  # at every place, the rewards of earlier drafts that came so far
+    found = []
+    for one in drafts_of(generation, rounds):
+        brought, drawn = reward(one.kept, len(one.draft), draft_cost), one.draft[: one.kept + 1]
+        is_first = not reached
+        reached += [[] for _ in range(len(drawn) - len(reached))]
+        if not is_first:
+            gains = [brought - mean(before or reached[0]) for before in reached[: len(drawn)]]
+            found.append(Window(one.example(drawn), [0.0] * len(one.text) + gains))
+        for before in reached[: len(drawn)]:
+            before.append(brought)
+    return found
+
+
+def collate_replays(found: list[Replay], packed: bool = False, balanced: bool = False) -> Batch:
     """Replays as one batch, padded on the right or packed."""
     batch = collate([replay.example for replay in found], packed)
-    return replace(batch, distance=laid_out([torch.tensor(replay.distance) for replay in found], packed, padding=KEPT))
+    weight = laid_out([torch.tensor(balance(replay)) for replay in found], packed) if balanced else None
+    distance = laid_out([torch.tensor(replay.distance) for replay in found], packed, padding=KEPT)
+    return replace(batch, distance=distance, weight=weight)
+
+
+def collate_windows(found: list[Window], packed: bool = False) -> Batch:
+    """Windows as one batch, padded on the right or packed."""
+    batch = collate([window.example for window in found], packed)
+    return replace(batch, advantage=laid_out([torch.tensor(window.advantage) for window in found], packed))

@@ -9,7 +9,7 @@ from typing import Literal
 
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
-from spectrain.models.images import images_of
+from spectrain.models.images import have_images
 from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.trees.base import RootAlone, TreeBuilder
@@ -20,6 +20,7 @@ from .captured import Captured, why_not
 from .generation import Generation, Steps, Watch, unwatched, watched
 from .guard import Guard, GuardedBuilder, GuardedDrafter
 from .loop import Eager, asked, decode, steps
+from .overlap import Overlap, Overlapped, Worker, check_overlap
 from .pruning import PrunedDrafter, Pruning
 
 Choice = Literal["auto", "captured", "eager"]
@@ -40,6 +41,7 @@ class Session:
     guard: Guard | None = None  # decode autoregressively while drafting does not pay
     pruning: Pruning | None = None  # drop branches that the target's first layers find unlikely
     engine: Choice = "eager"
+    overlap: Overlap | None = None  # another process drafts while the target verifies
 
     @classmethod
     def prepare(
@@ -81,14 +83,13 @@ class Session:
     ) -> Steps:
         """The same, pausing after the prompts and after every look of the host."""
         request = asked(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)
-        if self.why_eager is not None or any(images_of(prompt) is not None for prompt in prompts):
+        if self.why_eager is not None or have_images(prompts):
             return steps(self._eager(max_new_tokens), request)
         return self._captured.steps(request)
 
     def warm_up(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None = None) -> None:
         """Compile and capture what such a batch runs, where that is to come, so that decoding it can be timed."""
-        sees = any(images_of(prompt) is not None for prompt in prompts)
-        if self.why_eager is None and not sees and not self._captured.is_ready(prompts, max_new_tokens):
+        if self.why_eager is None and not have_images(prompts) and not self._captured.is_ready(prompts, max_new_tokens):
             self._captured.decode(prompts, max_new_tokens, sequence_ids, ignore_eos=True)
 
     @property
@@ -100,6 +101,8 @@ class Session:
         """Why rounds are run one by one; None where they are captured."""
         if not self.wants_capture:
             return "not asked for"
+        if self.overlap is not None:
+            return "eval.overlap asks another process for drafts"
         if self.guard is not None or self.pruning is not None:
             return f"eval.{'guard' if self.guard is not None else 'prune_layer'} decides on the host"
         return why_not(self.target, self.rule, self.drafter, self.builder)
@@ -108,7 +111,21 @@ class Session:
     def _captured(self) -> Captured:
         return Captured(self.target, self.rule, self.drafter, self.builder)
 
+    @cached_property
+    def _worker(self) -> Worker:
+        check_overlap(self.drafter, self.builder, self.rule)
+        if self.target.device.type != "cpu":
+            raise UserError("eval.overlap: the process that drafts is forked, which no GPU outlives; use target.device=cpu")
+        assert self.drafter is not None
+        return Worker(self.drafter, self.target)
+
     def _eager(self, max_new_tokens: int) -> Eager:
+        if self.overlap is not None:
+            if self.guard is not None or self.pruning is not None:
+                raise UserError("eval.overlap: it goes with neither eval.guard nor eval.prune_layer; leave those out")
+            worker = self._worker
+            assert self.builder is not None
+            return Overlapped(self.target, self.rule, worker, self.builder, self.overlap)
         runner = Eager(self.target, self.rule, self.drafter, self.builder)
         if self.pruning is not None:
             self.pruning.check(self.rule, self.target)
@@ -124,8 +141,8 @@ def check(drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule) -> None:
     """Refuse a rule that would be wrong about such trees."""
     if drafter.abilities.undrawn and "deterministic" not in rule.children:
         raise UserError(
-            f"acceptance={rule.name}: it weighs p against the q that a child was drawn from, and copied tokens have none; use "
-            "acceptance=greedy or match"
+            f"acceptance={rule.name}: it weighs p against the q that a child was drawn from, and copied tokens have none, nor "
+            "have matched texts; use acceptance=greedy or match"
         )
     if drafter.abilities.undrawn and not drafter.abilities.copies_text and builder.children != "deterministic":
         raise UserError(f"tree.children={builder.children}: copied tokens are not drawn; use tree.children=deterministic")

@@ -13,6 +13,7 @@ from spectrain.data.datastore import Datastore
 from spectrain.models.features import Features
 from spectrain.models.lora import TargetTraining
 from spectrain.models.target import Target
+from spectrain.models.traffic import Reads
 from spectrain.trees.base import TreeBuilder
 
 from .context import Context
@@ -24,6 +25,7 @@ class OnPolicy:
 
     writer: Target | None = None  # the drafter as a model that writes text by itself, where it is one
     learns_replays: bool = False  # its loss tells what a replayed draft got wrong (Batch.distance)
+    learns_windows: bool = False  # its loss knows the chance that it drew each token of a draft with (Batch.advantage)
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,13 @@ class Abilities:
     on_policy: OnPolicy = OnPolicy()
     adapts_layers: bool = False  # it changes what single layers of the target compute, so no compilation serves them all
     copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and nothing is drawn
+    follows_at_once: bool = False  # its rollout runs a path of given tokens in one step, so that it can be drafted for
+    plain: bool = True  # it hands over a rollout or continuations and nothing else, and runs nothing of the target
     undrawn: bool = False  # its trees hold copies, which no q was asked for: what weighs p against q is refused
     prefill: Callable[[Any, Context, Tensor, Tensor], Features] | None = None  # (drafter, context, prompts [B, T], their
     # lengths): it runs them itself, with something of its own behind them, and gives what `Context.prefill` does
+    ahead: Callable[[Any, Tensor], None] | None = None  # (drafter, lengths [B]): its drafts follow from the text alone, so that
+    # another process can make them; it forgets what it has read of each text from that length on
     datastore: Callable[[Any], Datastore | None] = lambda drafter: None  # texts that it copies from, which hold nothing scored
 
 
@@ -76,6 +82,7 @@ class DraftingCost:
     weights: Callable[[Any, Target], nn.Module] = lambda drafter, target: drafter  # what a draft step reads
     forwards: Callable[[Any], int] = lambda drafter: 0  # whole ones of the target that drafting takes in every round
     verified_from: Callable[[Any], int] = lambda drafter: 0  # the first layer that drafting leaves to verification
+    read: Callable[[Any], Reads] | None = None  # (drafter): what drafting has read since a decoding began, where it counts that
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,7 @@ class SavedFiles:
     it loads alone; `layout` says where tensors go that do not stay in model.safetensors: name -> (file, name there);
     `sidecars` are further files, for tools that read its layout: name -> text."""
 
-    inner: str | None = None  # the setting, and attribute, that names a drafter inside: a choice, or whose directory it is
+    inner: tuple[str, ...] = ()  # settings, and attributes, that name a drafter inside, or several: a choice, or its directory
     shape: tuple[str, ...] = ()  # settings that saved weights fix; drafter.init takes them from the directory it names
     settings: Callable[[Any], dict[str, Any]] = lambda drafter: {}
     layout: Callable[[Any], dict[str, tuple[str, str]]] = lambda drafter: {}

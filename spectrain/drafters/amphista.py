@@ -89,10 +89,6 @@ class Amphista(HeadsDrafter):
 
         return Losses(*self.heads_loss(supervision, read))
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.head.embed(tokens).to(next(self.parameters()).dtype)
-
     def mixed(self, *stages: Tensor) -> Tensor:
         """The states [R, K, D] of all heads, from those of every stage [R, D]."""
         count = len(self.heads)
@@ -102,12 +98,10 @@ class Amphista(HeadsDrafter):
 
     def draft(self, context: Context) -> Draft:
         """Read the states of what was just accepted; then all heads speak at the last of them."""
-        if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, len(self.adaptation.layers), 0)
+        self.cache = context.drafting_cache(self.cache, len(self.adaptation.layers), 0)
         final = context.fresh.at("final").to(next(self.parameters()).dtype)
         stages = self.adaptation(final, self.embed(context.following), self.cache.slots(final.shape[1]), self.cache)
         self.cache.commit(None, context.counts)
-        last = (context.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, final.shape[-1])
-        states = self.mixed(*(stage.gather(1, last)[:, 0] for stage in stages))
+        states = self.mixed(*(context.newest(stage)[:, 0] for stage in stages))
         said = [head.lm_head(narrowed(head.lm_down, states[:, k])) for k, head in enumerate(self.heads)]
         return Draft(Marginals(context.root, torch.stack(said, dim=1).float().log_softmax(-1), self.draft_ids))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.features.batch import Batch
-from spectrain.kernels.linear_divergence import HeadTarget
+from spectrain.kernels.linear_divergence import HeadTarget, linear_divergence
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Branches, Draft, Rollout
@@ -24,6 +24,7 @@ from .base import Drafter, Losses, Stage, TrainingState
 from .context import Context
 from .shared.losses import Loss, head_loss
 from .shared.small_models import small_model
+from .shared.stop_head import StopHead
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -36,11 +37,18 @@ class Causal(Drafter):
     the hub; or `architecture`, a transformers configuration to start afresh. The loss is `loss` between the target's
     distribution and the drafter's, both at `loss_temperature`, at every token of the assistant: for jensen_shannon the
     generalised one with `beta`, scaled by 1 / (beta (1 - beta)) so that a learning rate carries over from KL to KL.
-    Which sequences these are is the source's to say: source=live takes the data's, source=generated others.
+    Which sequences these are is the source's to say: source=live takes the data's, source=generated others. With `stop_head`
+    it learns, beside, how likely its tokens are kept, by which tree=chain tree.stop=0.3 ends a chain (SpecDec++).
     """
 
-    saved = SavedFiles(shape=("architecture", "num_layers", "model"), settings=lambda drafter: drafter.description())
-    abilities = Abilities(capture=Capture(carried=("cache",)))
+    saved = SavedFiles(
+        shape=("architecture", "num_layers", "model", "stop_head"), settings=lambda drafter: drafter.description()
+    )
+    abilities = Abilities(
+        capture=Capture(carried=("cache",)),
+        follows_at_once=True,
+        ahead=lambda drafter, lengths: drafter.cache.crop(lengths),
+    )
 
     def __init__(
         self,
@@ -51,6 +59,7 @@ class Causal(Drafter):
         loss: Loss = "forward_kl",
         beta: float = 0.5,
         loss_temperature: float = 1.0,
+        stop_head: int | None = None,  # hidden layers of a head that says how likely a token is kept; null: there is none
     ) -> None:
         super().__init__()
         if not 0 < beta < 1:
@@ -59,7 +68,8 @@ class Causal(Drafter):
             raise UserError(f"drafter.loss_temperature={loss_temperature}: use more than 0")
         self.divergence, self.beta, self.loss_temperature = loss, beta, loss_temperature
         self.model = small_model(target, num_layers, model, architecture)
-        self.abilities = replace(self.abilities, on_policy=OnPolicy(self.model, learns_replays=True))
+        self.abilities = replace(self.abilities, on_policy=OnPolicy(self.model, learns_replays=True, learns_windows=True))
+        self.stop_head = None if stop_head is None else StopHead(self.model.width, stop_head)
         self.head = target.head
         self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
@@ -82,23 +92,27 @@ class Causal(Drafter):
         seen = self.model.run(batch.tokens, plan)
         states = seen.at("final")[predicts]
         following = batch.tokens.roll(-1, dims=1)[predicts]
-        distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
+        distance, weight = batch.of_next(batch.distance), batch.of_next(batch.weight)
         mine, theirs = (
             head.projection.entries(slice(self.vocab_size)).at_temperature(self.loss_temperature)
             for head in (self.model.head, self.head)
         )
         log_probs = HeadTarget(batch.features.at("final")[predicts], theirs)
-        judged = head_loss(self.divergence, states, mine, following, log_probs, distance, self.beta)
+        judged = head_loss(self.divergence, states, mine, following, log_probs, distance, self.beta, weight)
         hits = (judged.best == judged.labels).sum()[None].float()
-        return Losses({self.divergence: judged.loss}, hits, torch.full_like(hits, len(following)))
+        terms: dict[str, Tensor] = {self.divergence: judged.loss}
+        if self.stop_head is not None:
+            terms["stop"] = self.stop_head.loss(states, HeadTarget(states.detach(), mine), log_probs)
+        if batch.advantage is not None:  # REINFORCE: the cross-entropy of a drawn token has the score function as its gradient
+            terms["policy"] = linear_divergence(states, mine, following, None, batch.of_next(batch.advantage)).loss
+        return Losses(terms, hits, torch.full_like(hits, len(following)))
 
     # Decoding
 
     def draft(self, context: Context) -> Draft:
         """Run the tokens that are new to it, the root last, then draft from there on."""
-        if context.round == 0 or self.cache is None:
-            slots = 1 + context.builder.drafted
-            self.cache = context.new_cache(self.cache, self.model.num_layers, slots, self.model.attending.shapes)
+        slots = 1 + context.builder.drafted
+        self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.attending.shapes)
         behind = context.cache.lengths - self.cache.lengths  # the root comes after so many
         steps = torch.arange(context.fresh.tokens.shape[1] + 1, device=behind.device)
         places = self.cache.lengths[:, None] + steps
@@ -106,7 +120,7 @@ class Causal(Drafter):
         seen = self.model.run(tokens, ForwardPlan(layers=("final",), cache=self.cache)).at("final")
         self.cache.commit(None, behind + 1)
         root = seen.gather(1, behind[:, None, None].expand(-1, 1, seen.shape[-1]))
-        return Draft(_Nodes(self, self.cache, self.log_q(root)))
+        return Draft(_Nodes(self, self.cache, root))
 
     def commit(self, context: Context, accepted: Accepted) -> None:
         assert self.cache is not None
@@ -120,17 +134,29 @@ class Causal(Drafter):
 class _Nodes(Rollout):
     """One round: what follows the root, then levels of nodes behind what the drafter's cache has committed, the root too."""
 
-    def __init__(self, drafter: Causal, cache: TreeCache, log_q: Tensor) -> None:
-        self.drafter, self.cache, self.log_q = drafter, cache, log_q  # [B, 1, V]
-        self.branches = Branches(len(log_q), log_q.device)
+    def __init__(self, drafter: Causal, cache: TreeCache, root: Tensor) -> None:
+        self.drafter, self.cache, self.root = drafter, cache, root  # [B, 1, D]
+        self.branches = Branches(len(root), root.device)
 
     def start(self) -> Tensor:
-        return self.log_q
+        return self.said(self.root)
 
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        depth, visible = self.branches.add(parents)
+        return self.run(tokens, *self.branches.add(parents))
+
+    def follow(self, tokens: Tensor, parents: Tensor, given: int) -> Tensor:
+        return self.run(tokens, *self.branches.add_path(parents, tokens.shape[1]))
+
+    def run(self, tokens: Tensor, depth: Tensor, visible: Tensor) -> Tensor:
+        """[B, F, V] after new nodes of these depths [B, F], which see earlier ones and each other as `visible` says."""
         positions = self.cache.lengths[:, None] - 1 + depth
         seen = self.drafter.model.run(
             tokens, ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache)
         )
-        return self.drafter.log_q(seen.at("final"))
+        return self.said(seen.at("final"))
+
+    def said(self, states: Tensor) -> Tensor:
+        """[B, F, V] after the states [B, F, D] of nodes."""
+        if self.drafter.stop_head is not None:
+            self.survival = self.drafter.stop_head(states).float().sigmoid()
+        return self.drafter.log_q(states)

@@ -63,22 +63,29 @@ class Context:
         start = self.cache.lengths - self.counts
         return self.tokens.gather(1, (start[:, None] + 1 + steps).clamp(max=self.tokens.shape[1] - 1))
 
+    def newest(self, states: Tensor) -> Tensor:
+        """[B, 1, D] of states [B, P, D] at the fresh positions, that of each text's last one."""
+        return states.gather(1, (self.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, states.shape[-1]))
+
     def positions(self, tree: TokenTree) -> Tensor:
         """[B, N] the place of every node in its text."""
         return self.cache.lengths[:, None] + tree.depths
 
-    def new_cache(
-        self, old: TreeCache | None, num_layers: int, extra: int, shapes: Mapping[int, KeyValueShape] | None = None
+    def drafting_cache(
+        self, kept: TreeCache | None, num_layers: int, extra: int, shapes: Mapping[int, KeyValueShape] | None = None
     ) -> TreeCache:
-        """An empty cache for a drafter, `extra` slots longer than the target's; the old one where its place must not change.
-        `shapes` are of layers that are unlike each other, or whose values are not as wide as their keys."""
+        """A drafter's cache: what it kept of the last round, and in the first one an empty cache, `extra` slots longer than the
+        target's; the old one, emptied, where its place must not change. `shapes` are of layers that are unlike each other, or
+        whose values are not as wide as their keys."""
+        if self.round and kept is not None:
+            return kept
         batch, length = len(self.counts), self.cache.max_length + extra
         bound = None if self.cache.bound is None else self.cache.bound + 1
-        if old is not None and bound is not None:
-            sizes = len(old.layers), len(old.lengths), old.max_length, old.bound
+        if kept is not None and bound is not None:
+            sizes = len(kept.layers), len(kept.lengths), kept.max_length, kept.bound
             if sizes == (num_layers, batch, length, bound):
-                old.empty()
-                return old
+                kept.empty()
+                return kept
         return TreeCache(num_layers, batch, length, self.tokens.device, bound, shapes)
 
     def prefill(self, tokens: Tensor, lengths: Tensor) -> Features:

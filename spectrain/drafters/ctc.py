@@ -27,8 +27,8 @@ from .base import Losses, Stage, TrainingState
 from .context import Context
 from .shared.heads import Adaptation, Exchange
 from .shared.layers import ResBlock
-from .shared.output_layer import narrowed, output_layer, start_output_layer
-from .shared.vocabulary import Supervision, VocabularyDrafter
+from .shared.output_layer import narrowed, output_layer
+from .shared.vocabulary import SharedHeadDrafter, Supervision
 
 if TYPE_CHECKING:
     from spectrain.models.target import Target
@@ -104,7 +104,7 @@ class Prefixes:
         return Prefixes(self.slots, token, blank, last)
 
 
-class Ctc(VocabularyDrafter):
+class Ctc(SharedHeadDrafter):
     """`num_slots` slots over a draft vocabulary and a blank, trained by CTC to say the next `num_drafts` tokens of the data in
     whichever of them (section 3.2); a layer over the target's states and attention over the slots stand before them. With y the
     tokens and a what the slots say, L = -log sum over all a that collapse to y of prod_k p_k(a_k).
@@ -117,7 +117,7 @@ class Ctc(VocabularyDrafter):
     saved = SavedFiles(
         shape=("num_slots", "num_layers", "attention_layers", "adaptation_layers", "vocab_size", "head_rank"),
     )
-    abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)), on_policy=OnPolicy())
+    abilities = replace(SharedHeadDrafter.abilities, capture=Capture(carried=("cache",)), on_policy=OnPolicy())
     cost = DraftingCost(passes=lambda drafter, depth: min(1.0, depth))
 
     def __init__(
@@ -145,11 +145,6 @@ class Ctc(VocabularyDrafter):
         self.blank = nn.Linear(target.width, 1)
         self.add_vocabulary(vocab_size, target.head.vocab_size)
         self.cache: TreeCache | None = None
-
-    def prepare(self, target: Target, token_counts: Tensor) -> None:
-        """Choose the draft vocabulary, and start every slot as the target's own head."""
-        ids = self.choose_vocabulary(token_counts)
-        start_output_layer(self.lm_down, self.lm_head, self.head.output.weight[ids])
 
     @property
     def stages(self) -> list[Stage]:
@@ -200,10 +195,6 @@ class Ctc(VocabularyDrafter):
         loss = -torch.where(chance > NEVER / 2, chance, 0.0).sum()  # too few slots for so many repeats: nothing to learn
         return loss, right.sum(0).float(), (steps < told[:, None]).sum(0).float()
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.head.embed(tokens).to(self.lm_head.weight.dtype)
-
     def said(self, stage: Tensor) -> Tensor:
         """[R, D] -> [R, K, V + 1] log-probabilities of every slot, the blank's last."""
         states = self.exchange(torch.stack([slot(stage) for slot in self.slots], dim=1))
@@ -214,13 +205,11 @@ class Ctc(VocabularyDrafter):
 
     def draft(self, context: Context) -> Draft:
         """Read the states of what was just accepted; then all slots speak at the last of them."""
-        if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, len(self.adaptation.layers), 0)
+        self.cache = context.drafting_cache(self.cache, len(self.adaptation.layers), 0)
         final = context.fresh.at("final").to(self.lm_head.weight.dtype)
         stage = self.adaptation(final, self.embed(context.following), self.cache.slots(final.shape[1]), self.cache)[-1]
         self.cache.commit(None, context.counts)
-        last = (context.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, final.shape[-1])
-        return Draft(_Collapsed(self, self.said(stage.gather(1, last)[:, 0])))
+        return Draft(_Collapsed(self, self.said(context.newest(stage)[:, 0])))
 
 
 class _Collapsed(Rollout):

@@ -193,5 +193,6 @@ class _Markov(DepthRollout):
         self.carried = torch.cat([self.carried[:, :-count], state], dim=1)
         if drafter.cuts and drafter.confidence_head is not None:
             said = drafter.confidence_head(torch.cat([hidden, embedded], dim=-1))
-            self.closed = said.sigmoid() < drafter.confidence_threshold
+            self.survival = said.sigmoid()
+            self.closed = self.survival < drafter.confidence_threshold
         return drafter.log_q(at_depth(self.products, depth) + drafter.markov.markov_w2(read).float())

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from torch import Tensor
-
 from spectrain.features.batch import Batch
 from spectrain.models.target import Target
 from spectrain.settings.values import Count, Share, Steps, VocabularySize
@@ -19,7 +17,7 @@ from .abilities import SavedFiles
 from .base import Losses, TrainingState
 from .context import Context
 from .shared.eagle_layers import NORMS, EagleSettings, check_architecture
-from .shared.eagle_unrolled import Held, UnrolledEagle
+from .shared.eagle_unrolled import UnrolledEagle
 from .shared.losses import Loss
 from .shared.state_rollout import StateRollout
 from .shared.vocabulary import Supervision
@@ -73,16 +71,9 @@ class Eagle3(UnrolledEagle):
         Step i at index t is supervised where token t + 2 + i is the assistant's, so the padded tail never is. The sum of
         the steps is weighted by step_decay^i.
         """
-        assert batch.features is not None
-        supervision = Supervision(self, batch)
-        hidden = self.fuse(batch.features)
-        held: list[Held] = []  # of every step
-        states: list[Tensor] = []  # of the supervised indices of every step
-        for step in range(max(1, min(self.num_steps, batch.longest - 2))):
-            hidden, own = state.checkpointed(self.unroll, batch, hidden, step, held[:])
-            held.append(own)
-            states.append(hidden[supervision.rows(step)])
-        return self.judge_steps(supervision, states)
+        supervision, count = Supervision(self, batch), max(1, min(self.num_steps, batch.longest - 2))
+        steps = enumerate(self.unrolled(batch, count, state))
+        return self.judge_steps(supervision, [hidden[supervision.rows(step)] for step, hidden in steps])
 
     # Decoding
 

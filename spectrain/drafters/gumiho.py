@@ -23,7 +23,7 @@ from .abilities import DraftingCost, SavedFiles
 from .base import Losses, TrainingState
 from .context import Context
 from .shared.eagle_layers import NORMS, EagleSettings, check_architecture
-from .shared.eagle_unrolled import Held, UnrolledEagle
+from .shared.eagle_unrolled import UnrolledEagle
 from .shared.layers import ResBlock
 from .shared.losses import Loss
 from .shared.vocabulary import Supervision
@@ -90,15 +90,10 @@ class Gumiho(UnrolledEagle):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Unroll the serial steps over their own states, with the true tokens as input; then every head reads them all."""
-        assert batch.features is not None
         supervision = Supervision(self, batch)
-        hidden = self.fuse(batch.features)
-        held: list[Held] = []  # of every step
         states: list[Tensor] = []  # of the supervised indices of every step
         pairs: list[Tensor] = []  # [B, T, 2 D] of every serial step
-        for step in range(self.num_serial):
-            hidden, own = state.checkpointed(self.unroll, batch, hidden, step, held[:])
-            held.append(own)
+        for step, hidden in enumerate(self.unrolled(batch, self.num_serial, state)):
             states.append(hidden[supervision.rows(step)])
             pairs.append(self.inputs(batch.tokens.roll(-2 - step, dims=1), hidden)[0])
         read = torch.cat(pairs, dim=-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,18 +9,16 @@ from torch import Tensor
 
 from spectrain.data.datastore import Datastore
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch
 from spectrain.models.features import Features
-from spectrain.settings.build import build
-from spectrain.settings.choices import looked_up
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import Accepted, TokenTree
 from spectrain.trees.trie import Trie
 
 from .abilities import DraftingCost, SavedFiles
-from .base import Drafter, Losses, Stage, TrainingState
+from .base import Drafter
 from .context import Context
 from .shared.copies import Copying
+from .shared.inner import TrainedInside, inner_drafter
 from .shared.resting import Resting
 
 if TYPE_CHECKING:
@@ -31,7 +28,7 @@ if TYPE_CHECKING:
 PATIENCE = 64  # tokens that a drafter may fall behind: what it catches up with needs slots
 
 
-class Merged(Drafter):
+class Merged(TrainedInside):
     """The tree that a builder grows along the drafter `inner`, and what is copied, merged under the builder's budget by
     calibrated chance; the share of each is learnt while decoding. Trained, it trains the drafter inside.
 
@@ -57,19 +54,10 @@ class Merged(Drafter):
             exits=None,
             tuning=None,
             undrawn=True,
+            plain=False,
             prefill=inner.abilities.prefill and Merged.prefill,
             datastore=lambda drafter: drafter.copying.store,
         )
-
-    @property
-    def stages(self) -> Sequence[Stage]:
-        return self.inner.stages
-
-    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        return self.inner.loss(batch, target, state)
-
-    def prepare(self, target: Target, token_counts: Tensor) -> None:
-        self.inner.prepare(target, token_counts)
 
     def prefill(self, context: Context, tokens: Tensor, lengths: Tensor) -> Features:
         assert self.inner.abilities.prefill is not None
@@ -109,7 +97,7 @@ class Merged(Drafter):
 class Hybrid(Merged):
     """A drafter and copies in one tree; the copies are those of drafter=retrieval, with its settings."""
 
-    saved = SavedFiles(inner="inner", settings=lambda drafter: {"inner": drafter.description})
+    saved = SavedFiles(inner=("inner",), settings=lambda drafter: {"inner": drafter.description})
 
     def __init__(
         self,
@@ -120,12 +108,11 @@ class Hybrid(Merged):
         matches: int = 200,  # places of each source that are read at most
         enough: int = 64,  # with fewer places in the store, shorter ends of the text are looked for
     ) -> None:
-        given: dict[str, Any] = {"choice": inner} if isinstance(inner, str) else inner
-        drafter: Drafter = build(looked_up("drafter", given, "drafter.inner"), target=target)
+        drafter, description = inner_drafter(inner, "inner", target)
         if drafter.abilities.copies_text or drafter.abilities.undrawn:
             raise UserError(
-                f"drafter.inner={given.get('choice')}: it copies too; name one that drafts, or use drafter=retrieval"
+                f"drafter.inner={description['choice']}: it copies too; name one that drafts, or use drafter=retrieval"
             )
         known = None if store is None else Datastore(store, target.tokenizer)
         super().__init__(drafter, Copying(known, longest, matches, enough))
-        self.description = {**given, **drafter.saved.settings(drafter)}
+        self.description = description

@@ -109,21 +109,14 @@ class Hydra(HeadsDrafter):
 
         return Losses(*self.heads_loss(supervision, read))
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        with torch.no_grad():
-            return self.head.embed(tokens).to(next(self.parameters()).dtype)
-
     def draft(self, context: Context) -> Draft:
         states = context.fresh.at("final").to(next(self.parameters()).dtype)
-        last = (context.counts - 1).clamp(min=0)[:, None, None]
         if self.prefix is not None:
-            if context.round == 0 or self.cache is None:
-                self.cache = context.new_cache(self.cache, 1, 0)
+            self.cache = context.drafting_cache(self.cache, 1, 0)
             states = self.prefix(states, self.cache.slots(states.shape[1]), self.cache)
             self.cache.advance(states.shape[1])
             self.cache.commit(None, context.counts)
-        state = states.gather(1, last.expand(-1, 1, states.shape[-1]))
-        return Draft(_Path(self, state, context.root, context.builder.by_level))
+        return Draft(_Path(self, context.newest(states), context.root, context.builder.by_level))
 
 
 class _Path(Rollout):

@@ -40,7 +40,9 @@ class Kangaroo(SelfDrafter):
     """
 
     saved = SavedFiles(shape=("exit_layer",), settings=lambda drafter: {"exit_layer": drafter.exit_layer})
-    abilities = Abilities(capture=Capture(carried=("cache",), keeps_drafts=True), on_policy=OnPolicy(learns_replays=True))
+    abilities = Abilities(
+        capture=Capture(carried=("cache",), keeps_drafts=True), on_policy=OnPolicy(learns_replays=True), plain=False
+    )
 
     def __init__(self, target: Target, exit_layer: int | None = None, loss: Loss = "forward_kl") -> None:
         super().__init__()
@@ -78,10 +80,9 @@ class Kangaroo(SelfDrafter):
         q, k, v = self.self_attn.project(normed, self.rotary(normed, batch.positions))
         states = self.norm(x + self.self_attn.causal(q, k, v, batch.lengths))[predicts]
         following, head = batch.tokens.roll(-1, dims=1)[predicts], self.head.projection
-        distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
-        judged = head_loss(
-            self.divergence, states, head, following, HeadTarget(batch.features.at("final")[predicts], head), distance
-        )
+        distance, weight = batch.of_next(batch.distance), batch.of_next(batch.weight)
+        theirs = HeadTarget(batch.features.at("final")[predicts], head)
+        judged = head_loss(self.divergence, states, head, following, theirs, distance, row_weight=weight)
         hits = (judged.best == judged.labels).sum()[None].float()
         return Losses({self.divergence: judged.loss}, hits, torch.full_like(hits, len(following)))
 
@@ -89,8 +90,7 @@ class Kangaroo(SelfDrafter):
 
     def draft(self, context: Context) -> Draft:
         """Read the exit states of what was just accepted, the last draft's too, then draft from the root on."""
-        if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, 1, 1 + context.builder.drafted)
+        self.cache = context.drafting_cache(self.cache, 1, 1 + context.builder.drafted)
         num_new = context.fresh.tokens.shape[1]
         self._adapt(context.fresh.at(self.exit_layer), self.cache.slots(num_new), None)
         self.cache.commit(None, context.counts)

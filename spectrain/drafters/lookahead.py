@@ -40,7 +40,7 @@ class Lookahead(Drafter):
     the root as column 0, whose n-gram begins in text that is already there; here all W columns lie ahead of it.
     """
 
-    abilities = Abilities(copies_text=True)
+    abilities = Abilities(copies_text=True, plain=False)
     cost = DraftingCost(extra_nodes=lambda drafter, builder: drafter.window_nodes)
 
     def __init__(

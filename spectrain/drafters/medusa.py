@@ -142,8 +142,7 @@ class Medusa(HeadsDrafter):
     # Decoding
 
     def draft(self, context: Context) -> Draft:
-        last = (context.counts - 1).clamp(min=0)[:, None]
-        final = context.fresh.gather(last).at("final").to(next(self.parameters()).dtype)
+        final = context.newest(context.fresh.at("final")).to(next(self.parameters()).dtype)
         return Draft(_Heads(self, context.root, final))
 
 

@@ -117,9 +117,7 @@ class Mtp(VocabularyDrafter):
 
     def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """What the layer reads [B, T, D], of tokens [B, T] and the states [B, T, D] before them."""
-        with torch.no_grad():
-            embedded = self.head.embed(tokens).to(self.fc.weight.dtype)
-        return self.fc(torch.cat([self.enorm(embedded), self.hnorm(hidden.to(self.fc.weight.dtype))], dim=-1))
+        return self.fc(torch.cat([self.enorm(self.embed(tokens)), self.hnorm(hidden.to(self.fc.weight.dtype))], dim=-1))
 
     # Training
 
@@ -164,8 +162,7 @@ class Mtp(VocabularyDrafter):
 
     def draft(self, context: Context) -> Draft:
         """Read the states of what was just accepted, then roll on from the last of them."""
-        if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, 1, context.builder.drafted)
+        self.cache = context.drafting_cache(self.cache, 1, context.builder.drafted)
         num_new = context.fresh.tokens.shape[1]
         visible = None
         if not self.cache.is_empty:
@@ -174,8 +171,7 @@ class Mtp(VocabularyDrafter):
         slots = self.cache.slots(num_new)
         output = self.run(context.following, context.fresh.at("final"), slots, self.cache, visible)
         self.cache.commit(None, context.counts)
-        last = output.gather(1, (context.counts - 1).clamp(min=0)[:, None, None].expand(-1, 1, output.shape[-1]))
-        return Draft(StateRollout(self, self.cache, last))
+        return Draft(StateRollout(self, self.cache, context.newest(output)))
 
     def commit(self, context: Context, accepted: Accepted) -> None:
         assert self.cache is not None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from spectrain.errors import UserError
 from spectrain.trees.base import Draft
+from spectrain.trees.trie import Trie
 
 from .abilities import Abilities
 from .base import Drafter
@@ -22,7 +23,7 @@ class Ngram(Drafter):
     All of them, up to `matches`, are one weighted trie: a chain takes its likeliest path, other trees its heaviest nodes.
     """
 
-    abilities = Abilities(copies_text=True)
+    abilities = Abilities(copies_text=True, ahead=lambda drafter, lengths: drafter.texts.forget())
 
     def __init__(self, target: Target, longest: int = 3, shortest: int = 1, matches: int = 64) -> None:
         super().__init__()
@@ -38,4 +39,8 @@ class Ngram(Drafter):
     def draft(self, context: Context) -> Draft:
         self.texts.read(context)
         depth = context.builder.depth
-        return Draft(continuations=[weighted(row.occurrences(depth, self.matches, self.shortest)) for row in self.texts.rows])
+
+        def after(row: int, path: list[int]) -> Trie:
+            return weighted(self.texts.rows[row].occurrences(depth, self.matches, self.shortest, path))
+
+        return Draft(continuations=[after(row, []) for row in range(len(self.texts.rows))], after=after)

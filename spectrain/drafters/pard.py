@@ -192,9 +192,8 @@ class Pard(Drafter):
     def draft(self, context: Context) -> Draft:
         """One forward over the committed tokens that are new to it, the root and the masks."""
         lengths, device = context.cache.lengths, context.tokens.device
-        if context.round == 0 or self.cache is None:
-            slots = 1 + self.num_drafts
-            self.cache = context.new_cache(self.cache, self.model.num_layers, slots, self.model.attending.shapes)
+        slots = 1 + self.num_drafts
+        self.cache = context.drafting_cache(self.cache, self.model.num_layers, slots, self.model.attending.shapes)
         behind = lengths - self.cache.lengths  # the root comes after so many
         width = context.fresh.tokens.shape[1] + self.num_drafts
         places = torch.arange(width, device=device)

@@ -131,8 +131,7 @@ class PEagle(EagleDrafter):
 
     def draft(self, context: Context) -> Draft:
         """One forward over the pairs that were just accepted, the last of them the root's, and the masks."""
-        if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, self.num_layers, 1 + self.num_drafts)
+        self.cache = context.drafting_cache(self.cache, self.num_layers, 1 + self.num_drafts)
         fused, masks = context.fresh.fused(self.fused), self.num_drafts - 1
         width = fused.shape[1] + masks
         real = torch.arange(width, device=fused.device) < context.counts[:, None]

@@ -15,6 +15,7 @@ KINDS = {
     "eagle3": "EAGLE-3", "peagle": "P-EAGLE", "medusa": "Medusa", "causal": "distilled draft model", "pard": "PARD",
     "gated_lora": "gated LoRA", "early_exit": "LayerSkip", "dflash": "DFlash", "dspark": "DSpark",
     "dflash2": "DFlash2", "mtp": "MTP", "amphista": "Amphista", "ctc": "CTC drafting", "gumiho": "Gumiho",
+    "transformer_heads": "transformer heads", "eagle1": "EAGLE", "redrafter": "ReDrafter",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from .targets import TargetFiles
 CAUSAL = "spectrain.drafters.causal.Causal"
 PARD = "spectrain.drafters.pard.Pard"
 INNER = "model.model."  # a drafter's name of the model inside of it
+STOP_HEAD = "stop_head."
 
 
 class HuggingFace(Layout):
@@ -91,10 +92,13 @@ class HuggingFace(Layout):
                 "spectrain eval, or train it with drafter.layers=null"
             )
         target = need(target, "its tokenizer is the drafter's too")
+        if any(name.startswith(STOP_HEAD) for name in drafter.tensors):
+            print("drafter.stop_head: left out, for no engine asks a drafter when to stop")
         architecture = dict(drafter.drafter["architecture"])
         kind = architecture.setdefault("model_type", "llama")
         architecture.setdefault("architectures", [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]])
-        tensors = {name.removeprefix(INNER): tensor for name, tensor in drafter.tensors.items()}
+        kept = {name: tensor for name, tensor in drafter.tensors.items() if not name.startswith(STOP_HEAD)}
+        tensors = {name.removeprefix(INNER): tensor for name, tensor in kept.items()}
         architecture["dtype"] = drafter.dtype
         if "mask" in drafter.tensors:
             mask = tensors.pop("mask")

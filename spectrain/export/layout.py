@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spectrain.errors import UserError, first_line
+from spectrain.files import PICKLED
 from spectrain.settings.choices import choice
 from spectrain.settings.saved import checked_orders, read_object, saved_groups
 
@@ -26,7 +27,6 @@ from .targets import TargetFiles
 
 KEPT = ("tree", "acceptance", "recipe")  # of a saved description, whatever the layout
 MALFORMED = (TypeError, ValueError, AttributeError, IndexError, RuntimeError, ArithmeticError)  # of settings of wrong kinds
-PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass

@@ -7,6 +7,7 @@ from spectrain.errors import UserError, nearest
 from .dflash_flat import FlatDFlash, FlatDFlash2, FlatDSpark
 from .dflash_speculators import SpeculatorsDFlash, SpeculatorsDFlash2, SpeculatorsDSpark
 from .dflash_transformers import TransformersDFlash
+from .eagle1 import OriginalEagle1, SglangEagle1, VllmEagle1
 from .flat import Flat
 from .huggingface import HuggingFace
 from .layout import Files, Layout
@@ -33,6 +34,9 @@ LAYOUTS: tuple[Layout, ...] = (
     FlatDFlash2(),
     FlatDSpark(),
     FlatDFlash(),
+    VllmEagle1(),
+    SglangEagle1(),
+    OriginalEagle1(),
     FlatPEagle(),
     Flat(),
     Stitched(),
@@ -41,9 +45,10 @@ LAYOUTS: tuple[Layout, ...] = (
 FORMATS: dict[str, tuple[Layout, ...]] = {
     "vllm": (
         Speculators(), SpeculatorsPEagle(), SpeculatorsDFlash(), SpeculatorsDFlash2(), SpeculatorsDSpark(), VllmMedusa(),
-        HuggingFace(),
+        VllmEagle1(), HuggingFace(),
     ),
-    "sglang": (Flat(), FlatDFlash(), FlatDFlash2(), FlatDSpark(), HuggingFace()),
+    "sglang": (Flat(), FlatDFlash(), FlatDFlash2(), FlatDSpark(), SglangEagle1(), HuggingFace()),
+    "eagle": (OriginalEagle1(),),
     "flat": (Flat(), FlatPEagle(), FlatDFlash(), FlatDFlash2(), FlatDSpark()),
     "hf": (HuggingFace(), TransformersDFlash()),
     "medusa": (MedusaOriginal(),),
@@ -55,14 +60,20 @@ FORMATS: dict[str, tuple[Layout, ...]] = {
 ALONE = "score it with spectrain eval, which needs no engine"
 NOWHERE = {
     "amphista": f"no engine drafts with heads that see each other; {ALONE}, or train recipe=medusa1",
+    "cascade": f"no engine drafts for a drafter; {ALONE}, or export the drafter inside",
+    "chosen": f"no engine chooses between drafters; {ALONE}, or export one of them",
     "ctc": f"no engine collapses slots to drafts; {ALONE}, or train recipe=medusa1",
     "gumiho": f"no engine drafts with heads behind serial steps; {ALONE}, or train recipe=eagle3",
     "hydra": f"no engine drafts with heads that read each other's tokens; {ALONE}, or train recipe=medusa1",
     "hybrid": f"no engine merges copies into a drafter's trees; {ALONE}, or export the drafter inside",
+    "jacobi": "it has no weights beside its target's; the one that CLLM trained lies in RUN/target, in transformers format",
     "kangaroo": f"no engine drafts with an adapter behind an early exit; {ALONE}, or train recipe=eagle3",
     "layer_skip": f"no engine leaves layers of the target out; {ALONE}",
     "lookahead": f"it has no weights, and no engine has its pool of n-grams; {ALONE}",
     "ngram": 'it has no weights; vLLM has its own, --speculative-config \'{"method": "ngram", "num_speculative_tokens": 4}\'',
+    "self": f"no engine drafts with a part of the target's own cache or weights; {ALONE}",
+    "transformer_heads": f"no engine drafts with heads that are layers; {ALONE}, or train recipe=medusa1",
+    "redrafter": f"TensorRT-LLM alone drafts with a recurrent cell, from files that are not written here; {ALONE}",
     "retrieval": f"it has no weights, and no engine reads its store; {ALONE}",
 }
 UNREAD = {

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError, first_line
+from spectrain.files import PICKLED
 from spectrain.settings.saved import read_yaml, saved_groups
 
 from .fused_settings import Settings, rope_of
-from .layout import MALFORMED, PICKLED, Expected, Files, Finding, Layout
+from .layout import MALFORMED, Expected, Files, Finding, Layout
 from .layouts import detect
 from .targets import TargetFiles, tokenizer_hash
 

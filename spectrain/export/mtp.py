@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.models.mtp_files import FUSED, INDEX, LAYOUTS, READERS, Checkpoint, MtpLayout, mtp_kinds
+from spectrain.files import PICKLED
+from spectrain.models.mtp_files import FUSED, INDEX, LAYOUTS, READERS, Checkpoint, MtpLayout, layout_of, mtp_kinds
 
 from .huggingface import generate
-from .layout import PICKLED, Expected, Files, Layout, Portable, need, write_json
+from .layout import Expected, Files, Layout, Portable, need, write_json
 from .serving import serve_sglang_mtp, serve_vllm
 from .targets import TargetFiles
 
@@ -37,7 +38,7 @@ class Stitched(Layout):
         named = any(
             name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in files.config.get("architectures") or []
         )
-        return named and _layout_of(files.tensors) is not None
+        return named and layout_of(files.tensors) is not None
 
     def expected(self, files: Files) -> Expected:
         return Expected({name: tuple(tensor.shape) for name, tensor in files.tensors.items()})
@@ -45,7 +46,7 @@ class Stitched(Layout):
     def read(self, files: Files, target: TargetFiles | None) -> Portable:
         kept = files.kept()
         checkpoint = Checkpoint(files.directory)
-        layout = _layout_of(files.tensors)
+        layout = layout_of(files.tensors)
         assert layout is not None
         prefix = checkpoint.prefixes(layout)[0]
         tensors = {name.removeprefix(prefix): files.tensors[name] for name in checkpoint.of_layer(layout, prefix)}
@@ -80,10 +81,6 @@ class Stitched(Layout):
             "SGLang": serve_sglang_mtp(place, steps),
             "transformers": generate(place, "use_mtp=True"),
         }
-
-
-def _layout_of(names: Any) -> MtpLayout | None:
-    return next((one for one in LAYOUTS if any(one.marker.match(name) for name in names)), None)
 
 
 def stitched(tensors: dict[str, Tensor], source: Checkpoint, layout: MtpLayout, target: TargetFiles) -> dict[str, Tensor]:

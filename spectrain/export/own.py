@@ -36,7 +36,8 @@ class Own(Layout):
     title = "spectrain's own layout"
     families = (
         "eagle3", "peagle", "medusa", "hydra", "kangaroo", "causal", "pard", "gated_lora", "early_exit", "dflash", "dspark",
-        "dflash2", "mtp", "amphista", "ctc", "gumiho",
+        "dflash2", "mtp", "amphista", "ctc", "eagle1", "gumiho", "redrafter",
+        "transformer_heads",
     )  # fmt: skip
     says_all = True
 
@@ -159,6 +160,13 @@ def shape_of_eagle3(drafter: dict[str, Any], files: Files, target: TargetFiles |
     return completed(said, left_to(target, files))
 
 
+def shape_of_eagle1(drafter: dict[str, Any], files: Files, target: TargetFiles | None) -> dict[str, Any]:
+    """The layer, which a description may leave to the target, and whether fc has a bias."""
+    asked = drafter.get("architecture")
+    whole = asked if set(SIZES) <= set(asked or {}) else whole_layer(asked, left_to(target, files))
+    return {"architecture": whole, "bias": "fc.bias" in files.tensors}
+
+
 def shape_of_peagle(drafter: dict[str, Any], files: Files, target: TargetFiles | None) -> dict[str, Any]:
     """The same, with how many tokens it drafts and whether its weights hold an embedding."""
     own = {"num_drafts": NUM_DRAFTS, "own_embedding": "embed_tokens.weight" in files.tensors}
@@ -197,6 +205,7 @@ BLOCK = (
     "block_size", "num_layers", "layers", "sample_from_anchor", "causal", "window", "own_embedding", "architecture",
 )  # fmt: skip
 SHAPED = {
+    "eagle1": shape_of_eagle1,
     "eagle3": shape_of_eagle3,
     "peagle": shape_of_peagle,
     "medusa": shape_of_medusa,

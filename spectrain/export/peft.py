@@ -58,6 +58,11 @@ class Peft(Layout):
                 "adapter_config.json: it is missing beside the drafter (drafter.rank=0 has none), so peft could not read it"
             )
         tensors = drafter.tensors
+        if any(name.startswith("transfer.") for name in tensors) or drafter.drafter.get("ensembles", 1) > 1:
+            raise UserError(
+                "format=peft: it holds a vector for each mask; this drafter has ensembles of them, or states made inside the "
+                "target; score it with spectrain eval, which needs no engine"
+            )
         if "masks" not in tensors:
             raise UserError("format=peft: this drafter has no mask vectors (drafter.noise=uniform); use format=uno")
         settings = {

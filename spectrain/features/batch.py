@@ -23,6 +23,8 @@ class Batch:
     features: Features | None = None  # what the source added, for a drafter that names layers
     distance: Tensor | None = None  # [B, T] how far behind the first wrong token of a draft a token lies; -1 where it was kept
     lengths: tuple[int, ...] | None = None  # of the documents of a packed batch, in their order; None where it is padded
+    weight: Tensor | None = None  # [B, T] what each token's loss counts, of replayed drafts; None: all of them 1
+    advantage: Tensor | None = None  # [B, T] of a drawn token, what its draft brought beyond what was expected; 0 elsewhere
 
     @property
     def longest(self) -> int:
@@ -39,6 +41,10 @@ class Batch:
         """[B, T] bool, the positions whose next token, of the same document, carries loss."""
         return torch.nn.functional.pad((self.loss_mask & (self.positions > 0))[:, 1:], (0, 1))
 
+    def of_next(self, part: Tensor | None) -> Tensor | None:
+        """[R] of the token after each of these positions, what `part` [B, T] says of it, if it is there."""
+        return None if part is None else part.roll(-1, dims=1)[self.predicts]
+
     def sequences(self) -> list[tuple[Tensor, Tensor]]:
         """Tokens and loss mask [T] of every document, on the CPU; with its padding, where there is any."""
         tokens, mask = self.tokens.cpu(), self.loss_mask.cpu()
@@ -53,8 +59,9 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         features = None if self.features is None else self.features.to(device)
-        distance = None if self.distance is None else self.distance.to(device)
-        return Batch(self.tokens.to(device), self.loss_mask.to(device), features, distance, self.lengths)
+        parts = (self.distance, self.weight, self.advantage)
+        distance, weight, advantage = (None if part is None else part.to(device) for part in parts)
+        return Batch(self.tokens.to(device), self.loss_mask.to(device), features, distance, self.lengths, weight, advantage)
 
 
 def laid_out(rows: list[Tensor], packed: bool, padding: int = 0) -> Tensor:

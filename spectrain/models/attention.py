@@ -174,6 +174,8 @@ def layer_attention(  # transformers calls it, by these names
         return attend_layer(query, key, value, *rules), None
     if tree_cache is not None:
         passed(module.layer_idx)
+        if tree_cache.watcher is not None:
+            tree_cache.watcher(module.layer_idx, query, scale)
         key, value = tree_cache.append(module.layer_idx, key, value)
     visibility = visibility if chunk is None else visibility.in_chunks(chunk)
     return tree_attention(query, key, value, visibility, *rules).transpose(1, 2).contiguous(), None

@@ -40,6 +40,14 @@ MOST = 1 << 20  # positions at which windows are looked for
 
 
 @dataclass(frozen=True)
+class Attended:
+    """What a layer that attends keeps of every token, and how far back it sees."""
+
+    shape: KeyValueShape
+    reach: Reach
+
+
+@dataclass(frozen=True)
 class Attending:
     """What the layers of a target are like, as one forward shows."""
 
@@ -50,6 +58,7 @@ class Attending:
     shapes: dict[int, KeyValueShape] | None = None  # of these, where they are not all alike or not all
     reaches: dict[int, Reach] | None = None  # of those that do not say themselves how far back they see
     recurrent: dict[int, nn.Module] = field(default_factory=dict)  # what keeps a state in place of keys and values, by layer
+    kept: dict[int, Attended] = field(default_factory=dict)  # by layer that attends
 
 
 UNKNOWN = Attending()
@@ -91,7 +100,8 @@ def attending(target: Target) -> Attending:
     reaches = {call.layer: reach for call in calls if (reach := _reach(target, call, masks)) is not None}
     num_returned = len(outputs[0]) if isinstance(outputs[0], tuple) else 0
     states = outputs[0][0] if num_returned else outputs[0]
-    held = tuple(layers), None if alike else shapes, reaches or None, watching.found
+    kept = {call.layer: Attended(call.shape, reaches.get(call.layer, Reach(call.window))) for call in calls}
+    held = tuple(layers), None if alike else shapes, reaches or None, watching.found, kept
     return Attending(num_returned, states.dim() == 3, name, *held)
 
 

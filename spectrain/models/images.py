@@ -91,9 +91,14 @@ def images_are_whole(tokens: Sequence[int]) -> bool:
     return images is None or len(tokens) >= images.end
 
 
+def have_images(texts: Iterable[Sequence[int]]) -> bool:
+    """Whether any of the texts does."""
+    return any(images_of(text) is not None for text in texts)
+
+
 def refuse_images(texts: Iterable[Sequence[int]], who: str) -> None:
     """Stop where any of the texts has images and `who` does not look at them."""
-    if any(images_of(text) is not None for text in texts):
+    if have_images(texts):
         raise UserError(f"{who}: it reads text alone, and there are images; leave out conversations that have any")
 
 

@@ -5,7 +5,7 @@ whose widest W numbers a slot each takes what it needs. A row holds `lengths[b]`
 behind them (a prompt, a tree, or one more level of a tree); `commit` keeps one path of what was appended and forgets the rest.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, NamedTuple
@@ -48,6 +48,10 @@ class Rules(NamedTuple):
 
 
 PLAIN = Rules()
+Reader = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(layer, its keys, its values [B, H, T', D]): what is attended to in their place."""
+Watcher = Callable[[int, Tensor, float], None]
+"""(layer, queries [B, H, N, D] of new nodes, what their scores are multiplied by)."""
 
 
 class TreeCache(Cache):
@@ -81,6 +85,8 @@ class TreeCache(Cache):
         self.prompt_lengths: Tensor | None = None  # [B] of prompts that are about to be read
         self.offsets: Tensor | None = None  # [B] what position ids are ahead of places in the text, behind images
         self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
+        self.reader: Reader | None = None  # while it is `read_through` something
+        self.watcher: Watcher | None = None  # while it is `watched`
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TreeCache":
@@ -148,25 +154,54 @@ class TreeCache(Cache):
         keys, values = keys.to(self.storage.dtype), values.to(self.storage.dtype)
         end = self.reach(num_nodes) + self.pending + num_nodes
         if self.shapes is not None:
-            return self._append_unlike(layer, keys, end), self._append_unlike(layer, values, end, half=1)
-        store = self.storage[layer]
-        if (len(keys), keys.shape[1], keys.shape[3]) != (store.shape[1], *store.shape[3:]) or values.shape != keys.shape:
-            raise UserError("target: its layers differ in key-value shape, which the static cache was not told")
-        if len(keys) == 1 and self.bound is None:
-            store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
-            store[1, :, end - num_nodes : end] = values.transpose(1, 2)
+            rows = torch.arange(len(keys), device=keys.device)[:, None]
+            for held, new in zip(self.held(layer), (keys, values)):
+                held[rows, self.slots(num_nodes)] = new.transpose(1, 2)
         else:
-            kv_append(store, keys, values, self.lengths, self.pending)
-        return store[0, :, :end].transpose(1, 2), store[1, :, :end].transpose(1, 2)
+            store = self.storage[layer]
+            if (len(keys), keys.shape[1], keys.shape[3]) != (store.shape[1], *store.shape[3:]) or values.shape != keys.shape:
+                raise UserError("target: its layers differ in key-value shape, which the static cache was not told")
+            if len(keys) == 1 and self.bound is None:
+                store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
+                store[1, :, end - num_nodes : end] = values.transpose(1, 2)
+            else:
+                kv_append(store, keys, values, self.lengths, self.pending)
+        keys, values = (held[:, :end].transpose(1, 2) for held in self.held(layer))
+        return (keys, values) if self.reader is None else self.reader(layer, keys, values)
 
-    def _append_unlike(self, layer: int, new: Tensor, end: int, half: int = 0) -> Tensor:
-        """The same for keys (`half` 0) or values (1) of a layer that differs from others, which take a part of the widest."""
+    def held(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all slots of a layer, [B, T, H, D] each, in place: layers of unlike shapes take a part of the
+        widest."""
         assert self.storage is not None
-        batch, heads, num_nodes, size = new.shape
-        held = self.storage[self.places[layer], half, :, :, 0, : heads * size].unflatten(-1, (heads, size))  # [B, T, H, D]
-        rows = torch.arange(batch, device=new.device)[:, None]
-        held[rows, self.slots(num_nodes)] = new.transpose(1, 2)
-        return held[:, :end].transpose(1, 2)
+        if self.shapes is None:
+            return self.storage[layer, 0], self.storage[layer, 1]
+        heads, *sizes = self.shapes[layer]
+        both = self.storage[self.places[layer], :, :, :, 0]
+        keys, values = (half[..., : heads * size].unflatten(-1, (heads, size)) for half, size in zip(both, sizes))
+        return keys, values
+
+    @property
+    def attending(self) -> list[int]:
+        """The layers that attend."""
+        return list(range(len(self.layers))) if self.shapes is None else list(self.shapes)
+
+    @contextmanager
+    def read_through(self, reader: Reader | None) -> Iterator[None]:
+        """For so long layers attend to what `reader` makes of what is held."""
+        before, self.reader = self.reader, reader
+        try:
+            yield
+        finally:
+            self.reader = before
+
+    @contextmanager
+    def watched(self, watcher: Watcher | None) -> Iterator[None]:
+        """For so long `watcher` is told of every layer's queries; compiled layers tell nothing."""
+        before, self.watcher = self.watcher, watcher
+        try:
+            yield
+        finally:
+            self.watcher = before
 
     def _allocated(self, keys: Tensor) -> Tensor:
         """Empty slots for all layers that attend."""
@@ -236,6 +271,14 @@ class TreeCache(Cache):
             self.storage[:, :, rows, slots] = before
             self.lengths += committed
             self.longest += committed
+
+    def crop(self, lengths: Tensor) -> None:
+        """Drop every row's committed tokens from its `lengths` [B] on, which are no longer than it is, and appended nodes."""
+        self._check_no_states()
+        self.lengths.copy_(lengths)
+        if self.bound is None:
+            self.longest = int(self.lengths.max())
+        self.forget()
 
     def forget(self, committed: int = 0) -> None:
         """Drop every node that was appended and not committed, and the newest committed ones of every row."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,11 @@ READERS = {
 """Model types that engines draft for with MTP layers -> the layout that they read."""
 
 
+def layout_of(names: Collection[str]) -> MtpLayout | None:
+    """Of the MTP layers among tensors by these names; None where there are none."""
+    return next((one for one in LAYOUTS if any(one.marker.match(name) for name in names)), None)
+
+
 def mtp_kinds(config: dict[str, Any]) -> dict[str, list[str]]:
     """Of what kind an MTP layer is, where a model's layers are of several: as its configuration says, or one that attends over
     all the text, and otherwise as the last one."""
@@ -148,7 +154,7 @@ class Checkpoint:
     @property
     def layout(self) -> MtpLayout | None:
         """Of the MTP layers that it holds; None where it holds none."""
-        return next((one for one in LAYOUTS if any(one.marker.match(name) for name in self.files)), None)
+        return layout_of(self.files)
 
     def prefixes(self, layout: MtpLayout) -> list[str]:
         """Of all MTP layers, in their order."""

@@ -280,7 +280,7 @@ class Target(nn.Module):
         """Hooks that keep the residual stream where `layers` ask for it."""
         self.check_layers(layers)
         if {*layers} - {"final"}:
-            self._check_one_stream()
+            self.check_one_stream()
         captured: dict[Layer, Tensor] = {}
 
         def keep_input(layer: int) -> Any:
@@ -306,7 +306,8 @@ class Target(nn.Module):
             for handle in handles:
                 handle.remove()
 
-    def _check_one_stream(self) -> None:
+    def check_one_stream(self) -> None:
+        """Stop where what enters a layer is more than one state a token."""
         if not self.attending.is_one_stream:
             raise UserError(
                 f"target {self.name}: several residual streams run through its layers, so only its final features can be "
@@ -319,7 +320,7 @@ class Target(nn.Module):
         if span.hidden is None:
             yield
             return
-        self._check_one_stream()
+        self.check_one_stream()
 
         def feed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if args:

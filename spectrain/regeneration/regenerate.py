@@ -24,8 +24,9 @@ from spectrain.errors import RunError, UserError
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
 from spectrain.runs.defaults import complete as with_defaults
-from spectrain.runs.drafter_files import build_drafter, drafter_directory, load_weights
+from spectrain.runs.drafter_files import build_drafter, load_weights
 from spectrain.runs.folder import trained_target
+from spectrain.runs.places import drafter_directory
 from spectrain.settings.build import build, constructor
 from spectrain.settings.check import check_config
 

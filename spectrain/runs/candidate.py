@@ -26,3 +26,4 @@ class Candidate:
     original: Callable[[], Target] | None = None  # loads the target as it was, where the drafter's training changed it
     store: Callable[[], Datastore | None] = lambda: None  # the answers that it was trained on, to copy from
     save: Callable[[Drafter], None] | None = None  # keeps a drafter that has learnt while it was scored
+    own: TreeBuilder | None = None  # the tree that it came with, where one that this machine's times favour is scored first

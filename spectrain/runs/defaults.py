@@ -1,5 +1,6 @@
 """What `spectrain eval` and `chat` leave unsaid: settings of the run that is named, then the defaults of training."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ from hydra import compose
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from spectrain.errors import UserError
-from spectrain.runs.drafter_files import drafter_directory, saved_description
+from spectrain.runs.drafter_files import saved_description
 from spectrain.runs.folder import run_settings
+from spectrain.runs.places import drafter_directory, existing_drafter
 
 
 def complete(config: DictConfig) -> tuple[DictConfig, Path]:
@@ -40,6 +42,9 @@ def complete(config: DictConfig) -> tuple[DictConfig, Path]:
     if prompts is not None and "name" not in completed.eval:
         with open_dict(completed):
             completed.eval.name = Path(prompts).stem
+    if "_target_" in completed.eval and "measured" not in asked and (config.get("tree") or "measured" not in completed.eval):
+        with open_dict(completed):
+            completed.eval.measured = not config.get("tree")
     for key in config:
         if key not in completed:
             with open_dict(completed):
@@ -47,13 +52,19 @@ def complete(config: DictConfig) -> tuple[DictConfig, Path]:
     return completed, folder
 
 
+def measure_unless_asked(config: DictConfig, asked: Sequence[str]) -> None:
+    """Where no tree is among what a command `asked` for, the one that this machine's times favour is scored first."""
+    groups = [word.lstrip("+~").partition("=")[0].split(".")[0] for word in asked]
+    if config.get("eval") and "_target_" in config.eval and "measured" not in config.eval:
+        with open_dict(config):
+            config.eval.measured = "tree" not in groups
+
+
 def saved_settings(folder: Path, named: bool, target: Any) -> dict[str, Any]:
     """The settings that a run folder or a drafter directory keeps; `target` is what the command says of it, if anything."""
-    directory = drafter_directory(folder)
-    if directory is None:
-        if named:
-            return {}
-        raise UserError(f"run={folder}: there is no drafter in it; give a run folder or a drafter directory")
+    if named and drafter_directory(folder) is None:
+        return {}
+    directory = existing_drafter("run", folder)
     description = saved_description(directory, target)
     if not description.get("target") and target is None:
         raise UserError(f"{directory / 'config.json'}: it does not say which target it is for; say it, as in target=tiny")

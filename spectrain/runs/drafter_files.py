@@ -13,7 +13,7 @@ from torch import Tensor
 from spectrain.drafters.base import Drafter
 from spectrain.errors import RunError, UserError, first_line
 from spectrain.export.converter import read_drafter
-from spectrain.export.layout import PICKLED, Portable
+from spectrain.export.layout import Portable
 from spectrain.export.targets import TargetFiles
 from spectrain.files import AGAIN, written
 from spectrain.models.target import Target
@@ -25,8 +25,7 @@ from spectrain.training.checkpoints import load_tensors, misfits, tensors_of
 from spectrain.training.job import Trained
 
 from .folder import plain, recipe_name, trained_target
-
-SHIPPED = Path(__file__).parents[1] / "data" / "drafters"
+from .places import drafter_directory
 
 
 def save_drafter(
@@ -54,20 +53,33 @@ def save_drafter(
 
 
 def build_drafter(node: Any, target: Target) -> Drafter:
-    """The drafter that settings describe; one inside it that a directory holds comes with its weights."""
+    """The drafter that settings describe; those inside it that directories hold come with their weights."""
     settings: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else dict(node)
-    key = constructor(settings).saved.inner if inspect.isclass(constructor(settings)) else None
-    where = settings.get(key) if key else None
-    if key is None or not isinstance(where, str) or where in constructors("drafter"):
-        return build(settings, target=target)
+    keys = constructor(settings).saved.inner if inspect.isclass(constructor(settings)) else ()
+    held: list[tuple[str, int | None, Path]] = []  # what directories hold: setting, place in its list, directory
+    for key in keys:
+        given = settings.get(key)
+        for place, where in enumerate(given) if isinstance(given, list) else [(None, given)]:
+            if isinstance(where, str) and where not in constructors("drafter"):
+                held.append((key, place, _inner_directory(key, where)))
+    for key, place, directory in held:
+        description = named({"drafter": saved_description(directory, None)["drafter"]})["drafter"]
+        if place is None:
+            settings = {**settings, key: description}
+        else:
+            settings = {**settings, key: [*settings[key][:place], description, *settings[key][place + 1 :]]}
+    drafter: Drafter = build(settings, target=target)
+    for key, place, directory in held:
+        inner = getattr(drafter, key)
+        load_weights(inner if place is None else inner[place], directory, target)
+    return drafter
+
+
+def _inner_directory(key: str, where: str) -> Path:
     directory = drafter_directory(Path(where))
     if directory is None:
         raise UserError(f"drafter.{key}={where}: there is no drafter in it; give a run folder, a drafter directory or a choice")
-    drafter: Drafter = build(
-        {**settings, key: named({"drafter": saved_description(directory, None)["drafter"]})["drafter"]}, target=target
-    )
-    load_weights(getattr(drafter, key), directory, target)
-    return drafter
+    return directory
 
 
 def load_drafter(config: DictConfig, run: Path, target: Target) -> Drafter:
@@ -137,17 +149,6 @@ def saved_description(directory: Path, target: Any) -> dict[str, Any]:
     if settings is None:
         raise UserError(f"target: the files in {directory} do not say which target they are for; say it, as in target=tiny")
     return {"drafter": foreign.drafter, "target": settings, **foreign.description}
-
-
-def drafter_directory(run: Path) -> Path | None:
-    """The drafter of a run folder, or the folder itself where it is a drafter directory, ours or another project's; what is
-    neither may be the name of one that comes with the package."""
-    for directory in (run / "drafter", run, *([SHIPPED / run] if run.name == str(run) else [])):
-        if not any((directory / name).exists() for name in ("config.json", "adapter_config.json")):
-            continue
-        if any(path.suffix in (".safetensors", *PICKLED) for path in directory.iterdir()):
-            return directory
-    return None
 
 
 def training_of(run: Path) -> dict[str, Any] | None:

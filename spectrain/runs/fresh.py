@@ -12,7 +12,8 @@ from spectrain.models.target import Target
 from spectrain.settings.build import constructor
 from spectrain.settings.choices import choice
 
-from .drafter_files import build_drafter, drafter_directory, load_weights, saved_description
+from .drafter_files import build_drafter, load_weights, saved_description
+from .places import existing_drafter
 from .shipped import is_shipped
 
 
@@ -42,12 +43,7 @@ def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Draft
 
 def initial_directory(config: DictConfig) -> Path:
     """The drafter directory that drafter.init names."""
-    directory = drafter_directory(Path(config.drafter.init))
-    if directory is None:
-        raise UserError(
-            f"drafter.init={config.drafter.init}: there is no drafter in it; give a run folder or a drafter directory"
-        )
-    return directory
+    return existing_drafter("drafter.init", config.drafter.init)
 
 
 def take_shape(config: DictConfig, asked: list[str]) -> None:

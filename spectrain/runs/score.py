@@ -24,9 +24,10 @@ from spectrain.settings.saved import read_object
 from spectrain.training.metrics import Tracker
 
 from .candidate import Candidate
-from .drafter_files import drafter_directory, load_drafter, save_drafter, training_of
+from .drafter_files import load_drafter, save_drafter, training_of
 from .folder import keep_earlier, plain, recipe_name, run_settings, target_name, trained_target
 from .fresh import fresh_drafter
+from .places import drafter_directory
 from .shipped import is_shipped
 from .tracking import tracked
 

@@ -9,7 +9,8 @@ from spectrain.models.target import Target
 from spectrain.settings.build import build
 from spectrain.settings.choices import choice
 
-from .drafter_files import SHIPPED, load_weights, saved_description
+from .drafter_files import load_weights, saved_description
+from .places import SHIPPED
 
 NAMES = {"smollm2-135m-q4_1": "smollm2-eagle3"}  # by the name of the target
 

@@ -17,6 +17,7 @@ from spectrain.training.job import Trained
 from spectrain.training.metrics import Tracker, last_step
 from spectrain.training.trainer import Trainer
 
+from .defaults import measure_unless_asked
 from .drafter_files import save_drafter
 from .folder import choose_folder, evaluation_name, open_run
 from .fresh import fresh_drafter, take_shape
@@ -44,6 +45,7 @@ def train(config: DictConfig, asked: list[str], target: Target | None = None, da
     `config` says, where they are loaded already.
     """
     take_shape(config, asked)
+    measure_unless_asked(config, asked)
     trainer = Trainer.of(config)
     accelerator = trainer.accelerator()
     run = choose_folder(config, accelerator)

@@ -8,15 +8,20 @@ from typing import Literal
 
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy, Interleaved, Match
+from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import KEPT, Recorder, Replay, collate_replays, replays
+from spectrain.decoding.replay import KEPT, Recorder, Replay, Window, collate_replays, collate_windows, replays, windows
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
 from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
+from spectrain.settings.values import NotNegative
 from spectrain.trees import Chain
+
+Decoded = tuple[Generation, list[tuple[list[int], int]]]  # and of every round the tokens drafted, and how many were emitted
+Drawn = tuple[Generation, list[tuple[list[int], int]], Random]  # with what is drawn for its example
 
 
 class Generated(Source):
@@ -26,7 +31,10 @@ class Generated(Source):
     writes and the target replaces what is not among its `top_k` likeliest tokens, checked `block` tokens at a time. An
     answer is written for the first prompt of a conversation, `max_new_tokens` long at most, whatever the data's own length: a
     batch may grow beyond `batch_tokens`. A prompt that leaves no room for two tokens keeps the data's. By replay, the target
-    decodes greedily with chains of `block` drafts, and a draft of that is learnt from with Draft-OPD's split loss.
+    decodes greedily with chains of `block` drafts, and a draft of that is learnt from with Draft-OPD's split loss. By policy
+    (PPOW, 2026, arXiv 2605.14978) drafts are drawn, a round's reward is the tokens that it emits over 1 + `draft_cost` times
+    the tokens that it drafts, and a draft of every answer adds to the drafter's own loss -A log q for each of its tokens, A
+    being the reward beyond what the answer's earlier drafts that came so far brought.
     """
 
     writes_text = True
@@ -34,11 +42,13 @@ class Generated(Source):
     def __init__(
         self,
         fraction: float = 0.5,
-        by: Literal["drafter", "target", "interleaved", "replay"] = "drafter",
+        by: Literal["drafter", "target", "interleaved", "replay", "policy"] = "drafter",
         temperature: float = 1.0,
         max_new_tokens: int = 128,
         top_k: int = 25,
         block: int = 4,
+        balanced: bool = False,  # of replays: kept and rejected tokens of a draft count half each, however many they are
+        draft_cost: NotNegative = 0.1,  # what drafting a token costs, in forwards of the target
         seed: int = 0,
     ) -> None:
         if not 0 <= fraction <= 1:
@@ -51,6 +61,7 @@ class Generated(Source):
         self.fraction, self.by, self.temperature = fraction, by, temperature
         self.asks_drafter = by != "target"
         self.max_new_tokens, self.top_k, self.block, self.seed = max_new_tokens, top_k, block, seed
+        self.balanced, self.draft_cost = balanced, draft_cost
 
     def batch(self, request: BatchRequest) -> Batch:
         target, layers, examples = request.target, request.layers, request.examples
@@ -67,21 +78,16 @@ class Generated(Source):
             for index, example in enumerate(examples)
             if draws[index].random() < self.fraction and self._fits(example, target, drafter)
         ]
-        if self.by == "replay":
-            found = [Replay(example, [KEPT] * len(example.tokens)) for example in examples]  # of the data nothing is rejected
-            if anew:
-                assert drafter is not None
-                prompts = [examples[index].prompt for index in anew]
-                for index, replay in zip(anew, self._replays(prompts, [draws[index] for index in anew], target, drafter)):
-                    found[index] = replay or found[index]
-            batch = collate_replays(found, request.packed)
+        asked = [examples[index] for index in anew]
+        assert drafter is not None or not anew
+        if self.by in ("replay", "policy"):
+            rounds = self._drafted(asked, target, drafter, request.step) if drafter is not None and asked else []
+            drawn = {index: (*one, draws[index]) for index, one in zip(anew, rounds)}
+            batch = (self._replayed if self.by == "replay" else self._windows)(examples, drawn, request.packed)
         else:
-            if anew:
-                assert drafter is not None
-                asked = [examples[index] for index in anew]
-                written = dict(zip(anew, self._write(asked, target, drafter, request.step)))
-                examples = [written.get(index, example) for index, example in enumerate(examples)]
-            batch = collate(examples, request.packed)
+            texts = self._write(asked, target, drafter, request.step) if drafter is not None and asked else []
+            written = dict(zip(anew, texts))
+            batch = collate([written.get(index, example) for index, example in enumerate(examples)], request.packed)
         batch = batch.to(target.device)
         return batch if not layers else replace(batch, features=target.features(batch.tokens, layers, batch.lengths))
 
@@ -94,15 +100,34 @@ class Generated(Source):
         """How many tokens may be written behind these prompts."""
         return max(2, min(self.max_new_tokens, writer.max_length - max(map(len, prompts))))
 
-    def _replays(self, prompts: list[list[int]], draws: list[Random], target: Target, drafter: Drafter) -> list[Replay | None]:
-        """A replayed draft of an answer to each prompt; None where nothing was drafted."""
-        if not drafter.abilities.on_policy.learns_replays:
-            raise UserError("source.by=replay: this family does not learn from replayed drafts; use source.by=target")
-        recorder = Recorder(Chain(self.block))
+    def _drafted(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Decoded]:
+        """Greedy answers to their prompts, and the drafts of every round: likeliest ones, or for a policy drawn ones."""
+        ability, prompts = drafter.abilities.on_policy, [example.prompt for example in examples]
+        if not (ability.learns_replays if self.by == "replay" else ability.learns_windows):
+            other = "source.by=target" if self.by == "replay" else "recipe=gkd, or source.by=replay"
+            raise UserError(f"source.by={self.by}: this family does not learn from such drafts; use {other}")
+        chain = Chain(self.block)
+        if self.by == "policy":
+            chain = Chain(self.block, "sampled", self.temperature, self.seed + 1_000_003 * step)
+        recorder, rows = Recorder(chain), [int(example.key[:7], 16) for example in examples]
         with evaluating(drafter):
-            written = decode(target, prompts, Greedy(), self._limit(target, prompts), drafter, recorder)
-        found = [replays(one, rounds, 1, draw) for one, rounds, draw in zip(written, recorder.rounds, draws)]
-        return [some[0] if some else None for some in found]
+            written = decode(target, prompts, Greedy(), self._limit(target, prompts), drafter, recorder, rows)
+        return list(zip(written, recorder.rounds))
+
+    def _replayed(self, examples: list[Example], drawn: dict[int, Drawn], packed: bool) -> Batch:
+        """Of every answer a rejected draft, where there is one; of the data nothing is rejected."""
+        found = [Replay(example, [KEPT] * len(example.tokens)) for example in examples]
+        for index, (generation, rounds, draw) in drawn.items():
+            found[index] = next(iter(replays(generation, rounds, 1, draw)), found[index])
+        return collate_replays(found, packed, self.balanced)
+
+    def _windows(self, examples: list[Example], drawn: dict[int, Drawn], packed: bool) -> Batch:
+        """Of every answer a draft and what it brought; the data's tokens were not drawn."""
+        found = [Window(example, [0.0] * len(example.tokens)) for example in examples]
+        for index, (generation, rounds, draw) in drawn.items():
+            some = windows(generation, rounds, self.draft_cost)
+            found[index] = draw.choice(some) if some else found[index]
+        return collate_windows(found, packed)
 
     def _write(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:
         """New answers to the same prompts, each drawn by its example's key, so that no batching changes it."""

@@ -2,12 +2,14 @@
 
 from .base import Rollout, TreeBuilder
 from .chain import Chain
-from .dynamic import DySpec, Eagle2, Entropy, OptTree
+from .controlled import Policy, Thompson
+from .dynamic import Beam, DySpec, Eagle2, Entropy, OptTree
 from .fixed import Cartesian, Sequoia, Static
 from .measured import Auto, Cast
 
 __all__ = [
     "Auto",
+    "Beam",
     "Cartesian",
     "Cast",
     "Chain",
@@ -15,8 +17,10 @@ __all__ = [
     "Eagle2",
     "Entropy",
     "OptTree",
+    "Policy",
     "Rollout",
     "Sequoia",
     "Static",
+    "Thompson",
     "TreeBuilder",
 ]

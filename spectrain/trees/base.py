@@ -62,6 +62,7 @@ class Rollout(ABC):
     draft_ids: Tensor | None = None  # [V] the target id of every draft id; None where they are the same
     depth_limit: int | None = None  # how deep the drafter can draft, such as its number of heads; None for any depth
     closed: Tensor | None = None  # [B, F] of the nodes given last, those below which it advises to draft nothing
+    survival: Tensor | None = None  # [B, F] of the nodes given last, the chance that a token drawn below is kept, if it knows
 
     @abstractmethod
     def start(self) -> Tensor:
@@ -71,6 +72,19 @@ class Rollout(ABC):
     def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Log-probabilities [B, F, V] after new nodes: their tokens [B, F] in target ids, and their parents [B, F] by
         the order in which nodes were given, the root being 0."""
+
+    def follow(self, tokens: Tensor, parents: Tensor, given: int) -> Tensor:
+        """The same [B, F, V] of nodes that hang below each other, `tokens` [B, F], the first of them below `parents` [B], where
+        `given` nodes were given before, the root one of them. Some drafters run them in one step."""
+        found, kept = [], []
+        for place, column in enumerate(tokens.split(1, dim=1)):
+            found.append(self.extend(column, parents[:, None]))
+            kept.append((self.survival, self.closed))
+            parents = torch.full_like(parents, given + place)
+        survival, closed = zip(*kept)
+        self.survival = None if self.survival is None else torch.cat(survival, dim=1)
+        self.closed = None if self.closed is None else torch.cat(closed, dim=1)
+        return torch.cat(found, dim=1)
 
     def to_target(self, ids: Tensor) -> Tensor:
         """Target ids of draft ids."""
@@ -84,6 +98,7 @@ class Draft:
     rollout: Rollout | None = None
     continuations: list[Trie] | None = None  # of every text, below its root: what may follow it, by weight
     join: Callable[[TokenTree], list[Trie]] | None = None  # what a rollout drafted and what else is known, by calibrated chance
+    after: Callable[[int, list[int]], Trie] | None = None  # what may follow a row's text and further tokens behind its root
     complete: Callable[[TokenTree], TokenTree] | None = None  # adds to the tree what only drafts, such as mask tokens
 
 
@@ -101,10 +116,20 @@ class Branches:
         depth = self.depth.gather(1, parents) + 1
         above = self.visible.gather(1, parents[..., None].expand(-1, -1, self.visible.shape[-1]))
         itself = torch.eye(num_new, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
-        visible = torch.cat([above, itself], dim=2)
-        self.visible = torch.cat([F.pad(self.visible, (0, num_new)), visible], dim=1)
+        return depth, self._added(depth, torch.cat([above, itself], dim=2))
+
+    def add_path(self, parents: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The same of `count` nodes that hang below each other, the first of them below `parents` [B]."""
+        batch, steps = len(parents), torch.arange(1, count + 1, device=parents.device)
+        depth = self.depth.gather(1, parents[:, None]) + steps
+        above = self.visible.gather(1, parents[:, None, None].expand(-1, 1, self.visible.shape[-1])).expand(-1, count, -1)
+        path = (steps[:, None] >= steps).expand(batch, -1, -1)
+        return depth, self._added(depth, torch.cat([above, path], dim=2))
+
+    def _added(self, depth: Tensor, visible: Tensor) -> Tensor:
+        self.visible = torch.cat([F.pad(self.visible, (0, depth.shape[1])), visible], dim=1)
         self.depth = torch.cat([self.depth, depth], dim=1)
-        return depth, visible
+        return visible
 
 
 class DepthRollout(Rollout):
@@ -157,6 +182,7 @@ class Round:
     logits: Tensor  # [B, N, target vocabulary]
     counts: Tensor  # [B] tokens emitted, 0 in rows that were done before
     seconds: dict[str, float]  # draft, verify, accept, other
+    path: Tensor | None = None  # [B, P] the nodes that were kept, the root first, padded with the last one
 
 
 LARGEST = 4096  # nodes, and so levels, of a tree: many times what any kernel or any drafter has a use for
@@ -178,7 +204,7 @@ class TreeBuilder(ABC):
     is_fixed: bool = False  # its trees have one size and depth, found without a host-device synchronisation
     goes_by_clock: bool = False  # what it drafts depends on measured times
     learns_from_trees: bool = False  # it learns from the trees that were verified, so pruned ones mislead it
-    needs: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency"
+    needs: tuple[str, ...] = ()  # what it must be prepared with: "hits", "latency", "rehearsal" (rounds to learn from)
 
     def grow(self, prefix: Prefix, draft: Draft) -> TokenTree:
         """A round's tree: grown along a rollout, made of ready continuations, or the best of both."""
@@ -300,6 +326,22 @@ def drawable(log_q: Tensor, temperature: float) -> Tensor:
     return q.masked_fill(q < LEAST, 0)
 
 
+def top_and_sampled(q: Tensor, width: int, noise: Tensor, counts: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each node the likeliest children, then one drawn by Gumbel `noise` [.., V] from the rest of q [.., V].
+
+    Gives their draft ids and log q [.., K], and what the last one was drawn from [.., V]: q without the others, normalised; all
+    zeros, and its log q -inf, where nothing is left. Nodes of `counts` [F] children have theirs first, and padding behind them.
+    """
+    best = q.topk(width, dim=-1)
+    last = torch.full(q.shape[:-1], width - 1, device=q.device) if counts is None else (counts - 1).expand(q.shape[:-1])
+    taken = torch.arange(width, device=q.device) < last[..., None]  # [.., K]
+    rest = q.scatter(-1, best.indices, best.values.masked_fill(taken, 0))
+    rest = rest / rest.sum(-1, keepdim=True).clamp(min=LEAST)
+    drawn = (rest.log() + noise).argmax(-1, keepdim=True)
+    ids = best.indices.scatter(-1, last[..., None], drawn)
+    return ids, best.values.scatter(-1, last[..., None], rest.gather(-1, drawn)).log(), rest
+
+
 class GrowingTree:
     """A tree while it grows, level by level; the nodes whose distribution is known and unused are the frontier.
 
@@ -321,13 +363,14 @@ class GrowingTree:
         self.drawn_from: list[tuple[Tensor, Tensor]] = []  # frontier nodes and the q that their children were drawn from
         self.key = counter.key(DRAFT, builder.seed, prefix.sequence_ids, prefix.lengths)  # [B] of this round's draws
 
-    def branch(self, width: int, allowed: Tensor | None = None) -> Tensor:
+    def branch(self, width: int, allowed: Tensor | None = None, counts: Tensor | None = None) -> Tensor:
         """Add `width` children to every frontier node; where `allowed` [B, F, K] is False they stay padding.
 
-        Returns the scores [B, F * K] of this new level.
+        counts [F]: how many of them a node will keep, its first ones, where that is less. Returns the scores [B, F * K] of this
+        new level.
         """
         width = min(width, self.log_q.shape[-1])
-        ids, log_q = self._pick(width)
+        ids, log_q = self._pick(width, counts)
         scores = self.scores.gather(1, self.frontier)[..., None] + log_q
         if allowed is not None:
             scores = scores.masked_fill(~allowed[..., :width], NEVER)
@@ -377,15 +420,19 @@ class GrowingTree:
         scores = self.scores.gather(1, keep)
         return TokenTree(tokens, parents, valid, every, *drawn, self.levels, self.widest, scores=scores)
 
-    def _pick(self, width: int) -> tuple[Tensor, Tensor]:
+    def _pick(self, width: int, counts: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Draft ids [B, F, K] of children and their log q; drawn ones in the order of the draw."""
         if self.builder.children == "deterministic":
             best = self.log_q.topk(width, dim=-1)
             return best.indices, best.values
         q = drawable(self.log_q, self.builder.temperature)
+        keys, size = fold(self.key[:, None], self.frontier), q.shape[-1]  # a node's own
+        if self.builder.children == "top_and_sampled":
+            ids, log_q, q = top_and_sampled(q, width, gumbel(keys, size), counts)
+            self.drawn_from.append((self.frontier, q))
+            return ids, log_q
         self.drawn_from.append((self.frontier, q))
         log_q = q.log()
-        keys, size = fold(self.key[:, None], self.frontier), log_q.shape[-1]  # a node's own
         if self.builder.children == "without_replacement":
             ids = (log_q + gumbel(keys, size)).topk(width, dim=-1).indices
         else:

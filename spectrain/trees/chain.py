@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from spectrain.errors import UserError
 
@@ -16,8 +17,10 @@ class Chain(TreeBuilder):
     """The drafter's continuation, up to `depth` tokens: its most likely one, or with children=sampled a drawn one.
 
     With `stop`, a row ends before a token whose chance of being kept is below it: the product of the likeliest q along the
-    path or, with stop_on=token, the likeliest q after the path alone (the second exit of Kangaroo, Liu et al., 2024). The
-    token itself is not looked at, so drawn chains stay lossless; drawing one and then discarding it would not.
+    path or, with stop_on=token, the likeliest q after the path alone (the second exit of Kangaroo, Liu et al., 2024). Where
+    the drafter itself estimates that chance c its estimate is taken, so that stop=1-h is SpecDec++'s rule (Huang et al.,
+    2024): it ends where 1 - prod(c) > h. The token itself is not looked at, so drawn chains stay lossless; drawing one and
+    then discarding it would not.
     """
 
     name = "chain"
@@ -39,25 +42,45 @@ class Chain(TreeBuilder):
         if not 0 <= stop < 1:
             raise UserError(f"tree.stop={stop}: use 0 or more and less than 1")
         self.budget, self.drafted = depth + 1, depth - 1
-        self.is_fixed = not stop
+        self.decides = bool(stop)  # whether a row may end before its depth
+        self.is_fixed = not self.decides
+        self.confidence = torch.ones(0)  # [B] of this round's paths
 
     def drawn(self, temperature: float) -> Chain:
         return Chain(self.depth, "sampled", temperature, self.seed, self.stop, self.stop_on)
 
     def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
         draft = GrowingTree(self, prefix, rollout)
-        confidence = torch.ones(len(prefix.root), device=prefix.root.device)
         going = torch.ones_like(prefix.root, dtype=torch.bool)
+        if self.decides:
+            self.begin(prefix)
         depth = self.reach(rollout)
         for level in range(depth):
-            likeliest = (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1)
-            going = going & ((likeliest if self.stop_on == "token" else confidence * likeliest) >= self.stop)
-            confidence = confidence * likeliest
+            if self.decides:
+                going = going & self.draws(draft, level)
             if rollout.closed is not None:
                 going = going & ~rollout.closed[:, 0]
-            if (self.stop or rollout.closed is not None) and not going.any():
+            if (self.decides or rollout.closed is not None) and not going.any():
                 break
-            draft.branch(1, going[:, None, None] if self.stop else None)
-            if level + 1 < depth:
-                draft.extend(torch.zeros_like(prefix.root)[:, None])
+            draft.branch(1, going[:, None, None] if self.decides else None)
+            if self.decides:
+                going = going & self.runs(draft, level)
+            if level + 1 == depth or (self.decides and not going.any()):
+                break
+            draft.extend(torch.zeros_like(prefix.root)[:, None])
         return draft.subset(torch.arange(draft.tokens.shape[1], device=prefix.root.device).expand_as(draft.tokens))
+
+    def begin(self, prefix: Prefix) -> None:
+        """Called before the first token of a round whose length is to be decided."""
+        self.confidence = torch.ones(len(prefix.root), device=prefix.root.device)
+
+    def draws(self, draft: GrowingTree, level: int) -> Tensor:
+        """[B] the rows that draft one more token below `level` others, said before it is drawn."""
+        kept = draft.rollout.survival
+        chance = (draft.log_q[:, 0] / self.temperature).softmax(-1).amax(-1) if kept is None else kept[:, 0]
+        self.confidence = self.confidence * chance
+        return (chance if self.stop_on == "token" else self.confidence) >= self.stop
+
+    def runs(self, draft: GrowingTree, level: int) -> Tensor:
+        """[B] the rows whose newest token, below `level` others, the drafter is to run, for another one to follow."""
+        return torch.ones_like(self.confidence, dtype=torch.bool)

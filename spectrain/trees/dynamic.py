@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spectrain.errors import UserError
 from spectrain.randomness import DRAFT, generator, gumbel
 
 from .base import NEVER, GrowingTree, Prefix, Rollout, TreeBuilder, drawable
@@ -54,6 +55,50 @@ class Entropy(Eagle2):
         entropy = -(draft.log_q.exp() * draft.log_q.clamp(min=-1e4)).sum(-1, keepdim=True)
         rank = torch.arange(self.top_k, device=entropy.device)
         return draft.branch(self.top_k, rank < entropy.exp().round())
+
+
+class Beam(Eagle2):
+    """ReDrafter's beam search (Zhang et al., 2024, section 3): of every length the `top_k` likeliest paths go on, and the last
+    of them are verified, merged where they begin alike.
+
+    It grows as EAGLE-2's tree does and differs in what stays: whole beams, the best first, as many as `budget` nodes hold once
+    they are merged. A node that no last beam goes through is not verified, however likely it is by itself.
+    """
+
+    name = "beam"
+
+    def __init__(self, depth: int = 4, budget: int = 16, top_k: int = 4) -> None:
+        super().__init__(depth, budget, top_k)
+        if budget <= depth:
+            raise UserError(
+                f"tree.budget={budget}: one beam of tree.depth={depth} takes {depth + 1} nodes; use as many or more"
+            )
+
+    def expand(self, prefix: Prefix, rollout: Rollout) -> TokenTree:
+        draft = GrowingTree(self, prefix, rollout)
+        depth = self.reach(rollout)
+        beams = _best(self._branch(draft), self.top_k)
+        for _ in range(depth - 1):
+            draft.extend(beams)
+            beams = _best(self._branch(draft), self.top_k)
+        kept = self._merged(draft.parents, draft.newest + beams, depth)
+        draft.scores = draft.scores.masked_fill(~kept, NEVER)
+        return draft.best(self.budget)
+
+    def _merged(self, parents: Tensor, ends: Tensor, depth: int) -> Tensor:
+        """[B, nodes] bool: the root, and the nodes of the beams that end in `ends` [B, W], best first, and have room."""
+        path = [ends]
+        for _ in range(depth - 1):
+            path.append(parents.gather(1, path[-1]))
+        nodes = torch.stack(path, dim=-1)  # [B, W, depth] of every beam
+        width = nodes.shape[1]
+        better = torch.ones(width, width, dtype=torch.bool, device=nodes.device).tril(-1)
+        shared = ((nodes[:, :, None] == nodes[:, None]) & better[..., None]).any(2)  # with a better beam
+        fits = (~shared).sum(-1).cumsum(1) < self.budget  # the root takes a place
+        kept = torch.zeros_like(parents)
+        kept.scatter_reduce_(1, nodes.flatten(1), fits[..., None].expand_as(nodes).flatten(1).long(), "amax")
+        kept[:, 0] = 1
+        return kept.bool()
 
 
 class OptTree(TreeBuilder):

@@ -104,8 +104,8 @@ class Static(TreeBuilder):
         where = draft.log_q.shape[-1], self.reach(rollout), device
         if where not in self.levels:  # made in a round that no graph and no compiler sees: it copies from the host
             self.levels[where] = _levels(self.paths, *where)
-        for width, nodes, inner in self.levels[where]:
-            draft.branch(width)
+        for width, nodes, inner, counts in self.levels[where]:
+            draft.branch(width, counts=counts)
             keep.append(draft.newest + nodes)
             if len(inner):
                 draft.extend(inner.expand(batch, -1))
@@ -208,8 +208,8 @@ def sequoia_paths(chances: list[float], nodes: int, levels: int) -> list[Path]:
     return paths
 
 
-Level = tuple[int, torch.Tensor, torch.Tensor]
-"""Children drawn a frontier node, which of them are in the tree, and which of these have children."""
+Level = tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Children drawn a frontier node, which of them are in the tree, which of these have children, and how many each node has."""
 
 
 def _levels(paths: list[Path], vocab_size: int, depth: int, device: torch.device) -> list[Level]:
@@ -224,10 +224,11 @@ def _levels(paths: list[Path], vocab_size: int, depth: int, device: torch.device
             break
         width = max(path[-1] for path in nodes) + 1
         index = {path: parents[path[:-1]] * width + path[-1] for path in nodes}
+        counts = [sum(path[:-1] == parent for path in nodes) for parent in frontier]
         frontier = [path for path in nodes if any(other[:-1] == path for other in possible)]
-        kept, inner = (
-            torch.tensor(sorted(places), dtype=torch.int64, device=device)
-            for places in (index.values(), [index[path] for path in frontier])
+        kept, inner, of_each = (
+            torch.tensor(numbers, dtype=torch.int64, device=device)
+            for numbers in (sorted(index.values()), sorted(index[path] for path in frontier), counts)
         )
-        levels.append((width, kept, inner))
+        levels.append((width, kept, inner, of_each))
     return levels

@@ -20,7 +20,7 @@ from .trie import Trie
 class Measured(TreeBuilder):
     """A builder that needs the time of drafting and verifying."""
 
-    needs = ("latency",)
+    needs: tuple[str, ...] = ("latency",)
     goes_by_clock = True
     latency: Latency | None = None
 

@@ -12,8 +12,11 @@ from torch import Tensor
 
 from spectrain.kernels.tree_attention import pack_words
 
-Children = Literal["deterministic", "sampled", "without_replacement"]
-"""How the children of a node were chosen; an acceptance rule is valid for some of these only."""
+Children = Literal["deterministic", "sampled", "without_replacement", "top_and_sampled"]
+"""How the children of a node were chosen; an acceptance rule is valid for some of these only.
+
+top_and_sampled: the likeliest tokens and, behind them, one drawn from the rest; the tree's q is that rest, normalised.
+"""
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,9 @@ class TokenTree:
         q = None if self.q is None else self.q.gather(1, order[..., None].expand(-1, -1, self.q.shape[-1]))
         valid, emitted = self.valid.gather(1, order) & real, self.emitted.gather(1, order)
         tokens = self.tokens.gather(1, order)
-        return TokenTree(tokens, parents, valid, emitted, self.children, q, self.draft_ids, self.height, self.most_children)
+        scores = None if self.scores is None else self.scores.gather(1, order)
+        known = self.children, q, self.draft_ids, self.height, self.most_children
+        return TokenTree(tokens, parents, valid, emitted, *known, scores=scores)
 
     @cached_property
     def words(self) -> Tensor:

@@ -60,8 +60,8 @@ def test_bash_completes_commands_choices_and_keys(place: Path) -> None:
     assert [one.rstrip() for one in bash(place, ["./spectrain", "train", "recipe", "="])] == list(
         choice_files("recipe", FOLDERS)
     )
-    assert bash(place, ["./spectrain", "train", "recipe", "=", "eagl"]) == ["eagle3 "]
-    assert bash(place, ["./spectrain", "train", "recipe=eagl"]) == ["recipe=eagle3 "]  # where = breaks no words
+    assert bash(place, ["./spectrain", "train", "recipe", "=", "kang"]) == ["kangaroo "]
+    assert bash(place, ["./spectrain", "train", "recipe=kang"]) == ["recipe=kangaroo "]  # where = breaks no words
     assert bash(place, ["./spectrain", "train", "recipe", "=", "medusa1", "drafter.num_h"]) == ["drafter.num_heads="]
     assert bash(place, ["./spectrain", "eval", "run", "=", "runs/ea"]) == ["runs/eagle3-tiny ", "runs/eagle3-tiny/"]
     assert bash(place, ["./spectrain", "train", "data", "=", "jsonl", "data.path", "=", "data/my"]) == [
@@ -96,7 +96,7 @@ def test_values_are_those_that_a_type_lists() -> None:
     """Literals and booleans have all their values offered."""
     assert offered("train", "trainer.packing=") == ["trainer.packing=false", "trainer.packing=true"]
     assert offered("eval", "eval.sweep=") == offered("train", "eval.sweep=")
-    assert offered("train", "eval.sweep=") == ["eval.sweep=exit", "eval.sweep=prune", "eval.sweep=tree"]
+    assert offered("train", "eval.sweep=") == ["eval.sweep=exit", "eval.sweep=length", "eval.sweep=prune", "eval.sweep=tree"]
     assert offered("train", "drafter=eagle3", "drafter.start=r") == ["drafter.start=random"]
     assert offered("convert", "format=") == sorted(f"format={layout}" for layout in LAYOUTS)
     assert offered("export", "format=") == sorted(f"format={layout}" for layout in LAYOUTS if layout != "spectrain")
@@ -106,7 +106,7 @@ def test_words_of_other_commands(place: Path) -> None:
     """Subcommands, shells, recipes, flags, formats and files."""
     assert offered("data", "") == ["index", "inspect", "regenerate", "store", "verify"]
     assert offered("completion", "") == sorted(SCRIPTS)
-    assert offered("recipes", "ea") == ["eagle3"]
+    assert offered("recipes", "ea") == ["eagle1", "eagle3"]
     assert offered("doctor", "--") == ["--help", "--json"]
     assert offered("convert", "runs/eagle3-tiny", "out", "--to", "v") == ["vllm"]
     assert offered("convert", "--t") == ["--target", "--to"] and offered("lint", "target=") == offered("train", "target=")

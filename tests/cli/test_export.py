@@ -104,6 +104,7 @@ SERVED = {
 }  # fmt: skip
 
 
+@pytest.mark.sweep(8, free=("case",))
 @pytest.mark.parametrize("case", SERVED)
 def test_card_has_a_command_for_every_engine_that_serves_it(case: str, tiny: Target, tmp_path: Path) -> None:
     """The engines named are those that read the layout, and no other."""

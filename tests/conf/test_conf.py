@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from datasets import Dataset
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from safetensors.torch import save_file
 
 import spectrain
 from spectrain.data.readers import Data
@@ -60,6 +62,8 @@ MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": 
 @pytest.fixture
 def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
     """What must be given with a choice, here from files of this test."""
+    (tmp_path / "judge").mkdir()
+    save_file({"probe.weight": torch.zeros(1, 4), "probe.bias": torch.zeros(1)}, tmp_path / "judge" / "model.safetensors")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
     Dataset.from_list([{"messages": MESSAGES}]).save_to_disk(tmp_path / "saved")
     Dataset.from_list([{"input_ids": [1, 2], "loss_mask": [0, 1]}]).save_to_disk(tmp_path / "prepared")
@@ -70,6 +74,7 @@ def needed(tmp_path: Path) -> dict[tuple[str, str], list[str]]:
         ("data", "speculators"): [f"data.path={tmp_path / 'prepared'}"],
         ("data", "hub"): [f"data.path={tmp_path / 'saved'}"],
         ("data", "stream"): [f"data.path={tmp_path / 'chats.jsonl'}"],
+        ("acceptance", "judge"): [f"acceptance.path={tmp_path / 'judge'}"],
         ("writer", "openai"): ["writer.model=some/name"],
     }
 

@@ -140,7 +140,7 @@ def draft_logits(shallow: Target, eagle3: Eagle3, text: list[int], step: int = 0
     mask[:, -1] = True  # every step then has one row
     eagle3.loss(Batch(tokens, mask, shallow.features(tokens, eagle3.layers)), shallow, TrainingState())
     hook.remove()
-    return logits[0][step]
+    return torch.cat(logits)[step]
 
 
 @pytest.mark.sweep(1, free=("depth",))

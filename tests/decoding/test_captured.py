@@ -22,6 +22,7 @@ from spectrain.drafters.ctc import Ctc
 from spectrain.drafters.dflash import DFlash
 from spectrain.drafters.dflash2 import DFlash2
 from spectrain.drafters.dspark import DSpark
+from spectrain.drafters.eagle1 import Eagle1
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.gated_lora import GatedLora
@@ -34,12 +35,15 @@ from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.ngram import Ngram
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
+from spectrain.drafters.redrafter import Redrafter
+from spectrain.drafters.transformer_heads import TransformerHeads
 from spectrain.errors import UserError
 from spectrain.models.compiled_layers import compiled_layers
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, TreeBuilder
-from spectrain.trees.dynamic import Entropy, OptTree
+from spectrain.trees.dynamic import Beam, Entropy, OptTree
 from spectrain.trees.fixed import Static
+from tests.drafters.forced import shaken
 from tests.targets import cut_tiny
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 10], [100, 3, 44, 8]]
@@ -62,6 +66,9 @@ DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
     "amphista": lambda target: Amphista(target, num_heads=3, vocab_size=512),
     "ctc": lambda target: Ctc(target, num_drafts=3, num_slots=5, vocab_size=512),
     "gumiho": lambda target: Gumiho(target, num_parallel=2, num_layers=1, vocab_size=512),
+    "transformer_heads": lambda target: TransformerHeads(target, num_heads=3, vocab_size=512),
+    "eagle1": lambda target: Eagle1(target),
+    "redrafter": lambda target: Redrafter(target, vocab_size=512),
     "causal": lambda target: Causal(target, num_layers=2),
     "early_exit": lambda target: EarlyExit(target, exit_layer=2),
     "layer_skip": lambda target: LayerSkipping(target, skipped=[1]),
@@ -127,7 +134,7 @@ def test_a_tree_that_leaves_out_what_was_run_is_refused(shallow: Target, drafter
         Captured(shallow, Greedy(), DRAFTERS[drafter](shallow).eval(), BUILDERS[builder]())
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(3, free=("rule", "builder"))
 @pytest.mark.parametrize(
     ("rule", "builder"),
     [
@@ -296,6 +303,13 @@ def test_what_is_known_is_kept_whole(drafter: str, backend: str | None) -> None:
         found = engine.decode(prompts, 9, ignore_eos=True)
         assert [one.output for one in found] == [one.output[:9] for one in plain]
         assert all(one.accepted == [4] * 2 for one in found)
+
+
+def test_beams_are_those_of_the_loop(shallow: Target) -> None:
+    """How many nodes beams share depends on the scores, and the tree's size does not. (Of a drafter that is unsure, rounding
+    decides which beams stay, so this one is not.)"""
+    drafter = shaken(Redrafter(shallow, vocab_size=512), shallow, 2.0)
+    same(shallow, Greedy(), drafter, Beam(3, 8, 3))
 
 
 def test_old_sizes_are_given_up(shallow: Target) -> None:

@@ -1,5 +1,7 @@
 """Replayed drafts: what is recorded, which sequences it makes, and that the target is asked behind the drafted tokens."""
 
+from dataclasses import replace
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -12,12 +14,13 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import KEPT, Recorder, Replay, collate_replays, replays
+from spectrain.decoding.replay import KEPT, Recorder, Replay, collate_replays, collate_windows, replays, windows
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.shared.losses import split_loss
 from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest
 from spectrain.features.batch import Batch
 from spectrain.features.live import Live
@@ -266,3 +269,111 @@ def test_replayed_batches_train(shallow: Target, family: str) -> None:
     assert torch.isfinite(losses.total) and losses.total > 0
     for parameter in drafter.parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all()
+
+
+# Windows
+
+
+RIGHT, COST = (1, 0), 0.25  # what the target says, and what a drafted token costs
+
+
+def drawn_rounds(*drafts: tuple[int, ...]) -> tuple[Generation, list[tuple[list[int], int]]]:
+    """A decoding whose rounds drew these drafts of two tokens; the text does not matter."""
+    kept = [next((n for n, pair in enumerate(zip(one, RIGHT)) if pair[0] != pair[1]), 2) for one in drafts]
+    counts = [one + 1 for one in kept]
+    generation = Generation([5], [7] * (1 + sum(counts)), counts, [2] * len(drafts))
+    return generation, [(list(one), count) for one, count in zip(drafts, counts)]
+
+
+def log_chances(logits: Tensor, draft: tuple[int, ...]) -> list[Tensor]:
+    """log q of both tokens, of logits [3, 2]: at the root, behind a 0, behind a 1."""
+    return [logits[0].log_softmax(-1)[draft[0]], logits[1 + draft[0]].log_softmax(-1)[draft[1]]]
+
+
+@pytest.mark.parametrize("earlier", [((0, 0),), ((1, 0),), ((1, 1), (0, 1)), ((1, 0), (1, 1), (0, 0))], ids=str)
+def test_the_estimator_is_the_enumerated_gradient(earlier: tuple[tuple[int, ...], ...]) -> None:
+    """Over two tokens, whatever was drawn before, E[sum of A log q] over all drafts has the gradient of E[reward]."""
+    logits = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    estimated, expected = torch.zeros_like(logits), torch.zeros((), dtype=torch.float64)
+    for draft in product((0, 1), repeat=2):
+        generation, rounds = drawn_rounds(*earlier, draft)
+        parts = log_chances(logits, draft)
+        chance = torch.stack(parts).sum().exp()
+        expected = expected + chance * generation.accepted[-1] / (1 + COST * 2)
+        advantage = windows(generation, rounds, COST)[-1].advantage
+        gains = advantage[len(advantage) - min(generation.accepted[-1], 2) :]
+        score = sum(gain * part for gain, part in zip(gains, parts))
+        estimated += chance.detach() * torch.autograd.grad(score, logits, retain_graph=True)[0]  # type: ignore[arg-type]
+    torch.testing.assert_close(estimated, torch.autograd.grad(expected, logits)[0])
+    assert estimated.abs().max() > 0.01
+
+
+def test_windows_by_hand() -> None:
+    """All but the first, with what was kept and the first wrong token; a baseline is the mean of those that came so far."""
+    generation, rounds = drawn_rounds((0, 0), (1, 0), (1, 1))
+    found = windows(generation, rounds, 0.0)
+    assert [one.example.tokens for one in found] == [[5, 7, 7, 1, 0], [5, 7, 7, 7, 7, 7, 1, 1]]
+    assert [one.advantage for one in found] == [[0.0] * 3 + [2.0, 2.0], [0.0] * 6 + [0.0, -1.0]]
+    assert found[0].example.mask == [False, True, True, True, True]
+    batch = collate_windows(found)
+    assert batch.advantage is not None and batch.to("cpu").advantage is not None
+    assert batch.advantage.tolist() == [[0.0] * 3 + [2.0, 2.0] + [0.0] * 3, [0.0] * 7 + [-1.0]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_policy_learns_from_its_own_draws(shallow: Target, packed: bool) -> None:
+    """source.by=policy adds -A log q of every drawn token to the loss, q being the model's own behind the tokens before it."""
+    drafter = make("causal", shallow)
+    assert isinstance(drafter, Causal)
+    data = Dataset([Example([*prompt, 9, 9], [False] * len(prompt) + [True] * 2) for prompt in PROMPTS], 2, 0, 0)
+    source = Generated(1.0, "policy", max_new_tokens=12, draft_cost=0.0)
+    request = BatchRequest(data[[0, 1]], shallow, drafter.stages[0].layers, packed, drafter=drafter)
+    batch = source.batch(request)
+    assert batch.advantage is not None and batch.advantage.abs().max() > 0 and not batch.advantage[~batch.loss_mask].any()
+    losses, total, rest = drafter.loss(batch, shallow, TrainingState()), 0.0, 0
+    with torch.no_grad():
+        for row, (tokens, _) in enumerate(batch.sequences()):
+            advantage = batch.advantage[row] if batch.lengths is None else batch.advantage[0].split(batch.lengths)[row]
+            for place in advantage.nonzero()[:, 0].tolist():
+                log_q = after(drafter.model, tokens[:place].tolist()).log_softmax(-1)
+                total -= float(advantage[place] * log_q[tokens[place]])
+                rest += 1
+    assert rest and float(losses.terms["policy"].detach()) == pytest.approx(total, rel=1e-4)
+    alone = source.batch(replace(request, examples=data[[1]], packed=False))
+    assert alone.advantage is not None
+    length = alone.tokens.shape[1]
+    mine = batch.tokens[1][:length] if batch.lengths is None else batch.tokens[0].split(batch.lengths)[1]
+    assert torch.equal(alone.tokens[0], mine)
+
+
+def test_other_families_have_no_policy(shallow: Target) -> None:
+    """A family whose loss does not know q of drawn tokens is refused."""
+    drafter = make("eagle3", shallow)
+    data = Dataset([Example([*PROMPTS[0], 9, 9], [False] * 5 + [True] * 2)], 1, 0, 0)
+    with pytest.raises(UserError, match=r"source\.by=policy.*recipe=gkd"):
+        Generated(1.0, "policy").batch(BatchRequest(data[[0]], shallow, drafter.stages[0].layers, drafter=drafter))
+
+
+@pytest.mark.parametrize("family", ["causal", "eagle3"])
+def test_balanced_halves(shallow: Target, family: str) -> None:
+    """Kept and rejected tokens of a replay weigh as much as all its supervised tokens each, so that over their number it is the
+    sum of both means; and the loss is linear in these weights, 1 where nothing is said."""
+    drafter = make(family, shallow)
+    batch = replayed(shallow, drafter)
+    found = [Replay(Example(t.tolist(), m.tolist()), d.tolist()) for (t, m), d in zip(batch.sequences(), batch.distance)]  # type: ignore[arg-type]
+    balanced = collate_replays(found, balanced=True)
+    assert balanced.weight is not None and batch.distance is not None
+    for one, distance, weight in zip(found, batch.distance, balanced.weight):
+        supervised = torch.tensor(one.example.mask)
+        for kind in (supervised & (distance == KEPT), supervised & (distance != KEPT)):
+            if kind.any():
+                assert float(weight[kind].sum()) == pytest.approx(int(supervised.sum()))
+        assert not weight[~supervised].any()
+    kept = batch.distance == KEPT
+    weights = (balanced.weight, balanced.weight * kept, balanced.weight * ~kept, torch.ones_like(balanced.weight), None)
+    both, right, wrong, ones, plain = (
+        drafter.loss(replace(batch, weight=weight), shallow, TrainingState()).total.detach() for weight in weights
+    )
+    torch.testing.assert_close(both, right + wrong, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ones, plain)
+    assert min(right, wrong) > 0

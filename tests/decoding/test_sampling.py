@@ -12,10 +12,14 @@ from torch import Tensor
 from spectrain.decoding.acceptance import (
     AcceptanceRule,
     Block,
+    ImportanceSampling,
+    KSeq,
     Match,
     Recursive,
     SamplingRule,
+    SpecHub,
     SpeculativeSampling,
+    Transport,
     Traversal,
     Typical,
 )
@@ -29,8 +33,9 @@ from spectrain.drafters.dspark import DSpark
 from spectrain.drafters.peagle import PEagle
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
-from spectrain.trees import Chain, DySpec, Eagle2, Rollout, Static, TreeBuilder
+from spectrain.trees import Chain, DySpec, Eagle2, Policy, Rollout, Static, Thompson, TreeBuilder
 from spectrain.trees.base import Draft
+from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import Accepted, TokenTree
 
 FEW = 16  # tokens that a random drafter knows
@@ -138,10 +143,18 @@ def settings(rule: type[SamplingRule]) -> Any:
     return rule(top_k=TOP_K, seed=SEED)
 
 
+def rehearsed(builder: TreeBuilder) -> TreeBuilder:
+    """A builder that knows what drafting costs here, which is little."""
+    builder.prepare(Calibration(latency=Latency({0: {1: 1.0, 4: 1.1}}, {0: {1: 0.1}}, 0.1)))
+    return builder
+
+
 PAIRS = [
     pytest.param(SpeculativeSampling, Chain(2, "sampled", seed=SEED), id="chain-chain"),
     pytest.param(Block, Chain(2, "sampled", seed=SEED), id="block-chain"),
     pytest.param(Block, Chain(3, "sampled", seed=SEED, stop=0.1), id="block-chain-that-stops"),
+    pytest.param(SpeculativeSampling, rehearsed(Thompson(3, "sampled", seed=SEED)), id="chain-thompson"),
+    pytest.param(Block, rehearsed(Policy(3, "sampled", seed=SEED)), id="block-policy"),
     pytest.param(Recursive, Static(paths=PATHS, children="without_replacement", seed=SEED), id="recursive-without"),
     pytest.param(Recursive, Static(paths=PATHS, children="sampled", seed=SEED), id="recursive-sampled"),
     pytest.param(
@@ -152,6 +165,11 @@ PAIRS = [
     pytest.param(Traversal, Static(paths=PATHS, children="without_replacement", seed=SEED), id="traversal-without"),
     pytest.param(Traversal, Static(paths=PATHS, children="sampled", seed=SEED), id="traversal-sampled"),
     pytest.param(Recursive, DySpec(2, 5, seed=SEED), id="recursive-dyspec"),
+    pytest.param(KSeq, Static(paths=PATHS, children="sampled", seed=SEED), id="kseq"),
+    pytest.param(ImportanceSampling, Static(paths=PATHS, children="sampled", seed=SEED), id="importance"),
+    pytest.param(Transport, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="transport"),
+    pytest.param(SpecHub, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="spechub"),
+    pytest.param(Traversal, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="traversal-top-and-sampled"),
     pytest.param(Match, Eagle2(2, 4, 2), id="match-eagle2"),
 ]
 
@@ -214,7 +232,7 @@ def dearness(family: str, rule: type[SamplingRule], builder: TreeBuilder) -> flo
     return builder.budget if rule is SpeculativeSampling else 4.0 * builder.budget
 
 
-@pytest.mark.sweep(5, free=("rule", "builder"), cost=dearness)
+@pytest.mark.sweep(3, free=("family", "rule", "builder"), cost=dearness)
 @pytest.mark.parametrize("rule, builder", DRAWN)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drafts_of_a_pass_leave_the_target_its_distribution(

@@ -18,7 +18,8 @@ from spectrain.drafters.base import Drafter, TrainingState, stage_at
 from spectrain.features.base import BatchRequest
 from spectrain.features.live import Live
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import SHIPPED, load_weights, save_drafter
+from spectrain.runs.drafter_files import load_weights, save_drafter
+from spectrain.runs.places import SHIPPED
 from spectrain.settings.build import build
 from spectrain.training.state import trained_groups
 from spectrain.training.trainer import Trainer
@@ -67,8 +68,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra prefix": ("hydra", {"prefix_attention": True}),
     "causal architecture": ("causal", {"architecture": ARCHITECTURE}),
     "causal padded": ("causal", {"architecture": {**ARCHITECTURE, "vocab_size": 2112}}),
+    "causal with a stop head": ("causal", {"num_layers": 1, "stop_head": 1}),
     "eagle3 with a slim head": ("eagle3", {"head_rank": 16}),
     "hydra with slim heads": ("hydra", {"head_rank": 16}),
+    "hidden transfer": ("gated_lora", {"noise": "transfer", "rank": 0, "sampler": False, "consistency": 0.0}),
+    "speculative streaming": ("gated_lora", {"noise": "streams", "sampler": False, "consistency": 0.0}),
+    "ppd": ("gated_lora", {"ensembles": 2, "num_hosts": 3, "rank": 0, "sampler": False, "step_decay": 0.8}),
 }
 TOYS: dict[str, type[Drafter]] = {"frozen heads": FrozenHeads, "independent": Independent}
 
@@ -166,7 +171,7 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
             assert (parameter.grad is not None) == (id(parameter) in named)
 
 
-@pytest.mark.sweep(8, free=("name",))
+@pytest.mark.sweep(4, free=("name",))
 @pytest.mark.parametrize("name", each(), indirect=True)
 def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
     """Twenty steps on a few sequences lower the loss, in every stage by itself."""
@@ -197,7 +202,7 @@ def test_drafted_equals_greedy(name: str, target: Target, batch: int, builder: T
     assert kept.trees
 
 
-@pytest.mark.sweep(12, free=("name",))
+@pytest.mark.sweep(8, free=("name",))
 @pytest.mark.parametrize("name", each(1), indirect=True)
 def test_reloaded_equals_saved(name: str, trained: tuple[Drafter, Target], tmp_path: Path) -> None:
     """A drafter that was trained, saved and loaded has the same weights, bit by bit, and drafts the same."""
@@ -218,6 +223,7 @@ def test_reloaded_equals_saved(name: str, trained: tuple[Drafter, Target], tmp_p
         assert found[0] == found[1]
 
 
+@pytest.mark.sweep(14, free=("name",))
 @pytest.mark.parametrize("name", each(1), indirect=True)
 def test_target_is_untouched(trained: tuple[Drafter, Target]) -> None:
     """Training changes the target's weights only where the drafter says so."""

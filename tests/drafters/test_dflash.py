@@ -314,7 +314,7 @@ class Watching(Keeping):
 
 
 @VARIANT
-@pytest.mark.sweep(3, free=("count",))
+@pytest.mark.sweep(2, free=("count", "variant"))
 @pytest.mark.parametrize("count", [1, 3])
 def test_drafts_are_the_block_of_the_text_alone(shallow: Target, variant: str, count: int) -> None:
     """In every round, of every row, a chain's drafts are the likeliest tokens that the block says; and the output is greedy."""

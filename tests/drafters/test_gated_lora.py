@@ -94,7 +94,7 @@ def open_gate(drafter: GatedLora, patch: pytest.MonkeyPatch) -> None:
     gated = drafter.gated
 
     @contextmanager
-    def opened(target: Target, numbers: Tensor, last: int | None = None) -> Iterator[None]:
+    def opened(target: Target, numbers: Tensor, *places: Tensor | None, **hosts: Tensor) -> Iterator[None]:
         with patch.context() as inner:
             inner.setattr(gated_lora, "mask_embeddings", lambda e, vectors, _: mask_embeddings(e, vectors, numbers))
             stack = gated(target, torch.zeros_like(numbers))

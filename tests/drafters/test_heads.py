@@ -12,13 +12,14 @@ from spectrain.models.target import Target
 from spectrain.training.trainer import Trainer
 from tests.training.worker import dataset, make
 
-FAMILIES = ("amphista", "ctc", "gumiho")
+FAMILIES = ("amphista", "ctc", "gumiho", "transformer_heads", "redrafter", "eagle1")
 
 
 class Killed(Exception):
     pass
 
 
+@pytest.mark.sweep(1, free=("family",))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_resumed_equals_uninterrupted(family: str, shallow: Target, tmp_path: Path) -> None:
     """Killed after step 3 and gone on with from step 2, it ends in the same weights, bit by bit."""

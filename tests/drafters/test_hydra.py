@@ -267,7 +267,7 @@ BUILDERS: list[TreeBuilder] = [Chain(7), Eagle2(6, 16, 4), OptTree(6, 12, 0.0), 
                                Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0, 1]])]  # fmt: skip
 
 
-@pytest.mark.sweep(1, free=("builder",))
+@pytest.mark.sweep(1, free=("builder", "prefix"))
 @PREFIX
 @pytest.mark.parametrize("builder", BUILDERS, ids=lambda builder: builder.name)
 def test_trees_end_at_the_last_head_and_stay_lossless(

@@ -150,6 +150,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[int]]:
     return runs
 
 
+@pytest.mark.sweep(3, free=("steps",))
 @pytest.mark.parametrize("steps", [1, 2, 5, 14, 60])
 def test_search_measures_as_many_sets_as_it_may(tiny: Target, steps: int, measured: list[frozenset[int]]) -> None:
     """`steps` sets of the 62 that six layers have, none twice, none empty or whole; what it finds is one of them."""
@@ -250,6 +251,7 @@ def test_a_searched_set_is_saved_and_not_searched_again(tiny: Target, tmp_path: 
     assert len(measured) == found
 
 
+@pytest.mark.sweep(2, free=("skipped",))
 @pytest.mark.parametrize("skipped", [[0], [7], [1, 4, 5], [0, 1, 2, 3, 4, 5, 6]])
 def test_drafts_are_the_shorter_models(tiny: Target, skipped: list[int]) -> None:
     """A first round's draft is what the target without these layers would write, and the output is greedy decoding's."""

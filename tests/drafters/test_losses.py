@@ -18,6 +18,7 @@ from spectrain.drafters.shared.losses import (
     lk_hybrid,
     reverse_kl,
     split_loss,
+    top_k_loss,
     total_variation,
 )
 
@@ -228,3 +229,13 @@ def test_a_target_is_asked_once_for_rows_that_share_an_answer() -> None:
     assert torch.equal(target.at(torch.tensor([1, 4]))(slice(0, 2)), log_p[[1, 4]])
     assert torch.equal(target.at(torch.tensor([2, 3]))(slice(1, 2)), log_p[[3]]) and len(asked) == 2
     assert torch.equal(target.at(torch.tensor([0, 3]))(slice(0, 2)), log_p[[0, 3]]) and asked[2] == (0, 4)
+
+
+def test_top_k_is_the_soft_cross_entropy_of_the_likeliest() -> None:
+    """Over the whole vocabulary it is the soft cross-entropy, and of one token -p log q of it."""
+    log_p, log_q = drawn()
+    whole = -(log_p.exp() * log_q).sum(-1)
+    torch.testing.assert_close(top_k_loss(log_p, log_q, VOCAB + 1), whole)
+    best = log_p.argmax(-1, keepdim=True)
+    torch.testing.assert_close(top_k_loss(log_p, log_q, 1), -(log_p.exp() * log_q).gather(-1, best)[:, 0])
+    assert torch.all(top_k_loss(log_p, log_q, 3) < whole)

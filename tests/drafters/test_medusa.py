@@ -242,6 +242,7 @@ def test_stages_and_their_groups() -> None:
     assert len(make(target).stages) == 1 and make(target).abilities.target_training is None
 
 
+@pytest.mark.sweep(4, free=("progress", "factor"))
 @pytest.mark.parametrize(("schedule", "progress", "factor"), [
     ("constant", 0.4, 1.0), ("constant", 0.7, 1.0), ("linear", 0.4, 0.0), ("linear", 0.7, 0.5), ("linear", 1.0, 1.0),
     ("sine", 0.4, 0.0), ("sine", 0.6, 0.5), ("sine", 0.7, math.sqrt(0.5)), ("sine", 1.0, 1.0),
@@ -347,7 +348,7 @@ class Killed(Exception):
     """Stands for a kill between two steps."""
 
 
-@pytest.mark.sweep(1, free=("step",))
+@pytest.mark.sweep(1, free=("options", "step"))
 @ADAPTED
 @pytest.mark.parametrize("step", [3, 4])
 def test_resumed_equals_uninterrupted(options: dict[str, Any], tmp_path: Path, step: int) -> None:

@@ -273,7 +273,7 @@ def greedy(shallow: Target) -> list[list[int]]:
     return [decode(shallow, [prompt], Greedy(), LIMIT, ignore_eos=True)[0].output for prompt in PROMPTS]
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(2, free=("builder",))
 @BUILDER
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("kind", ["cut", "small"])
@@ -376,6 +376,7 @@ def test_builders_that_need_calibration(shallow: Target, greedy: list[list[int]]
 # Settings
 
 
+@pytest.mark.sweep(1, free=("options",))
 @pytest.mark.parametrize("options", [{"num_layers": 2}, {}, {"vocab_size": 2112}], ids=["cut", "architecture", "padded"])
 def test_reloaded_equals_saved(shallow: Target, tmp_path: Path, options: dict[str, Any]) -> None:
     """From the saved settings and tensors alone come the same weights, bit by bit, and the same drafts."""

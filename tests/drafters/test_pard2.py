@@ -89,6 +89,7 @@ def independent_loss(target: Target, drafter: Pard, batch: Batch, lengths: tuple
     return total
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("options", [{"confidence": True}, {"layers": [1, 3]}, {"confidence": True, "layers": [2]}],
                          ids=["weights", "features", "both"])  # fmt: skip

@@ -111,7 +111,7 @@ def test_an_exit_runs_every_node_once(
     assert calls[exit_layer:] == [[longest] + [depth + 1] * rounds] * (tiny.num_layers - exit_layer)
 
 
-@pytest.mark.sweep(1)
+@pytest.mark.sweep(2, free=("skipped",))
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("depth", [1, 4])
 @pytest.mark.parametrize("skipped", [(4,), (2, 5), (0,), (7,), (3, 4)])

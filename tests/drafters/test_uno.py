@@ -177,7 +177,7 @@ class Seen:
         drafter.ahead = watched  # type: ignore[method-assign]
 
 
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(3)
 @BUILDER
 @pytest.mark.parametrize("noise", ["uniform", "masks"])
 @pytest.mark.parametrize("strategy", ["apart", "quadratic", "linear"])
@@ -251,6 +251,7 @@ RULES: dict[str, tuple[TreeBuilder, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_sampled_answers_have_the_targets_distribution(shallow: Target, name: str) -> None:
     """Chi-squared of the first three tokens behind a prompt, of 400 drawn at once, against autoregressive probabilities."""

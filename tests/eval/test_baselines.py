@@ -75,6 +75,7 @@ def test_a_runs_own_store_that_holds_a_question_is_left_out(
         scored(shallow, tmp_path, None, baselines=("copies",), store=str(store.folder))
 
 
+@pytest.mark.slow
 def test_who_copied_a_scored_answer_is_left_out(
     shallow: Target, tmp_path: Path, stored: Stored, capsys: pytest.CaptureFixture[str]
 ) -> None:

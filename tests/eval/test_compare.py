@@ -64,7 +64,7 @@ def test_rows_are_the_runs_own_numbers(compared: Path) -> None:
     assert [row["name"] for row in rows] == ["medusa1", "medusa2", "ngram"]
     for row in rows:
         summary = json.loads((compared / row["evaluation"] / "summary.json").read_text())
-        parts = [summary, *(summary["compared"][name] for name in OTHERS if row["trained"])]
+        parts = [summary, *(summary["compared"][name] for name in OTHERS if name in summary["compared"])]
         for entry, part in zip(row["systems"], parts, strict=True):
             assert entry["acceptance_length"] == part["acceptance_length"]
             assert entry["speedup"] == part["speedup"]

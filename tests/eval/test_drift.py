@@ -11,7 +11,7 @@ from spectrain.decoding.acceptance import Greedy, Typical
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.drafters.ngram import Ngram
-from spectrain.eval.drift import Text, own_answers, quality, rule_drift, target_drift
+from spectrain.eval.drift import Text, agreement, own_answers, quality, rule_drift, target_drift
 from spectrain.eval.metrics import Turn
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
@@ -117,3 +117,10 @@ def test_rule_drift_of_typical_acceptance(tiny: Target) -> None:
     assert sides[0]["drafted"] == sides[0]["autoregressive"] == sides[1]["autoregressive"]
     assert sides[0]["drafted"]["most_likely"] == 1.0
     assert sides[1]["drafted"]["most_likely"] < 0.5 and sides[1]["drafted"]["perplexity"] > 10
+
+
+def test_agreement_is_what_stands_before_the_first_difference() -> None:
+    """Equal answers agree wholly, others up to where they part, one that ends early as far as it goes; pooled over tokens."""
+    assert agreement([([1, 2, 3, 4], [1, 2, 3, 4])]) == {"agreement": 1.0, "same_answers": 1, "checked": 1}
+    found = agreement([([1, 2, 3, 4], [1, 9, 3, 4]), ([5, 6], [5]), ([7, 8], [7, 8])])
+    assert found == {"agreement": 0.5, "same_answers": 1, "checked": 3}

@@ -120,6 +120,7 @@ def test_an_exit_whose_last_layers_add_nothing(tiny: Target) -> None:
     assert found["perplexity"][1] != found["perplexity"][2]
 
 
+@pytest.mark.slow
 def test_a_score_of_early_exit_shows_all_exits(tiny: Target, tmp_path: Path) -> None:
     """The summary's `exits` are those of the target on its own answers, drawn in exits.svg; other families have none."""
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hi.", "Why?")))

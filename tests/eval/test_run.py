@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from spectrain.data.chat import prompt_tokens
 from spectrain.decoding.acceptance import (
@@ -35,6 +36,7 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
+from spectrain.runs.defaults import measure_unless_asked
 from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
 from spectrain.trees.measurements import RuleForecast
 from spectrain.trees.token_tree import TokenTree
@@ -399,3 +401,23 @@ def test_what_cannot_be_captured_is_refused_or_not_captured(shallow: Target, tmp
         )
     with pytest.raises(UserError, match="eval.engine=fast: choose from auto, captured, eager"):
         replace(scored, engine="fast")  # type: ignore[arg-type]
+
+
+def test_a_measured_tree_comes_first_where_it_can(shallow: Target, tmp_path: Path) -> None:
+    """Not where a tree is asked for, rounds are captured, children are drawn, or copies stand ready."""
+    config = OmegaConf.create({"eval": {"_target_": "spectrain.eval.run.Evaluation"}})
+    for asked, measured in ((["recipe=eagle3", "trainer.lr=1"], True), (["tree=chain"], False), (["++tree.depth=3"], False)):
+        given = copy.deepcopy(config)
+        measure_unless_asked(given, asked)
+        assert given.eval.measured == measured
+    eagle3, ngram = Eagle3(shallow, vocab_size=512), Ngram(shallow)
+    for drafter, builder, settings, first in (
+        (eagle3, Eagle2(3, 6), {}, True),
+        (eagle3, Eagle2(3, 6), {"measured": False}, False),
+        (eagle3, Eagle2(3, 6), {"engine": "captured"}, False),
+        (eagle3, Eagle2(3, 6), {"sweep": "tree"}, False),
+        (eagle3, Chain(3, "sampled"), {}, False),
+        (ngram, Chain(3), {}, False),
+    ):
+        candidate = Candidate(shallow, drafter, builder, Greedy(), SETTING)
+        assert evaluation(tmp_path, **{"measured": True, **settings})._measures(candidate) == first

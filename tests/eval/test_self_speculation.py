@@ -171,7 +171,7 @@ def test_a_drafter_without_its_target_is_refused(
 ) -> None:
     """The drafter directory alone would draft for the untrained target: it is refused, and with `target` beside it it runs."""
     shutil.copytree(trained / "drafter", tmp_path / "alone" / "drafter")
-    words = ["eval", f"run={tmp_path / 'alone' / 'drafter'}", "eval.baselines=[]", "eval.report=false", *SHORT]
+    words = ["eval", f"run={tmp_path / 'alone' / 'drafter'}", "eval.baselines=[]", "eval.report=false", *SHORT, "tree.depth=3"]
     assert command(monkeypatch, *words) == 2
     assert "keep its folder target beside it" in capsys.readouterr().err
     shutil.copytree(trained / "target", tmp_path / "alone" / "target")

@@ -24,7 +24,7 @@ from spectrain.errors import UserError
 from spectrain.eval.noise import is_possible
 from spectrain.eval.report import speed_text
 from spectrain.eval.run import Evaluation
-from spectrain.eval.sweep import ExitSweep, Grid, PruneSweep
+from spectrain.eval.sweep import ExitSweep, Grid, LengthSweep, PruneSweep
 from spectrain.eval.systems import System
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
@@ -370,3 +370,15 @@ def test_pruning_behind_the_last_layer_is_refused(tiny: Target, tmp_path: Path) 
     with pytest.raises(UserError, match=r"eval\.prune_layer=8: tiny has 8 layers; use fewer"):
         evaluation(tmp_path, prune_layer=8).score(Candidate(tiny, eagle3(tiny), Chain(2), Greedy(), SETTING), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("children, rule", [("deterministic", Greedy()), ("sampled", SpeculativeSampling())])
+def test_lengths_are_compared_with_what_decides_them(children: Any, rule: AcceptanceRule) -> None:
+    """Chains of every length up to the candidate's depth, and those that decide it, drawn as the candidate's is."""
+    candidate: Any = SimpleNamespace(builder=Chain(3, children, 0.7, seed=4), rule=rule, drafter=None)
+    found = LengthSweep().systems(candidate, None)  # type: ignore[arg-type]
+    names = [f"length-chain-{depth}" for depth in (1, 2, 3)] + ["length-thompson-3", "length-policy-3"]
+    assert [system.name for system in found] == names and len({system.label for system in found}) == len(found)
+    assert {(one.builder.children, one.builder.temperature, one.builder.seed) for one in found} == {(children, 0.7, 4)}
+    with pytest.raises(UserError, match="weighs p against the q"):
+        LengthSweep().systems(SimpleNamespace(builder=Chain(3), rule=SpeculativeSampling(), drafter=None), None)  # type: ignore

@@ -75,6 +75,32 @@ def specforge(directory: Path, target: Target, draft_vocab: int = 256, seed: int
     return write(directory, said, eagle3_tensors(target, prefix, draft_vocab, torch.Generator().manual_seed(seed)))
 
 
+def eagle1(directory: Path, target: Target, seed: int = 0, **changes: Any) -> Path:
+    """EAGLE's first layout: fc with a bias, one layer without its first norm, the target's embedding."""
+    config, generator = target.config, torch.Generator().manual_seed(seed)
+    tensors = eagle3_tensors(target, "layers.0.", 8, generator)
+    kept = ("o_proj", "mlp", "post_attention_layernorm")
+    layer = {name: tensor for name, tensor in tensors.items() if any(part in name for part in kept)}
+    for part in "qkv":
+        name = f"layers.0.self_attn.{part}_proj.weight"
+        layer[name] = tensors[name][:, : config.hidden_size].contiguous()
+    fc = 0.05 * torch.randn(config.hidden_size, 2 * config.hidden_size + 1, generator=generator)
+    ends = {"fc.weight": fc[:, :-1].contiguous(), "fc.bias": fc[:, -1].contiguous()}
+    ends["embed_tokens.weight"] = target.head.embeddings(target.device).detach().clone()
+    said = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **{key: getattr(config, key) for key in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")},
+        **{key: getattr(config, key) for key in ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings")},
+        "num_hidden_layers": 1,
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "vocab_size": target.head.vocab_size,
+        "hidden_act": "silu",
+        "torch_dtype": "float32",
+    }
+    return write(directory, said | changes, layer | ends)
+
+
 def speculators(directory: Path, target: Target, seed: int = 0, **flags: Any) -> Path:
     """What the speculators library saves, its own embedding included."""
     config = target.config

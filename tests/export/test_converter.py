@@ -98,6 +98,10 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
         ),
         ("vllm", "flat", "spectrain"),
     ),
+    "eagle1": (lambda path, tiny: ours(path, tiny, "eagle1"), ("vllm", "sglang", "eagle", "spectrain")),
+    "eagle1, fc with a bias": (
+        lambda path, tiny: ours(path, tiny, "eagle1", bias=True, num_steps=3), ("sglang", "eagle", "spectrain")),
+    "EAGLE's own": (foreign.eagle1, ("sglang", "eagle", "spectrain")),
     "medusa": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=2048), ("vllm", "medusa", "spectrain")),
     "medusa, cut vocabulary": (lambda path, tiny: ours(path, tiny, "medusa", vocab_size=256), ("vllm", "spectrain")),
     "causal": (lambda path, tiny: ours(path, tiny, "causal", num_layers=2), ("hf", "spectrain")),
@@ -152,7 +156,7 @@ CASES: dict[str, tuple[Callable[[Path, Target], Path], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sweep(17, free=("pair",))
+@pytest.mark.sweep(9, free=("case", "pair"))
 @pytest.mark.parametrize(("case", "pair"), [(case, pair) for case in CASES for pair in permutations(CASES[case][1], 2)])
 def test_round_trips_are_bit_identical(case: str, pair: tuple[str, str], tiny: Target, tmp_path: Path) -> None:
     """Through every pair of layouts that hold it, a drafter comes back with the same settings and the same bits."""
@@ -203,6 +207,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
         lambda path, tiny: ours(path, tiny, "eagle3", vocab_size=256, architecture={"qk_norm": True}), "sglang", ("qk_norm",)),
     "P-EAGLE for SGLang": (
         lambda path, tiny: ours(path, tiny, "peagle", vocab_size=256), "sglang", ("P-EAGLE", "vllm or flat")),
+    "EAGLE's bias for vLLM": (foreign.eagle1, "vllm", ("fc.bias", "--to sglang", "drafter.bias=false")),
     "Medusa for SGLang": (foreign.medusa, "sglang", ("medusa", "vllm")),
     "Hydra": (lambda path, tiny: ours(path, tiny, "hydra", vocab_size=256), "vllm", ("hydra", "spectrain eval")),
     "Kangaroo": (lambda path, tiny: ours(path, tiny, "kangaroo"), "hf", ("kangaroo", "spectrain eval")),
@@ -252,6 +257,7 @@ REFUSED: dict[str, tuple[Callable[[Path, Target], Path], str, tuple[str, ...]]] 
 }  # fmt: skip
 
 
+@pytest.mark.sweep(14, free=("case",))
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_layout_cannot_hold_is_named(case: str, tiny: Target, tmp_path: Path) -> None:
     """Nothing is written, and the sentence names the tensor, flag or family and what can be done."""
@@ -320,8 +326,18 @@ def test_version_two_heads_take_the_targets_output_layer(tiny: Target, tmp_path:
     assert all(torch.equal(found.tensors[f"heads.{head}.lm_head.weight"], tiny.head.output.weight) for head in range(3))
 
 
+@pytest.mark.sweep(2, free=("case",))
 @pytest.mark.parametrize(
-    "case", ["SpecForge", "speculators, its defaults", "FasterDecoding", "vLLM's Medusa", "z-lab", "speculators' DFlash"]
+    "case",
+    [
+        "SpecForge",
+        "speculators, its defaults",
+        "FasterDecoding",
+        "vLLM's Medusa",
+        "z-lab",
+        "speculators' DFlash",
+        "EAGLE's own",
+    ],
 )
 def test_evaluation_takes_foreign_directories(case: str, tiny: Target, tmp_path: Path) -> None:
     """`eval run=DIR` composes the same drafter from another project's files as from their conversion, and drafts the same."""
@@ -337,6 +353,45 @@ def test_evaluation_takes_foreign_directories(case: str, tiny: Target, tmp_path:
         found.append(decode(tiny, [prompt], Greedy(), 8, drafter.eval(), Chain(depth=3))[0])
     assert found[0].output == found[1].output == decode(tiny, [prompt], Greedy(), 8)[0].output
     assert found[0].accepted == found[1].accepted
+
+
+EAGLE1_UNLIKE: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = {
+    "two layers": (lambda config, tensors: config.update(num_hidden_layers=2), "num_hidden_layers=2"),
+    "Qwen2's biases": (
+        lambda config, tensors: tensors.update({"layers.0.self_attn.q_proj.bias": torch.ones(128)}),
+        "q_proj.bias",
+    ),
+    "a first norm": (
+        lambda config, tensors: tensors.update({"layers.0.input_layernorm.weight": torch.ones(128)}),
+        "input_layernorm",
+    ),
+    "gelu": (lambda config, tensors: config.update(hidden_act="gelu"), "hidden_act"),
+    "another embedding": (lambda config, tensors: tensors["embed_tokens.weight"].add_(0.01), "embed_tokens.weight"),
+}
+
+
+@pytest.mark.parametrize("case", EAGLE1_UNLIKE)
+def test_an_eagle_of_another_shape_is_refused(case: str, tiny: Target, tmp_path: Path) -> None:
+    """By its tensor or key."""
+    change, word = EAGLE1_UNLIKE[case]
+    start = foreign.eagle1(tmp_path / "start", tiny)
+    config, tensors = json.loads((start / "config.json").read_text()), load_file(start / "model.safetensors")
+    change(config, tensors)
+    foreign.write(start, config, tensors)
+    with pytest.raises(UserError, match=word):
+        read_drafter(start, TINY)
+
+
+def test_an_eagle_of_sglang_has_a_bias_and_one_of_vllm_none(tiny: Target, tmp_path: Path) -> None:
+    """SGLang's is zero where none was trained; a missing one, and one that vLLM would leave out, are found."""
+    start = ours(tmp_path / "start", tiny, "eagle1")
+    found = {form: load_file(convert(start, tmp_path / form, form, TINY) / "model.safetensors") for form in ("vllm", "sglang")}
+    assert "fc.bias" not in found["vllm"] and not found["sglang"]["fc.bias"].any()
+    for form, bias, word in (("sglang", None, "fc.bias"), ("vllm", torch.ones(128), "fc-bias")):
+        tensors = {k: v for k, v in found[form].items() if k != "fc.bias"} | ({} if bias is None else {"fc.bias": bias})
+        save_file(tensors, tmp_path / form / "model.safetensors")
+        files = Files.read(tmp_path / form)
+        assert any(word in (one.name, *one.what.split()) for one in check(files, detect(files), None) if one.level == "error")
 
 
 def test_vllm_finds_no_map_over_the_whole_vocabulary(tiny: Target, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from spectrain.runs.train import train
 from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
 
+from .foreign import eagle1 as foreign_eagle1
 from .foreign import specforge, write
 
 COUNT = 200  # conversations to begin with, and again as many of the new domain
@@ -40,7 +41,8 @@ def domains(folder: Path) -> None:
 
 def trained(folder: Path, recipe: str, data: str, *more: str) -> Path:
     asked = [f"recipe={recipe}", "target=tiny", "data=jsonl", f"data.path={folder / data}", "eval=none",
-             f"run={folder / f'{recipe}-{data}'}", "++drafter.vocab_size=2048", "++trainer.epochs=3", *more]  # fmt: skip
+             f"run={folder / f'{recipe}-{data}'}", "++trainer.epochs=3", *more]  # fmt: skip
+    asked += [] if recipe == "eagle1" else ["++drafter.vocab_size=2048"]
     with initialize_config_module("spectrain.conf", version_base="1.3"):
         config = compose("train", overrides=asked)
     return train(check_config(config, TRAIN_KEYS), [word.lstrip("+") for word in asked])
@@ -78,13 +80,25 @@ def as_medusa(ours: Path, directory: Path, tiny: Target) -> Path:
     return write(directory, said, renamed, "medusa_lm_head.safetensors")
 
 
+def as_eagle1(ours: Path, directory: Path, tiny: Target) -> Path:
+    """The same under the names of EAGLE's authors, beside the target's embedding."""
+    foreign_eagle1(directory, tiny, bias=False)
+    tensors = load_file(ours / "drafter" / "model.safetensors")
+    renamed = {name if name.startswith("fc.") else f"layers.0.{name}": tensor for name, tensor in tensors.items()}
+    embedding = load_file(directory / "model.safetensors")["embed_tokens.weight"]
+    return write(directory, json.loads((directory / "config.json").read_text()), renamed | {"embed_tokens.weight": embedding})
+
+
+FOREIGN = {"eagle1": as_eagle1, "eagle3": as_specforge, "medusa1": as_medusa}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["eagle3", "medusa1"])
+@pytest.mark.parametrize("recipe", FOREIGN)
 def test_fine_tuning_a_foreign_checkpoint(recipe: str, tiny: Target, tmp_path: Path) -> None:
     """Accepted on the new domain: as it was, the same after conversion, and more after fine-tuning, from either."""
     domains(tmp_path)
     first = trained(tmp_path, recipe, "general.jsonl")
-    begin = (as_specforge if recipe == "eagle3" else as_medusa)(first, tmp_path / "foreign", tiny)
+    begin = FOREIGN[recipe](first, tmp_path / "foreign", tiny)
     convert(begin, tmp_path / "converted", "spectrain", TargetFiles("tiny"))
     before = accepted(tmp_path, begin)
     assert accepted(tmp_path, tmp_path / "converted") == before

@@ -211,7 +211,7 @@ def test_whole_models(tiny: Target, tmp_path: Path) -> None:
     assert {"pard-token", "tokenizer"} <= found(tmp_path / "out").keys()
 
 
-@pytest.mark.sweep(14, free=("case", "form"))
+@pytest.mark.sweep(8, free=("case", "form"))
 @pytest.mark.parametrize(("case", "form"), [(case, form) for case in CASES for form in CASES[case][1]])
 def test_clean_exports_have_no_finding(case: str, form: str, tiny: Target, tmp_path: Path) -> None:
     """Whatever a layout's writer writes, the linter finds nothing wrong with, by itself and beside the target; it warns of what
@@ -284,6 +284,7 @@ MEASURED_MEDUSA: dict[str, tuple[str, Change]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_measured_faults_of_medusa(medusa: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Square tensors, the order of heads and of rows show in no shape; nothing is found where nothing is wrong."""
     monkeypatch.setattr("spectrain.export.measure.NUM_PROMPTS", 2)

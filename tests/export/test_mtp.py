@@ -87,6 +87,7 @@ def loaded(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return model.eval()
 
 
+@pytest.mark.sweep(1, free=("name",))
 @pytest.mark.parametrize("name", SHIPPING)
 def test_transformers_drafts_what_is_drafted_here(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """generate(use_mtp=True) on the stitched copy: the same drafts in every round, the same tokens, as many forwards."""
@@ -136,7 +137,7 @@ def test_logits_are_those_of_the_layer_in_transformers(name: str, tmp_path: Path
     torch.testing.assert_close(target.head.logits(states[:, -2:-1]), expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3, free=("name",))
 @pytest.mark.parametrize("shard_size", [None, "20KB"])
 @pytest.mark.parametrize("name", [*SHIPPING, *RECURRENT])
 def test_what_is_stitched_in_is_what_the_target_ships(

@@ -32,11 +32,16 @@ TARGETS = (
 )
 KEEP_STATES = ("qwen3_next", "lfm2")
 REFUSED: dict[tuple[str, str], str] = {
-    **{(target, family): "keep a state" for target in KEEP_STATES for family in ("early_exit", "layer_skip", "kangaroo")},
+    **{
+        (target, family): "keep a state"
+        for target in KEEP_STATES
+        for family in ("early_exit", "layer_skip", "kangaroo", "self")
+    },
     **{(target, "gated_lora"): "does not run token by token" for target in (*KEEP_STATES, "llama4_text")},
     **{("gemma4_text", family): "cannot be cut" for family in ("causal", "pard")},
     **{(target, family): "keep a state|ordinary attention" for target in KEEP_STATES for family in ("causal", "pard")},
     ("gemma4_text", "mtp"): "parts of its own",
+    ("llama4_text", "self"): "see chunks",
 }
 WORDS = 2048  # of the tokenizer
 NEW_TOKENS = 12
@@ -45,6 +50,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "dflash": {"num_layers": 1, "block_size": 4}, "dspark": {"num_layers": 1, "block_size": 4},
     "dflash2": {"num_layers": 1, "block_size": 4}, "peagle": {"num_layers": 1}, "medusa": {"num_heads": 2},
     "early_exit": {"exit_layer": 2}, "layer_skip": {"skipped": [1]}, "kangaroo": {"exit_layer": 2}, "causal": {"num_layers": 2},
+    "self": {"budget": 12, "observe": 4},
 }  # fmt: skip
 
 

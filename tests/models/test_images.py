@@ -91,6 +91,7 @@ def test_features_over_images_are_the_models_own(target: Target, pictures: tuple
             torch.testing.assert_close(target.head.logits(ours[:, -1]), logits[0].float(), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", [Eagle3, Medusa, DFlash])
 def test_decoding_with_images_is_generates(target: Target, pictures: tuple[str, str], family: Any) -> None:
     """Trees and chains, alone and in a batch with a text that has no image, are continued as by `generate` with the pixels."""
@@ -115,6 +116,7 @@ def test_another_picture_another_answer(target: Target, pictures: tuple[str, str
     assert len({Example(text, [True] * len(text)).key for text in texts}) == 2
 
 
+@pytest.mark.sweep(1)
 @pytest.mark.parametrize("family", [Eagle3, Medusa, DFlash])
 def test_training_with_images(target: Target, pictures: tuple[str, str], family: Any) -> None:
     """The loss is finite and falls, on features over images."""

@@ -18,6 +18,7 @@ from spectrain.drafters.amphista import Amphista
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.ctc import Ctc
+from spectrain.drafters.eagle1 import Eagle1
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.early_exit import EarlyExit
 from spectrain.drafters.gated_lora import GatedLora
@@ -27,9 +28,11 @@ from spectrain.drafters.medusa import Medusa
 from spectrain.drafters.mtp import Mtp
 from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
+from spectrain.drafters.redrafter import Redrafter
+from spectrain.drafters.transformer_heads import TransformerHeads
 from spectrain.models.target import Target
 from spectrain.planning.launches import LaunchCounter, count_round
-from spectrain.trees import Chain, Eagle2, TreeBuilder
+from spectrain.trees import Beam, Chain, Eagle2, TreeBuilder
 from spectrain.trees.fixed import Static
 from tests.targets import cut_tiny
 
@@ -50,6 +53,13 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[Target], Drafter] | None, Tree
     "amphista, static": (Greedy(), lambda target: Amphista(target, num_heads=3, vocab_size=512), Static(paths=PATHS)),
     "ctc, static": (Greedy(), lambda target: Ctc(target, num_drafts=3, vocab_size=512), Static(paths=PATHS)),
     "gumiho, static": (Greedy(), lambda target: Gumiho(target, num_parallel=2, vocab_size=512), Static(paths=PATHS)),
+    "transformer heads, static": (
+        Greedy(),
+        lambda target: TransformerHeads(target, num_heads=3, vocab_size=512),
+        Static(paths=PATHS),
+    ),
+    "eagle1, eagle2 of 16": (Greedy(), lambda target: Eagle1(target), Eagle2(5, 16, 4)),
+    "redrafter, beam of 12": (Greedy(), lambda target: Redrafter(target, vocab_size=512), Beam(4, 12, 4)),
     "causal, chain of 3": (Greedy(), lambda target: Causal(target, num_layers=2), Chain(3)),
     "early exit, chain of 3": (Greedy(), lambda target: EarlyExit(target, exit_layer=2), Chain(3)),
     "gated lora, drawn chain of 3": (
@@ -73,7 +83,7 @@ def engine_of(name: str) -> Captured:
     return Captured(target, rule, made, builder)
 
 
-@pytest.mark.sweep(5, free=("batch", "name"))
+@pytest.mark.sweep(3, free=("batch", "name"))
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("name", ROUNDS)
 def test_a_round_launches_and_makes_what_is_committed(name: str, batch: int) -> None:

@@ -149,7 +149,7 @@ def test_disk_is_what_a_run_leaves(
     assert found["run_bytes"] / left == WITHIN
 
 
-@pytest.mark.sweep(4, free=("recipe",))
+@pytest.mark.sweep(2, free=("recipe",))
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_is_planned(recipe: str, device: str, little: tuple[str, str]) -> None:

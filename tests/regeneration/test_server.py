@@ -158,6 +158,7 @@ GARBAGE: dict[str, Reply] = {
 }
 
 
+@pytest.mark.sweep(3, free=("kind",))
 @pytest.mark.parametrize("kind", list(GARBAGE))
 def test_passing_failures_are_tried_again(kind: str, tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
     """Each question fails twice, then is answered: nothing is lost, and nothing is asked more often than needed."""

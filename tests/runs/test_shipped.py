@@ -16,8 +16,9 @@ from spectrain.decoding.loop import decode
 from spectrain.errors import UserError
 from spectrain.eval.prompts import read_prompts
 from spectrain.models.target import Target
-from spectrain.runs.drafter_files import SHIPPED, build_drafter, drafter_directory
+from spectrain.runs.drafter_files import build_drafter
 from spectrain.runs.fresh import fresh_drafter
+from spectrain.runs.places import SHIPPED, drafter_directory
 from spectrain.runs.shipped import NAMES, shipped, shipped_for
 from spectrain.settings.saved import read_object
 from spectrain.trees import Chain, Eagle2

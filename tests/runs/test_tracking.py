@@ -208,6 +208,7 @@ def test_wandb_holds_what_metrics_and_summary_hold(shallow: Target, tmp_path: Pa
     assert ended.exit_code == 0
 
 
+@pytest.mark.sweep(1, free=("kept",))
 @pytest.mark.parametrize("kept", [7, 2800, None])
 def test_wandb_goes_on_in_the_same_run(shallow: Target, tmp_path: Path, kept: int | None) -> None:
     """A resumed run keeps its id and shows every step once, of whatever a kill kept of its file; weights go where asked for."""
@@ -303,6 +304,7 @@ def test_wandb_is_online_only_with_an_account(
     assert Wandb(mode=asked)._mode() == ("offline" if expected == "online" else expected)
 
 
+@pytest.mark.sweep(1)
 @needs_tensorboard
 @pytest.mark.parametrize("die_at", [None, 1, 4, 5])
 def test_tensorboard_equals_metrics(shallow: Target, tmp_path: Path, die_at: int | None) -> None:

@@ -91,15 +91,21 @@ def test_what_may_be_right_is_left_to_the_composition(word: str) -> None:
     check_given(schema("train"), ["recipe=eagle3", word])
 
 
-def test_a_wrong_setting_is_told_before_torch_is_imported() -> None:
-    """Reading the sources imports neither torch nor transformers."""
+def test_mistakes_are_told_before_torch_is_imported() -> None:
+    """A key that does not exist, and a folder without a drafter: neither torch nor transformers is waited for."""
     program = (
-        "import sys\nfrom spectrain.settings.check import check_given\nfrom spectrain.settings.schema import schema\n"
-        "try:\n    check_given(schema('train'), ['recipe=eagle3', 'trainer.lrr=1'])\nexcept ValueError as error:\n"
-        "    print(error, {'torch', 'transformers'} & sys.modules.keys())\n"
+        "import sys\nfrom spectrain.cli.overrides import check_drafters, check_words\n"
+        "for command, word in (('train', 'trainer.lrr=1'), ('eval', 'run=none'), ('chat', 'run=none'),\n"
+        "                      ('export', 'run=none'), ('train', 'drafter.init=none')):\n"
+        "    try:\n        check_words(command, [word])\n        check_drafters(command, [word])\n"
+        "    except ValueError as error:\n"
+        "        print(error, {'torch', 'transformers'} & sys.modules.keys())\n"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=Path(ROOT).parent)
-    assert "trainer.lrr" in ran.stdout and ran.stdout.endswith("set()\n"), ran.stdout + ran.stderr
+    key, *places = ran.stdout.splitlines()
+    assert key.startswith("trainer.lrr: there is no such key") and key.endswith("set()"), ran.stdout + ran.stderr
+    no_drafter = "=none: there is no drafter in it; give a run folder or a drafter directory set()"
+    assert places == [f"{name}{no_drafter}" for name in ("run", "run", "run", "drafter.init")], ran.stdout + ran.stderr
 
 
 def test_bounds_are_told_as_one_writes_them() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from spectrain.errors import UserError
 from spectrain.randomness import gumbel
-from spectrain.trees import DySpec, Eagle2, Entropy, OptTree, TreeBuilder
+from spectrain.trees import Beam, Chain, DySpec, Eagle2, Entropy, OptTree, TreeBuilder
 from tests.trees.tables import (
     ROWS,
     VOCAB,
@@ -238,6 +238,7 @@ def test_dyspec_draws_without_replacement() -> None:
         (lambda: Eagle2(budget=1), "tree.budget=1"),
         (lambda: Eagle2(top_k=0), "tree.top_k=0"),
         (lambda: Entropy(top_k=0), "tree.top_k=0"),
+        (lambda: Beam(depth=4, budget=4), "tree.budget=4"),
         (lambda: OptTree(threshold=-0.5), "tree.threshold=-0.5"),
         (lambda: DySpec(budget=1), "tree.budget=1"),
         (lambda: DySpec(temperature=0.0), "tree.temperature=0.0"),
@@ -247,3 +248,39 @@ def test_builders_refuse_empty_trees(build: Callable[[], object], said: str) -> 
     """A tree that can't draft is refused under the key that asked for it."""
     with pytest.raises(UserError, match=said):
         build()
+
+
+BEAMS = [(1, 2, 1), (3, 4, 1), (2, 5, 2), (3, 12, 3), (4, 8, 4), (4, 40, 6)]
+
+
+def beams(scores: Scores, row: int, depth: int, width: int) -> list[tuple[Path, float]]:
+    """Beam search over whole paths, in plain Python: the last beams, best first, each with its own copy of what they share."""
+    found: list[tuple[Path, float]] = [((), 0.0)]
+    for _ in range(depth):
+        longer = [(child, score + log_q) for path, score in found for child, log_q in likeliest(scores, row, path, width)]
+        found = sorted(longer, key=lambda one: -one[1])[:width]
+    return found
+
+
+@pytest.mark.parametrize("scores", [random_scores, tied_scores])
+@pytest.mark.parametrize("depth, budget, top_k", BEAMS)
+def test_beam_is_the_unmerged_beams(scores: Scores, depth: int, budget: int, top_k: int) -> None:
+    """Its paths are the prefixes of the beams that a search without a tree ends with, as many as have room, each once."""
+    builder = Beam(depth, budget, top_k)
+    tree = grown(lambda: builder, scores)
+    for row in ROWS:
+        merged: set[Path] = {()}
+        for path, _ in beams(scores, row, depth, top_k):
+            longer = merged | {path[:length] for length in range(depth + 1)}
+            if len(longer) > budget:
+                break
+            merged = longer
+        found = paths(tree, row)
+        assert set(found) == merged and len(found) == len(merged)
+    assert_rows_alone(lambda: builder, scores)
+
+
+def test_one_beam_is_the_greedy_chain() -> None:
+    """With top_k=1 the tree is the chain of likeliest tokens."""
+    beam, chain = grown(lambda: Beam(4, 5, 1)), grown(lambda: Chain(4))
+    assert torch.equal(beam.tokens, chain.tokens) and torch.equal(beam.parents, chain.parents) and beam.valid.all()

@@ -117,6 +117,39 @@ def test_drawn_siblings_are_distributed_as_q(children: Children) -> None:
     assert ((observed - expected)[real] ** 2 / expected[real]).sum() < 67  # 29 or 35 degrees of freedom
 
 
+def test_the_likeliest_with_one_drawn() -> None:
+    """Nodes of three, two and one children have the likeliest tokens and, last, one of the rest of q, which is what the tree
+    says it was drawn from; over many rows it comes as often as that."""
+    rows = range(4000)
+    shape = [[0], [1], [2], [0, 0], [0, 1], [1, 0]]
+    table = Table(lambda row, path: soft_scores(0, path), rows)
+    tree = Static(paths=shape, children="top_and_sampled", temperature=0.7).expand(context(rows), table)
+    tree.check()
+    assert tree.q is not None and tree.valid.all()
+    tokens = (tree.tokens[:, 1:] - 3) // 7
+    for row in (0, 7, 1234):
+        found = paths(tree, row)
+        for node, count in ((0, 3), (1, 2), (2, 1)):
+            q = (torch.tensor(soft_scores(0, found[node])) / 0.7).softmax(-1)
+            order = q.argsort(descending=True)[: count - 1]
+            children = [child for child, parent in enumerate(tree.parents[row].tolist()) if parent == node]
+            assert len(children) == count and tokens[row, [child - 1 for child in children[:-1]]].tolist() == order.tolist()
+            rest = q.scatter(0, order, 0)
+            torch.testing.assert_close(tree.q[row, node], rest / rest.sum())
+    expected = len(rows) * tree.q[0, 0]
+    observed = tokens[:, 2].bincount(minlength=VOCAB)
+    real = expected > 0
+    assert observed[~real].sum() == 0 and real.sum() == VOCAB - 2
+    assert ((observed - expected)[real] ** 2 / expected[real]).sum() < 22  # 3 degrees of freedom
+
+
+def test_where_nothing_is_left_to_draw_the_likeliest_stay() -> None:
+    """A q that has one token only leaves one child, and beside it padding."""
+    sure = [0.0] + [-1e4] * (VOCAB - 1)
+    tree = Static(paths=[[0], [1]], children="top_and_sampled").expand(context(), Table(lambda row, path: sure))
+    assert tree.valid.tolist() == [[True, True, False]] * 2 and tree.q is not None and not tree.q[:, 0].any()
+
+
 @pytest.mark.sweep(8)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("budget, depth, width", [(2, 1, 3), (4, 2, 2), (5, 5, 5), (7, 3, 2), (7, 6, 6), (7, 2, 3)])

@@ -10,11 +10,18 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.kernels.tree_verify import Nodes
+from spectrain.models.features import Features, Layer
 from spectrain.trees.token_tree import Accepted, Children, TokenTree
 
 Vector = Any  # [V] a distribution over the vocabulary: a tensor or, in a proof, a numpy array of fractions
 DRAWN: tuple[Children, ...] = ("sampled", "without_replacement")
-ANY: tuple[Children, ...] = ("deterministic", *DRAWN)
+ANY: tuple[Children, ...] = ("deterministic", *DRAWN, "top_and_sampled")
+HOW: dict[Children, str] = {
+    "deterministic": "the likeliest ones, not drawn",
+    "sampled": "drawn independently of each other",
+    "without_replacement": "drawn without replacement",
+    "top_and_sampled": "the likeliest ones and one that is drawn",
+}
 
 
 def nodes_of(tree: TokenTree) -> Nodes:
@@ -29,7 +36,7 @@ class Siblings:
 
     tokens: list[int]
     p: Vector  # the target's distribution after the node
-    q: Vector  # what they were drawn from; None where they were not drawn
+    q: Vector  # what they, or the one of them that is, were drawn from; None where none was
     without_replacement: bool = False
 
 
@@ -43,6 +50,7 @@ class AcceptanceRule(ABC):
     on_device = False  # it judges without a host-device synchronisation
     is_random = False  # it draws tokens, by keys of seed, sequence and position
     is_open = False  # it leaves to a measurement by which rule the target is sampled; until then it is sample-and-match
+    layers: tuple[Layer, ...] = ()  # features of the target at every node that it reads beside the logits
     fixes_choice = False  # the target's token after a node does not depend on what was drafted, so drafting changes no token
 
     @abstractmethod
@@ -52,6 +60,11 @@ class AcceptanceRule(ABC):
     @abstractmethod
     def __call__(self, tree: TokenTree, logits: Tensor, sequence_ids: Tensor, positions: Tensor) -> Accepted:
         """Judge a tree by `logits` [B, N, V]; a tree that the rule is not valid for is a UserError."""
+
+    def accept(self, tree: TokenTree, seen: Features, sequence_ids: Tensor, positions: Tensor) -> Accepted:
+        """Judge a tree by all that the target said at its nodes, of which most rules read the logits alone."""
+        assert seen.logits is not None
+        return self(tree, seen.logits, sequence_ids, positions)
 
     @abstractmethod
     def distribution(self, logits: Tensor) -> Tensor:
@@ -85,7 +98,7 @@ class AcceptanceRule(ABC):
         if children not in self.children:
             raise UserError(
                 f"acceptance={self.name}: it weighs p against the q that a child was drawn from, and the children of this tree "
-                "are the likeliest ones, not drawn; use tree.children=sampled or without_replacement, or acceptance=match"
+                f"are {HOW[children]}; use tree.children={' or '.join(self.children)} with it, or acceptance=match"
             )
         if self.chains_only and not is_chain:
             raise UserError(

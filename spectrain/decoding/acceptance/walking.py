@@ -7,7 +7,7 @@ this very code.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -40,7 +40,7 @@ class VerifiedTree:
     tokens: list[int]
     children: list[list[int]]  # of every node, in the order they were drawn
     p: Callable[[int], Vector]  # the target's distribution after a node
-    q: Callable[[int], Vector]  # what the node's children were drawn from
+    q: Callable[[int], Vector]  # what the node's children, or the one of them that is drawn, were drawn from
     without_replacement: bool = False
     scores: Callable[[int], Vector] | None = None  # the logarithm of p up to a constant, where p itself may underflow
 
@@ -117,6 +117,24 @@ def normalised(weights: Vector, otherwise: Vector) -> Vector:
     """The weights as a distribution; `otherwise` where rounding left none."""
     total = weights.sum()
     return weights / total if total > 0 else otherwise
+
+
+def offers(tokens: list[int], q: Vector, without_replacement: bool) -> Iterator[tuple[int, Vector]]:
+    """The places of siblings in the order in which they are judged, each with what its token was drawn from.
+
+    Those that q offers were drawn from it. The others are there whatever is drawn, each as if drawn from a distribution that
+    has nothing else, and come last: what the drawn ones leave of p is theirs.
+    """
+    drawn = [place for place, token in enumerate(tokens) if q[token] > 0]
+    left = q
+    for place in drawn:
+        yield place, left
+        if without_replacement:
+            left = without(left, tokens[place])
+    for place in sorted({*range(len(tokens))} - {*drawn}):
+        alone = q * 0
+        alone[tokens[place]] = 1
+        yield place, alone
 
 
 def without(q: Vector, token: int) -> Vector:

@@ -11,7 +11,7 @@ from spectrain.randomness import ACCEPT
 from spectrain.trees.token_tree import Accepted, TokenTree
 
 from .base import DRAWN, Siblings, Vector, nodes_of
-from .walking import Dice, VerifiedTree, Walking, normalised, ratio, share, without
+from .walking import Dice, VerifiedTree, Walking, normalised, offers, ratio, share, without
 
 
 class Recursive(Walking):
@@ -81,15 +81,14 @@ class PathRule(Walking):
     children = DRAWN
 
     def chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        p, q, found, left, of_parent = siblings.p, siblings.q, [], 1, rate
-        for token in siblings.tokens:
-            keep = self.rate_after(p, q, token, rate)
-            found.append(left * keep / of_parent if of_parent else 0)  # 0: the parent is never kept
+        p, tokens, left, of_parent = siblings.p, siblings.tokens, 1, rate
+        found: list[Any] = [0] * len(tokens)
+        for place, q in offers(tokens, siblings.q, siblings.without_replacement):
+            keep = self.rate_after(p, q, tokens[place], rate)
+            found[place] = left * keep / of_parent if of_parent else 0  # 0: the parent is never kept
             left = left * (1 - keep)
             residual = (rate * p - q).clip(0)
             p, rate = normalised(residual, p), share(residual.sum(), rate)
-            if siblings.without_replacement:
-                q = without(q, token)
         return found
 
     def rate_after(self, p: Vector, q: Vector, token: int, rate: Any = 1) -> Any:
@@ -98,6 +97,8 @@ class PathRule(Walking):
 
 class Block(PathRule):
     """Block verification (Sun et al., 2024, algorithm 2): a path is judged as a whole and keeps no less than token by token.
+
+    Of one drawn path no lossless rule keeps more in a round (theorem 2): it is the transport of the whole path.
 
     b_i = min(1, b_{i-1} p_i / q_i); the longest prefix i is kept whose coin h_i = r_i / (r_i + 1 - b_i) falls, where r_i is
     the mass of max(b_i p - q, 0) after it, and h of the whole path is its b. The next token is drawn from that residual.
@@ -129,9 +130,15 @@ class Traversal(PathRule):
     A node has a rate (the root 1) and a residual P (at first p). Each child, in the order drawn, is visited with rate
     min(1, rate P(x) / Q(x)); where it fails, the mass S of max(rate P - Q, 0) gives the new residual and the new rate
     S / (S + 1 - rate). With no child left the node is kept with its rate. On a chain it is block verification.
+
+    The likeliest children of a node are visited after the one that was drawn, as if each were drawn from itself alone. With
+    them it is the optimal transport of a whole round where only the last level branches: above it there is one path, of which
+    block verification is the optimum, and the last nodes keep what `Transport` does, the optimum of a node. Where an earlier
+    level branches, what lies below one child could be weighed against what lies below another, which no rule here does.
     """
 
     name = "traversal"
+    children = (*DRAWN, "top_and_sampled")
 
     def judge(self, tree: VerifiedTree, dice: Dice) -> tuple[list[int], int]:
         found = self._visit(tree, dice, 0, 1)
@@ -139,16 +146,14 @@ class Traversal(PathRule):
         return found
 
     def _visit(self, tree: VerifiedTree, dice: Dice, node: int, rate: Any) -> tuple[list[int], int] | None:
-        p = tree.p(node)
-        q: Vector = tree.q(node) if tree.children[node] else None
-        for child in tree.children[node]:
-            token = tree.tokens[child]
-            found = self._visit(tree, dice, child, self.rate_after(p, q, token, rate))
+        p, children = tree.p(node), tree.children[node]
+        offered = offers([tree.tokens[child] for child in children], tree.q(node), tree.without_replacement) if children else ()
+        for place, q in offered:
+            child = children[place]
+            found = self._visit(tree, dice, child, self.rate_after(p, q, tree.tokens[child], rate))
             if found is not None:
                 return [node, *found[0]], found[1]
             residual = (rate * p - q).clip(0)
             p = normalised(residual, p)
             rate = 1 if node == 0 else share(residual.sum(), rate)
-            if tree.without_replacement:
-                q = without(q, token)
         return ([node], dice.draw(p, node)) if node == 0 or dice.coin(rate, node, number=node) else None

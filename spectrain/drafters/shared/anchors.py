@@ -17,11 +17,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from spectrain.features.batch import Batch
 from spectrain.kernels.dispatch import wanted
 from spectrain.randomness import ANCHORS, sequence_generator
+
+from .chunks import Chunk, attend_chunks
 
 ROWS = 256  # slots whose mask exists at one time
 PADDED = 64  # on a GPU the anchors are padded to a multiple of it, so that attention is compiled for few sizes
@@ -92,53 +93,26 @@ def block_attention(
     [A, G, S, D].
 
     On a GPU by FlexAttention, which builds no mask. Elsewhere some anchors at a time, of one document, and only over what
-    stands before the last of them; a chunk's mask and scores are made again for the backward pass, so that no more than one
-    is ever held.
+    stands before the last of them.
     """
     if q.device.type == "cuda" and wanted(q.device) and type(q) is Tensor:  # a plan's tensors have no data to compile for
         return _flex(q, k, v, context, anchors, causal, window)
-    found = []
-    for chunk, tokens in _chunks(anchors, q.shape[2]):
-        parts = q[chunk], k[chunk], v[chunk], context[0][:, :, tokens], context[1][:, :, tokens]
-        rest = anchors.places[chunk] - tokens.start, causal, window
-        if torch.is_grad_enabled():
-            found.append(checkpoint(_attend_chunk, *parts, *rest, use_reentrant=False))
-        else:
-            found.append(_attend_chunk(*parts, *rest))
-    if not found:  # nothing to see, but other processes wait for a gradient of every weight
-        return q + 0 * sum(part.sum() for part in (k, v, *context))
-    return torch.cat(found)
+    count, _, slots, _ = q.shape
+    q, k, v = (part.transpose(0, 1).flatten(1, 2)[None] for part in (q, k, v))
+    places = (anchors.places - 1).repeat_interleave(slots), torch.arange(1, slots + 1, device=q.device).repeat(count)
+    found = attend_chunks((q, k, v), context, _chunks(anchors, slots), places, causal, window)
+    return found[0].unflatten(1, (count, slots)).transpose(0, 1)
 
 
-def _chunks(anchors: Anchors, slots: int) -> Iterator[tuple[slice, slice]]:
-    """Anchors of one document, few enough for a mask, with the tokens that they may see."""
+def _chunks(anchors: Anchors, slots: int) -> Iterator[Chunk]:
+    """Slots of anchors of one document, few enough for a mask, with the tokens that they may see."""
     size, first = max(1, ROWS // slots), 0
     places, starts = anchors.places.tolist(), anchors.starts.tolist()
     for count, _ in anchors.sizes:
         for begin in range(first, first + count, size):
             end = min(begin + size, first + count)
-            yield slice(begin, end), slice(starts[begin], places[end - 1])
+            yield slice(begin * slots, end * slots), slice(starts[begin], places[end - 1])
         first += count
-
-
-def _attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, anchor: Tensor, causal: bool, window: int | None
-) -> Tensor:
-    """[a, H, S, D] of a few anchors at the tokens `anchor` [a] of the context [1, G, n, D]."""
-    count, _, slots, _ = q.shape
-    slot = torch.arange(slots, device=q.device)
-    places = torch.arange(context_k.shape[2], device=q.device)
-    before = sees_context(places, anchor[:, None, None], torch.zeros_like(anchor)[:, None, None], slot[:, None], window)
-    inside = sees_block(slot, slot[:, None], causal, window)
-    own = torch.eye(count, dtype=torch.bool, device=q.device)[:, None, :, None] & inside[None, :, None]
-    mask = torch.cat([before.expand(count, slots, -1), own.flatten(2)], dim=-1).flatten(0, 1)
-    keys, values = (
-        torch.cat([far, near.transpose(0, 1).flatten(1, 2)[None]], dim=2) for far, near in ((context_k, k), (context_v, v))
-    )
-    attended = F.scaled_dot_product_attention(
-        q.transpose(0, 1).flatten(1, 2)[None], keys, values, attn_mask=mask, enable_gqa=True
-    )
-    return attended[0].unflatten(1, (count, slots)).transpose(0, 1)
 
 
 def flex_mask(anchors: Anchors, slots: int, num_tokens: int, causal: bool, window: int | None) -> Any:

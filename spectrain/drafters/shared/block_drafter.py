@@ -221,8 +221,7 @@ class BlockDrafter(VocabularyDrafter):
 
     def draft(self, context: Context) -> Draft:
         """Read the features of what was just accepted, then run the block of the root once."""
-        if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, len(self.blocks), 1 + self.block_size)
+        self.cache = context.drafting_cache(self.cache, len(self.blocks), 1 + self.block_size)
         return Draft(self.rollout(context.root, self._decoded_states(context, self.cache)[:, self.first :]))
 
     @abstractmethod

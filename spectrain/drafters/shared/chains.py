@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from spectrain.features.batch import Batch
 from spectrain.randomness import CHAINS, sequence_generator
+
+from .chunks import attend_chunks
 
 ROWS = 256  # masks whose attention is computed at one time; a chain is never cut
 
@@ -108,30 +109,6 @@ def chain_attention(
     """[1, H, C, D] of masks q [1, H, C, D] that see places, keys and values [1, G, N, D], and their chain's k and v
     [1, G, C, D].
 
-    Some chains at a time, of one document, and only over what stands before the last of them; a chunk's mask and scores are
-    made again for the backward pass, so that no more than one is ever held.
+    Some chains at a time, of one document, and only over what stands before the last of them.
     """
-    found = []
-    for masks, seen in chains.chunks:
-        parts = q[:, :, masks], k[:, :, masks], v[:, :, masks], places[0][:, :, seen], places[1][:, :, seen]
-        rest = chains.anchors[masks] - seen.start, chains.depths[masks], window
-        if torch.is_grad_enabled():
-            found.append(checkpoint(_attend_chunk, *parts, *rest, use_reentrant=False))
-        else:
-            found.append(_attend_chunk(*parts, *rest))
-    return torch.cat(found, dim=2) if found else torch.zeros_like(q)
-
-
-def _attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, far_k: Tensor, far_v: Tensor, anchor: Tensor, depth: Tensor, window: int | None
-) -> Tensor:
-    """[1, H, c, D] of a few masks behind the places `anchor` [c] of the keys and values [1, G, n, D]."""
-    places = torch.arange(far_k.shape[2], device=q.device)
-    before = places <= anchor[:, None]
-    inside = (anchor == anchor[:, None]) & (depth <= depth[:, None])
-    if window is not None:
-        before = before & (places > (anchor + depth - window)[:, None])
-        inside = inside & (depth > depth[:, None] - window)
-    keys, values = torch.cat([far_k, k], dim=2), torch.cat([far_v, v], dim=2)
-    mask = torch.cat([before, inside], dim=1)
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+    return attend_chunks((q, k, v), places, chains.chunks, (chains.anchors, chains.depths), window=window)

@@ -6,6 +6,7 @@ Shapes: P places, D tokens that followed each, S sayings or sources, N nodes.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
 from typing import NamedTuple
@@ -53,19 +54,29 @@ class IndexedText:
         self.ends: dict[tuple[int, ...], list[int]] = defaultdict(list)  # n-gram -> positions of the token behind it
         self.num_read = 1  # the n-grams that end with the newest token have nothing behind them
 
-    def occurrences(self, depth: int, most: int, shortest: int = 1) -> list[Occurrence]:
-        """Where the text's last tokens stood before: the longest match first, of equal ones the newest, each place once.
+    def occurrences(self, depth: int, most: int, shortest: int = 1, path: Sequence[int] = ()) -> list[Occurrence]:
+        """Where the last tokens of the text, and of a `path` behind it, stood before: the longest match first, of equal ones
+        the newest, each place once.
 
         A copy that reaches the text's end goes on with what it has copied, so that a text which repeats itself does so.
         """
         self._read()
-        tokens, places = self.tokens, dict[int, int]()
-        for length in range(min(self.longest, len(tokens) - 1), shortest - 1, -1):
+        tokens, places = [*self.tokens[-self.longest :], *path], dict[int, int]()
+        for length in range(min(self.longest, len(self.tokens) + len(path) - 1), shortest - 1, -1):
             for end in reversed(self.ends.get(tuple(tokens[-length:]), ())):
                 if len(places) >= most:
                     break
                 places.setdefault(end, length)
         return [Occurrence(length, self._from(end, depth)) for end, length in places.items()]
+
+    def continued(self, path: list[int], depth: int) -> list[int]:
+        """What followed the newest place that reads like the end of the text with `path` behind it; nothing where none does."""
+        self._read()
+        tail = (*self.tokens[-self.longest :], *path)[-self.longest :]
+        for start in range(len(tail)):
+            if ends := self.ends.get(tail[start:]):
+                return self._from(ends[-1], depth)
+        return []
 
     def _from(self, end: int, depth: int) -> list[int]:
         """The tokens from a place on, round and round where the text is too short."""
@@ -97,6 +108,10 @@ class GrowingTexts:
         for row, tokens in zip(self.rows, news):
             row.tokens += tokens
         return news
+
+    def forget(self) -> None:
+        """Read the texts from their beginning again."""
+        self.rows = [IndexedText([], self.longest) for _ in self.rows]
 
 
 def weighted(occurrences: list[Occurrence], growth: float = 2.0, fading: float = 0.97) -> Trie:

@@ -47,7 +47,7 @@ def check_architecture(asked: dict[str, Any], variants: tuple[str, ...]) -> dict
         if key not in (*LAYER, *variants):
             raise UserError(f"drafter.architecture.{key}: there is no such key; valid are {', '.join((*LAYER, *variants))}")
     whole = {**dict.fromkeys(variants, False), **asked}
-    if whole["norm_before_fc"] and whole["fc_norm"]:
+    if whole.get("norm_before_fc") and whole.get("fc_norm"):
         raise UserError("drafter.architecture.fc_norm: norm_before_fc norms the fused features already; use one of them")
     return whole
 

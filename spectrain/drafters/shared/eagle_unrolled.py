@@ -5,7 +5,8 @@ Shapes: B batch, T tokens, D target width, R supervised rows.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from spectrain.features.batch import Batch
@@ -13,7 +14,7 @@ from spectrain.models.attention import unrolled_attention
 from spectrain.models.kv_cache import Rules, TreeCache
 from spectrain.trees.token_tree import Accepted
 
-from ..base import Losses
+from ..base import Losses, TrainingState
 from ..context import Context
 from .eagle_layers import EagleDrafter
 from .layers import Attention
@@ -29,6 +30,16 @@ class UnrolledEagle(EagleDrafter):
     num_steps: int  # that are trained
 
     # Training
+
+    def unrolled(self, batch: Batch, count: int, state: TrainingState) -> Iterator[Tensor]:
+        """The states [B, T, D] of so many draft steps, the first from the target's features, each later one from the step
+        before it, with the true tokens as input."""
+        assert batch.features is not None
+        hidden, held = self.fuse(batch.features), list[Held]()
+        for step in range(count):
+            hidden, own = state.checkpointed(self.unroll, batch, hidden, step, held[:])
+            held.append(own)
+            yield hidden
 
     def unroll(self, batch: Batch, hidden: Tensor, step: int, before: list[Held]) -> tuple[Tensor, Held]:
         """One draft step over hidden states [B, T, D], behind the keys and values of the steps before; its own with it."""
@@ -46,22 +57,18 @@ class UnrolledEagle(EagleDrafter):
 
     def judge_steps(self, supervision: Supervision, states: list[Tensor]) -> Losses:
         """The states of every step's supervised indices, all steps at once. Step i counts step_decay^i."""
-        answer, order, step = supervision.steps(len(states))
-        hidden = self.read_by_head(torch.cat(states).index_select(0, order))
-        loss, right = supervision.judge(hidden, self.lm_head, answer, self.step_decay**step)
-        return Losses.by_depth({self.divergence: loss}, right, step, self.num_steps)
+        read = [self.read_by_head(state) for state in states]
+        return supervision.judge_steps(read, self.lm_head, self.step_decay, self.num_steps)
 
     # Decoding
 
     def read_accepted(self, context: Context) -> tuple[Tensor, TreeCache]:
         """Read the features of what was just accepted: the root's state [B, 1, D], and the cache that holds the others'."""
-        if context.round == 0 or self.cache is None:
-            self.cache = context.new_cache(self.cache, self.num_layers, context.builder.drafted)
+        self.cache = context.drafting_cache(self.cache, self.num_layers, context.builder.drafted)
         num_new = context.fresh.tokens.shape[1]
         output = self.run(context.following, self.fuse(context.fresh), self.cache.slots(num_new), self.cache, None)
         self.cache.commit(None, context.counts)
-        last = (context.counts - 1).clamp(min=0)[:, None, None]
-        return output.gather(1, last.expand(-1, 1, output.shape[-1])), self.cache
+        return context.newest(output), self.cache
 
     def commit(self, context: Context, accepted: Accepted) -> None:
         """What drafting has put behind the accepted pairs goes."""

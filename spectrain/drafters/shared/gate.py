@@ -33,9 +33,11 @@ class LoraFactors(nn.Module):
         return self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype)))
 
 
-def linears_of(target: Target) -> dict[str, nn.Module]:
-    """Every linear of the decoder layers by its name in the model, GPT-2's kind of them too; refuses a target without any."""
-    inside = {id(module) for module in target.layers.modules() if isinstance(module, (nn.Linear, Conv1D))}
+def linears_of(target: Target, first: int = 0) -> dict[str, nn.Module]:
+    """Every linear of the decoder layers from the `first` on by its name in the model, GPT-2's kind of them too; refuses a
+    target without any."""
+    layers = [*target.layers][first:]
+    inside = {id(part) for layer in layers for part in layer.modules() if isinstance(part, (nn.Linear, Conv1D))}
     found = {name: module for name, module in target.model.named_modules() if id(module) in inside}
     if not found:
         raise UserError(f"drafter.rank: the layers of {target.name} hold no linear that LoRA could act on; use drafter.rank=0")
@@ -74,12 +76,14 @@ def peft_layout(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def peft_config(names: Sequence[str], rank: int, alpha: float, path: str) -> str:
-    """peft's own description of the adapter. It says nothing of the gate: applied everywhere, it is another model."""
+def peft_config(names: Sequence[str], rank: int, alpha: float, path: str, first: int = 0) -> str:
+    """peft's own description of the adapter, whose layers begin at the `first`. It says nothing of the gate: applied
+    everywhere, it is another model."""
     modules = sorted({name.rpartition(".")[2] for name in names})
+    layers = sorted({int(part) for name in names for part in name.split(".") if part.isdigit()}) if first else None
     config = LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM", inference_mode=True,
-        base_model_name_or_path=path,
+        base_model_name_or_path=path, layers_to_transform=layers,
     )  # fmt: skip
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     return json.dumps(plain, indent=2, sort_keys=True) + "\n"

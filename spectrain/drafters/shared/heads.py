@@ -79,6 +79,26 @@ class PrefixAttention(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class Sampler(nn.Module):
+    """A mask's state and what it lacks, given the token before: two layers beside it that add nothing at first.
+
+    The authors put the two layers, each with a norm behind it, in the state's place: they must first learn to pass it on.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.first_norm = nn.Linear(2 * width, width), nn.LayerNorm(width)
+        self.second = nn.Linear(width, width)
+        nn.init.zeros_(self.second.weight)
+        nn.init.zeros_(self.second.bias)
+
+    def forward(self, state: Tensor, previous: Tensor) -> Tensor:
+        """States and embeddings [..., D] -> what the target's head reads [..., D]."""
+        previous = F.rms_norm(previous, previous.shape[-1:])  # an embedding is some 20 times smaller than a normed state
+        x = torch.cat([state, previous], dim=-1).to(self.first.weight.dtype)
+        return state + self.second(self.first_norm(F.silu(self.first(x))))
+
+
 class HeadAttention(nn.Module):
     """An encoder layer over the states of all heads at one index: each sees all (Amphista, section 3.2). Its output projections
     are zero at first, so it starts as the identity."""

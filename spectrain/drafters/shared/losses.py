@@ -89,6 +89,13 @@ def split_loss(log_p: Tensor, log_q: Tensor, distance: Tensor, decay: float = 0.
     return 0.5 * torch.where(distance < 0, forward_kl(log_p, log_q), rejected)
 
 
+def top_k_loss(log_p: Tensor, log_q: Tensor, count: int = 10) -> Tensor:
+    """-sum of p log q over the `count` likeliest tokens by p (HASS, Zhang et al., 2024, section 3.1): what drafts are made of.
+    Unlike a divergence it is least where q has no mass elsewhere."""
+    likeliest = log_p.topk(min(count, log_p.shape[-1]), dim=-1)
+    return -(likeliest.values.exp() * log_q.gather(-1, likeliest.indices)).sum(-1)
+
+
 def head_loss(
     name: str,
     hidden: Tensor,

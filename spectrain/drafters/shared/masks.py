@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spectrain.features.batch import Batch
+from spectrain.randomness import MASKED_PREFIXES, sequence_generator
 
 ROWS = 4096  # embeddings that are looked at together
 
@@ -35,12 +36,18 @@ class Blocks:
     answers: Tensor  # [B, N] the token after the one at the same position: what a mask there should say
     places: Tensor  # [B, N] where in the batch the token at the same position stands
     anchors: Tensor  # [B, N] where among these N it stands: at an ordinary token, its own place
+    chains: Tensor  # [B, N] which of its document's blocks a mask belongs to, from 0; -1 at ordinary tokens
     lengths: tuple[int, ...] | None = None  # of packed documents, each with its masks behind its tokens
 
     @property
     def newest(self) -> Tensor:
         """[B, N] where in the batch the last token stands that a mask's block knows; at ordinary tokens, these themselves."""
         return (self.places - self.numbers - 1).clamp(min=0)
+
+    @property
+    def hosts(self) -> Tensor:
+        """[B, N] where among these N that token stands."""
+        return (self.anchors - self.numbers - 1).clamp(min=0)
 
     @property
     def ordinary(self) -> Tensor:
@@ -70,6 +77,25 @@ def prefix_ends(mask: Tensor, num_masks: int) -> Tensor:
     return F.pad(mask[2:], (0, num_masks)).unfold(0, num_masks, 1).any(-1).nonzero()[:, 0]
 
 
+def tiled_prefixes(batch: Batch, size: int) -> list[list[tuple[int, int]]]:
+    """Of every sequence the prefixes that end where a tile of `size` tokens begins, with as many masks."""
+    ends = [prefix_ends(mask, size).tolist() for _, mask in batch.sequences()]
+    return [[(end, size) for end in row if (end + 1) % size == 0] for row in ends]
+
+
+def drawn_prefixes(batch: Batch, num_masks: int, mask_ratio: float, seed: int, step: int) -> list[list[tuple[int, int]]]:
+    """Of every sequence random prefixes, drawn for its own tokens and the step, `mask_ratio` masks to a token."""
+    rows = []
+    for tokens, mask in batch.sequences():
+        found = prefix_ends(mask, num_masks)
+        length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 0  # without padding
+        source = sequence_generator(MASKED_PREFIXES, seed, tokens, step)
+        count = max(1, int(mask_ratio * length / num_masks))
+        chosen = found[torch.randperm(len(found), generator=source)[:count]].sort().values
+        rows.append([(end, num_masks) for end in chosen.tolist()])
+    return rows
+
+
 def add_blocks(batch: Batch, prefixes: list[list[tuple[int, int]]], said: list[list[int]] | None = None) -> Blocks:
     """Put blocks behind prefixes, given for every document as (position i of its last token, number of masks), and with `said`
     the tokens that stand at its masks, in this order."""
@@ -97,6 +123,7 @@ def _joined(parts: list[Blocks], lengths: tuple[int, ...]) -> Blocks:
         beside([part.answers for part in parts]),
         beside([part.places + before for part, before in zip(parts, tokens_before)]),
         beside([part.anchors + before for part, before in zip(parts, places_before)]),
+        beside([part.chains for part in parts]),
         sizes,
     )
 
@@ -127,6 +154,7 @@ def _blocks(tokens: Tensor, predicts: Tensor, prefixes: list[list[tuple[int, int
         tokens.roll(-1, dims=1).gather(1, positions),
         positions,
         positions,
+        torch.cat([torch.full_like(tokens, -1), block], dim=1),
     )
 
 

@@ -31,14 +31,14 @@ class SelfDrafter(Drafter):
     exit_layer: int  # layers that a draft step runs lie before it
     skipped: Collection[Skipped] = ()  # but not these, or halves of them
     head: Head
-    abilities = Abilities(capture=Capture(keeps_drafts=True))
+    abilities = Abilities(capture=Capture(keeps_drafts=True), plain=False)
     cost = DraftingCost(
         weights=lambda drafter, target: drafter.drafting_layers(target),
         verified_from=lambda drafter: min((drafter.exit_layer, *map(layer_of, drafter.skipped))),
     )
 
     def draft(self, context: Context) -> Draft:
-        context.partial = PartialForward(context.target, context.cache, self.exit_layer, self.skipped, self.layers)
+        context.partial = PartialForward(context.target, context.cache, self.exit_layer, self.skipped, context.layers)
         return Draft(SelfRollout(self, context.partial, context.root))
 
     def log_q(self, level: Level) -> Tensor:

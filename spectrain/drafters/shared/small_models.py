@@ -1,18 +1,27 @@
-"""Small causal LMs that families draft with: cut from the target, loaded, or made afresh."""
+"""Small causal LMs that families draft with: cut from the target, loaded, or made afresh.
+
+Shapes: B batch, F frontier nodes, D width, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from spectrain.errors import UserError, first_line
 from spectrain.models.attention import ATTENTION
 from spectrain.models.decoder import decoder_of, list_name
+from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.kv_cache import TreeCache
+from spectrain.models.loading import TINY, convert_smollm2
 from spectrain.models.target import Target
+from spectrain.trees.base import Branches, Rollout
 
 LARGEST, ROOM = 2, 50_000_000  # times the target's parameters, and more for small targets: such a drafter could not pay
 
@@ -36,14 +45,20 @@ def small_model(target: Target, num_layers: int | None, model: str | None, archi
         raise UserError(
             f"drafter.{key}: its vocab_size is {rows}, below the {known} tokens of the tokenizer; use as many or more"
         )
+    found = taking_back(inner, target.tokenizer, model or "")
+    found.requires_grad_(True)
+    return found
+
+
+def taking_back(inner: Any, tokenizer: PreTrainedTokenizerBase, path: str) -> Target:
+    """A model that drafts, frozen; one whose layers cannot take drafts back is refused."""
     inner.config._attn_implementation = ATTENTION
-    found = Target(inner, target.tokenizer, "drafter", model or "")
+    found = Target(inner, tokenizer, "drafter", path)
     if found.attending.recurrent:
         raise UserError(
             "drafter: the small model's layers keep a state, which cannot take drafts back; give drafter.model or "
             "drafter.architecture with layers that all attend"
         )
-    found.requires_grad_(True)
     return found
 
 
@@ -110,6 +125,21 @@ def count_of(model: nn.Module) -> int:
 
 def load_model(path: str, target: Target) -> nn.Module:
     """A model whose tokenizer is the target's, from a directory or the hub."""
+    model, tokenizer = read_model(path)
+    check_tokenizer(tokenizer, target.tokenizer, path)
+    return model
+
+
+def foreign_model(name: str) -> Target:
+    """A model with a tokenizer of its own, frozen: one that comes with the project (tiny, smollm2), a directory or a name on
+    the hub."""
+    shipped: dict[str, Callable[[], Path]] = {"tiny": lambda: TINY, "smollm2": convert_smollm2}
+    path = str(shipped[name]()) if name in shipped else name
+    return taking_back(*read_model(path), path)
+
+
+def read_model(path: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """A model in float32 and its tokenizer, from a directory or the hub."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         model: nn.Module = AutoModelForCausalLM.from_pretrained(
@@ -119,8 +149,7 @@ def load_model(path: str, target: Target) -> nn.Module:
         raise UserError(
             f"drafter.model={path}: it cannot be loaded ({str(error).strip().splitlines()[0]}); give a directory or a name"
         ) from error
-    check_tokenizer(tokenizer, target.tokenizer, path)
-    return model
+    return model, tokenizer
 
 
 def check_tokenizer(mine: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase, path: str) -> None:
@@ -137,5 +166,23 @@ def check_tokenizer(mine: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBa
         more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
         raise UserError(
             f"drafter.model={path}: its tokenizer is not the target's ({'; '.join([*shown, *specials])}{more}); use a model of "
-            "the same family"
+            "the same family, or drafter=universal"
         )
+
+
+class ModelRollout(Rollout):
+    """A round of a small model: what follows the root, then levels of nodes behind what its cache has committed, the root too.
+    `say` gives log q [B, F, V] of final states [B, F, D]."""
+
+    def __init__(self, model: Target, cache: TreeCache, log_q: Tensor, say: Callable[[Tensor], Tensor]) -> None:
+        self.model, self.cache, self.log_q, self.say = model, cache, log_q, say  # log_q [B, 1, V]
+        self.branches = Branches(len(log_q), log_q.device)
+
+    def start(self) -> Tensor:
+        return self.log_q
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        depth, visible = self.branches.add(parents)
+        positions = self.cache.lengths[:, None] - 1 + depth
+        plan = ForwardPlan(layers=("final",), positions=positions, mask=visible, cache=self.cache)
+        return self.say(self.model.run(tokens, plan).at("final"))

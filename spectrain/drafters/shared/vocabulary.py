@@ -17,7 +17,7 @@ from spectrain.features.batch import Batch
 from spectrain.kernels.linear_divergence import Judged, Projection, target_over
 
 from ..abilities import Abilities, DraftingCost, OnPolicy
-from ..base import Drafter
+from ..base import Drafter, Losses
 from .losses import UNNORMALISED, TargetLogProbs, head_loss
 from .output_layer import start_output_layer
 
@@ -59,12 +59,29 @@ class VocabularyDrafter(Drafter):
         """[V] the target id of every draft id."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings of tokens [..], in the drafter's own dtype: [.., D]."""
+        with torch.no_grad():
+            return self.head.embed(tokens).to(next(self.parameters()).dtype)
+
 
 def _check_vocabulary(drafter: Any, _: Any) -> None:
     """Loaded ids are the target's: a stranger's files may say others, and a lookup would fail far from here."""
     ids = drafter.draft_ids
     if bool(((ids < 0) | (ids >= len(drafter.t2d))).any()):
         raise UserError(f"d2t: it leads outside of the target's {len(drafter.t2d)} tokens; copy the drafter's files again")
+
+
+class SharedHeadDrafter(VocabularyDrafter):
+    """A drafter all of whose slots or heads speak through one output layer (`lm_down`, `lm_head`), which starts as the target's."""
+
+    lm_down: Any  # nn.Linear | None
+    lm_head: Any  # nn.Linear
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Choose the draft vocabulary and copy the target's output layer."""
+        ids = self.choose_vocabulary(token_counts)
+        start_output_layer(self.lm_down, self.lm_head, self.head.output.weight[ids])
 
 
 class HeadsDrafter(VocabularyDrafter):
@@ -115,7 +132,9 @@ class Supervision:
         predicts = batch.predicts & (batch.positions > 0)  # the earliest prediction is made at index 0, for token 2
         self.row_of = torch.full(batch.tokens.shape, -1, dtype=torch.int64, device=batch.tokens.device)
         self.row_of[predicts] = torch.arange(int(predicts.sum()), device=batch.tokens.device)
-        self.distance = None if batch.distance is None else batch.distance.roll(-1, dims=1)[predicts]
+        self.distance, self.weight = (
+            None if part is None else part.roll(-1, dims=1)[predicts] for part in (batch.distance, batch.weight)
+        )
         self.target_log_probs: TargetLogProbs | None = None
         if drafter.divergence == "cross_entropy" and labels == "data" and self.distance is None:
             self.best = batch.tokens.roll(-1, dims=1)[predicts]
@@ -163,9 +182,17 @@ class Supervision:
         judged = self.judge_by(Projection(lm_head.weight, lm_head.bias), hidden, answers, row_weight)
         return judged.loss, self.drafter.draft_ids[judged.best] == self.best[answers]
 
+    def judge_steps(self, states: list[Tensor], lm_head: nn.Linear, decay: float, num_steps: int) -> Losses:
+        """What `num_steps` draft steps under one output layer cost together, step i weighted by decay^i: of those that are made
+        the states [R, D] at their supervised indices."""
+        answer, order, step = self.steps(len(states))
+        loss, right = self.judge(torch.cat(states).index_select(0, order), lm_head, answer, decay**step)
+        return Losses.by_depth({self.drafter.divergence: loss}, right, step, num_steps)
+
     def judge_by(self, head: Projection, hidden: Tensor, answers: Tensor, row_weight: Tensor | None = None) -> Judged:
         """The same under any output layer over the draft vocabulary."""
-        weight = self.inside[answers] if row_weight is None else self.inside[answers] * row_weight
+        counted = self.inside if self.weight is None else self.inside * self.weight
+        weight = counted[answers] if row_weight is None else counted[answers] * row_weight
         distance = None if self.distance is None else self.distance[answers]
         theirs = None if self.target_log_probs is None else self.target_log_probs.at(answers)
         return head_loss(self.drafter.divergence, hidden, head, self.slots[answers], theirs, distance, row_weight=weight)

@@ -1,0 +1,215 @@
+"""Rules for several drafts of one place, each a plan that carries drafts to the target's p. V vocabulary.
+
+Judging a node is a transport problem: of what was drawn below it, p is to be reached from as much as possible. `optimum.py`
+says how much any rule could keep; these rules differ in how near they come and in which drafts they take.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from spectrain.errors import UserError
+
+from .base import Siblings, Vector
+from .walking import Dice, VerifiedTree, Walking, normalised, ratio
+
+HALVINGS = 24  # of the interval that holds K-SEQ's division factor: it is right to a sixteen-millionth
+STEEPEST = 20  # a token's weight is at most 2 to this power, or at least to minus it: drafts beyond are alike
+
+
+class KSeq(Walking):
+    """K-SEQ (SpecTr, Sun et al., 2023, algorithm 2): k independent drafts in turn, each against p divided by rho.
+
+    Draft x is kept with probability min(1, p(x) / (rho q(x))), so each of the k is with beta = sum min(q, p / rho), where no
+    earlier one was. rho is the least that leaves p room for what k drafts keep, 1 - (1 - beta)^k = rho beta. Where none is
+    kept the token is drawn from p - min(q, p / rho) (1 - (1 - beta)^k) / beta, normalised.
+    """
+
+    name = "kseq"
+    lossless = True
+    children = ("sampled",)
+
+    def judge(self, tree: VerifiedTree, dice: Dice) -> tuple[list[int], int]:
+        path = [0]
+        while children := tree.children[path[-1]]:
+            node = path[-1]
+            p, q = tree.p(node), tree.q(node)
+            rho = division(p, q, len(children))
+            for number, child in enumerate(children):
+                token = tree.tokens[child]
+                if dice.coin(ratio(p[token], rho * q[token]), node, number):
+                    path.append(child)
+                    break
+            else:
+                return path, dice.draw(_left_over(p, q, rho, len(children)), node)
+        return path, dice.draw(tree.p(path[-1]), path[-1])
+
+    def chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+        p, q, left, found = siblings.p, siblings.q, 1, []
+        rho = division(p, q, len(siblings.tokens))
+        for token in siblings.tokens:
+            keep = ratio(p[token], rho * q[token])
+            found.append(left * keep)
+            left = left * (1 - keep)
+        return found
+
+
+def division(p: Vector, q: Vector, count: int) -> Any:
+    """K-SEQ's rho for `count` drafts, from 1 to `count`. Rounded up, as more than the least is lossless too."""
+    low, high = p.sum() * 0 + 1, p.sum() * 0 + count  # of p's own kind of number
+    for _ in range(HALVINGS if count > 1 else 0):
+        middle = (low + high) / 2
+        beta = smaller(q, p / middle).sum()
+        low, high = (low, middle) if 1 - (1 - beta) ** count <= middle * beta else (middle, high)
+    return high
+
+
+def _left_over(p: Vector, q: Vector, rho: Any, count: int) -> Vector:
+    """What the token is drawn from where K-SEQ keeps no draft."""
+    kept = smaller(q, p / rho)
+    beta = kept.sum()
+    return normalised((p - kept * ((1 - (1 - beta) ** count) / beta)).clip(0), p) if beta > 0 else p
+
+
+class ImportanceSampling(Walking):
+    """Importance-sampled choice (Khisti et al., 2024, sections 3 and 4): of k independent drafts one is chosen, by its
+    weight, and then judged as a single draft is.
+
+    Whatever the choice, it is lossless where the distribution r of the chosen token is known: it is kept with probability
+    min(1, p / r), else the token is drawn from max(p - r, 0), normalised. Here drafts meet one after another, and of two with
+    weights v and w the first stays with probability v / (v + w); r follows from that exactly, draft by draft. The weight is
+    (p / q)^sharpness, with p / q rounded down to a power of 2, so that r takes sums over weights and not over pairs of tokens.
+    """
+
+    name = "importance"
+    lossless = True
+    children = ("sampled",)
+
+    def __init__(
+        self,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        sharpness: int = 2,  # 1: the importance weights p / q themselves; more prefers what the target wants more strongly
+    ) -> None:
+        super().__init__(temperature, top_k, top_p, seed)
+        if sharpness < 1:
+            raise UserError(f"acceptance.sharpness={sharpness}: use 1 or more")
+        self.sharpness = sharpness
+
+    def judge(self, tree: VerifiedTree, dice: Dice) -> tuple[list[int], int]:
+        path = [0]
+        while children := tree.children[path[-1]]:
+            node, chosen = path[-1], children[0]
+            p, q = tree.p(node), tree.q(node)
+            powers = self._powers(p, q)
+            for number, child in enumerate(children[1:], 1):
+                one, other = tree.tokens[chosen], tree.tokens[child]
+                if not dice.coin(_stays(p, powers[one], powers[other]), node, number):
+                    chosen = child
+            r, token = self._chosen(p, q, powers, len(children)), tree.tokens[chosen]
+            if not dice.coin(ratio(p[token], r[token]), node):
+                return path, dice.draw(normalised((p - r).clip(0), p), node)
+            path.append(chosen)
+        return path, dice.draw(tree.p(path[-1]), path[-1])
+
+    def chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+        p, tokens = siblings.p, siblings.tokens
+        powers = self._powers(p, siblings.q)
+        chosen: list[Any] = [p.sum() * 0 + 1]
+        for place, token in enumerate(tokens[1:], 1):
+            stays = [_stays(p, powers[one], powers[token]) for one in tokens[:place]]
+            chosen.append(sum(chance * (1 - stay) for chance, stay in zip(chosen, stays)))
+            chosen[:-1] = [chance * stay for chance, stay in zip(chosen, stays)]
+        r = self._chosen(p, siblings.q, powers, len(tokens))
+        return [chance * ratio(p[token], r[token]) for chance, token in zip(chosen, tokens)]
+
+    def _powers(self, p: Vector, q: Vector) -> np.ndarray:
+        """The power of 2 that is each token's weight [V]."""
+        over, under = np.asarray(p, dtype=np.float64), np.asarray(q, dtype=np.float64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found = np.floor(np.log2(over / under))
+        most = STEEPEST // self.sharpness
+        return self.sharpness * np.nan_to_num(found, nan=-most).clip(-most, most).astype(int)
+
+    def _chosen(self, p: Vector, q: Vector, powers: np.ndarray, count: int) -> Vector:
+        """The distribution r [V] of the token that is chosen of `count` drafts."""
+        kinds = {power: powers == power for power in np.unique(powers).tolist()}
+        drawn = {power: q[where].sum() for power, where in kinds.items()}
+        r = q
+        for _ in range(1, count):
+            before = {power: r[where].sum() for power, where in kinds.items()}
+            following = r + q
+            for power, where in kinds.items():
+                stays = sum(mass * _stays(p, power, other) for other, mass in drawn.items())
+                comes = sum(mass * _stays(p, power, other) for other, mass in before.items())
+                following[where] = r[where] * stays + q[where] * comes
+            r = following
+        return r
+
+
+def _stays(p: Vector, power: int, other: int) -> Any:
+    """v / (v + w) of weights 2^power and 2^other, in p's own kind of number."""
+    one = p.sum() * 0 + 1
+    return one / (one + (one * 2) ** (int(other) - int(power)))
+
+
+class Transport(Walking):
+    """The optimal transport of a node's likeliest tokens and one drawn beside them (Hu et al., 2025).
+
+    The drawn child x, from q' over all but the likeliest, is kept with probability min(1, p(x) / q'(x)). Else a token is drawn
+    from max(p - q', 0), normalised, in which the likeliest have all of their p; if it is one of them, that child is kept. So a
+    node keeps sum over the likeliest of p + sum of min(p, q') over the rest, and for these drafts no rule keeps more.
+    """
+
+    name = "transport"
+    lossless = True
+    children = ("top_and_sampled",)
+
+    def judge(self, tree: VerifiedTree, dice: Dice) -> tuple[list[int], int]:
+        path = [0]
+        while children := tree.children[path[-1]]:
+            node = path[-1]
+            p, q = tree.p(node), tree.q(node)
+            below = {tree.tokens[child]: child for child in children}
+            drawn = next((token for token in below if q[token] > 0), None)
+            if drawn is None or not dice.coin(ratio(p[drawn], q[drawn]), node):
+                drawn = dice.draw(p if drawn is None else normalised((p - q).clip(0), p), node)
+            if drawn not in below:
+                return path, drawn
+            path.append(below[drawn])
+        return path, dice.draw(tree.p(path[-1]), path[-1])
+
+    def chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+        p, q = siblings.p, siblings.q
+        drawn = next((token for token in siblings.tokens if q[token] > 0), None)
+        keep = 0 if drawn is None else ratio(p[drawn], q[drawn])
+        residual = p if drawn is None else normalised((p - q).clip(0), p)
+        return [keep + (1 - keep) * residual[x] if x == drawn else (1 - keep) * residual[x] for x in siblings.tokens]
+
+
+class SpecHub(Transport):
+    """SpecHub (Sun et al., 2024): two drafts, one of which is always the hub, the drafter's likeliest token.
+
+    It draws the pairs (x, hub) with chance q(x) and (hub, x) with q(hub) q(x) / (1 - q(hub)), so that x is beside the hub with
+    q(x) / (1 - q(hub)): what top_and_sampled draws for two children. Its plan, by a linear programme of that form, gives x
+    min(p, that) and the hub the rest of p(hub), which is `Transport`'s; it is that rule, for two drafts alone.
+    """
+
+    name = "spechub"
+
+    def judge(self, tree: VerifiedTree, dice: Dice) -> tuple[list[int], int]:
+        if (most := max(map(len, tree.children))) > 2:
+            raise UserError(
+                f"acceptance={self.name}: it judges two drafts of a place, and a node of this tree has {most} children; use "
+                "tree=cartesian tree.widths=[2,2] or acceptance=transport"
+            )
+        return super().judge(tree, dice)
+
+
+def smaller(p: Vector, q: Vector) -> Vector:
+    """min(p, q), token by token."""
+    return p - (p - q).clip(0)

@@ -1,0 +1,194 @@
+"""EAGLE (Li et al., 2024): a decoder layer that rolls over the target's last feature; and HASS, which trains it as it drafts.
+
+Shapes: B batch, T tokens, D target width, V vocabulary, R supervised rows, P fresh positions, F frontier nodes.
+Index t pairs the target's feature at t, behind its final norm, with the embedding of token t + 1, and predicts the feature at
+t + 1, of which the target's head makes token t + 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spectrain.errors import UserError
+from spectrain.features.batch import Batch
+from spectrain.kernels.linear_divergence import linear_divergence
+from spectrain.models.attention import unrolled_attention
+from spectrain.models.features import Layer
+from spectrain.models.kv_cache import TreeCache
+from spectrain.models.target import Target
+from spectrain.randomness import FEATURE_NOISE, sequence_generator
+from spectrain.settings.values import NotNegative, Seed, Share, Steps
+from spectrain.trees.base import Draft
+from spectrain.trees.token_tree import Accepted
+
+from .abilities import Capture, DraftingCost, SavedFiles
+from .base import Losses, Stage, TrainingState
+from .context import Context
+from .shared.eagle_layers import check_architecture
+from .shared.layers import Attention, Mlp, llama_config, rotary
+from .shared.losses import Loss, top_k_loss
+from .shared.state_rollout import StateRollout
+from .shared.vocabulary import Supervision, VocabularyDrafter
+
+Held = tuple[Tensor, Tensor]  # keys and values of a step
+NOISE_LENGTH = 512  # tokens of a text whose noise is as wide as it is asked for
+
+
+class Eagle1(VocabularyDrafter):
+    """f' = layer(fc [E(x); f]): no norm before the layer, none behind it, and the target's embedding and head as they are
+    (sections 3.1 and 4.1). The loss of a supervised index, summed over the steps i weighted by step_decay^i, is
+
+        regression_weight SmoothL1(f', f)  +  token_weight D(p, q)  +  top_k_weight sum of -p log q over the 10 likeliest by p
+
+    with p and q what the head makes of f and f'. One step, without the last term, is EAGLE-1; EAGLE-2 decodes it with another
+    tree. More are HASS (Zhang et al., 2024): each step reads what the one before it gave and sees keys as decoding has them
+    (harmonized context alignment), and with `detach` no gradient flows back into the step that gave it. EAGLE-3's
+    training-time test is the same alignment without regression and without `detach`.
+    """
+
+    layers: tuple[Layer, ...] = ("final",)
+    saved = SavedFiles(shape=("bias", "architecture"))
+    abilities = replace(VocabularyDrafter.abilities, capture=Capture(carried=("cache",)))
+    cost = DraftingCost(weights=lambda drafter, target: nn.ModuleList([drafter, drafter.head.output]))
+
+    def __init__(
+        self,
+        target: Target,
+        num_steps: Steps = 1,  # draft steps that are trained, each behind the one before it
+        loss: Loss = "forward_kl",
+        regression_weight: NotNegative = 1.0,  # of SmoothL1 to the target's next feature
+        token_weight: NotNegative = 0.1,  # of the divergence between what the head makes of both
+        top_k_weight: NotNegative = 0.0,  # of the cross-entropy over the target's ten likeliest tokens
+        step_decay: Share = 1.0,  # weight of each draft step's loss against the one before it
+        detach: bool = True,  # whether a step's input is what the one before it gave, without its gradient
+        noise: NotNegative = 0.2,  # how wide is what is drawn and added to the first features of a text of 512 tokens
+        start: Literal["target", "random"] = "target",  # fc passes the feature on, or is random
+        bias: bool = False,  # of fc: EAGLE's and SGLang's have one, vLLM's has none
+        architecture: dict[str, Any] | None = None,  # what differs from the target's layer
+        seed: Seed = 0,  # of the noise
+    ) -> None:
+        super().__init__()
+        if top_k_weight and loss == "cross_entropy":
+            raise UserError("drafter.top_k_weight: a cross-entropy asks the target nothing; use drafter.loss=forward_kl")
+        config = llama_config(target, check_architecture(architecture or {}, ()))
+        self.num_steps, self.divergence, self.step_decay, self.detach = num_steps, loss, step_decay, detach
+        self.regression_weight, self.token_weight, self.top_k_weight = regression_weight, token_weight, top_k_weight
+        self.noise, self.start, self.seed, self.head = noise, start, seed, target.head
+        self.fc = nn.Linear(2 * target.width, target.width, bias=bias)
+        self.self_attn = Attention(config, target.width)
+        self.post_attention_layernorm, self.mlp = nn.RMSNorm(target.width, eps=config.rms_norm_eps), Mlp(config)
+        self.rotary = rotary(config)
+        rows = target.head.vocab_size
+        self.register_buffer("d2t", torch.zeros(rows, dtype=torch.int64), persistent=False)
+        self.register_buffer("t2d", torch.ones(rows, dtype=torch.bool), persistent=False)
+        self.cache: TreeCache | None = None
+
+    def prepare(self, target: Target, token_counts: Tensor) -> None:
+        """Unless `start` is random fc passes the feature on, so that the first logits are near the target's own."""
+        if self.start == "target":
+            with torch.no_grad():
+                self.fc.weight.zero_()
+                self.fc.weight[:, target.width :].fill_diagonal_(1.0)
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [Stage.whole(self, self.layers)]
+
+    def inputs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """What the layer reads [B, T, D], of tokens [B, T] and the features [B, T, D] before them."""
+        with torch.no_grad():
+            embedded = self.head.embed(tokens).to(self.fc.weight.dtype)
+        return self.fc(torch.cat([embedded, hidden.to(self.fc.weight.dtype)], dim=-1))
+
+    def outputs(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The predicted feature [B, T, D]."""
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    # Training
+
+    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
+        """Unroll the layer over its own features, with the true tokens as input.
+
+        Step i at index t is supervised where token t + 2 + i is the assistant's, so the padded tail never is.
+        """
+        assert batch.features is not None
+        supervision = Supervision(self, batch)
+        hidden = self._with_noise(batch, batch.features.at("final"), state.step)
+        held: list[Held] = []  # of every step
+        found: list[Tensor] = []  # of the supervised indices of every step
+        for step in range(max(1, min(self.num_steps, batch.longest - 2))):
+            read = hidden.detach() if self.detach else hidden
+            hidden, own = state.checkpointed(self.unroll, batch, read, step, held[:])
+            held.append(own)
+            found.append(hidden[supervision.rows(step)])
+        return self._judge(supervision, batch.features.at("final"), found)
+
+    def unroll(self, batch: Batch, hidden: Tensor, step: int, before: list[Held]) -> tuple[Tensor, Held]:
+        """One draft step over features [B, T, D], behind the keys and values of the steps before; its own with it."""
+        tokens = batch.tokens.roll(-1 - step, dims=1)  # what a document takes from beyond its end is never supervised
+        x = self.inputs(tokens, hidden)
+        q, k, v = self.self_attn.project(x, self.rotary(x, batch.positions + step))
+        keys, values = ([own[part] for own in (*before, (k, v))] for part in (0, 1))
+        attended = self.self_attn.output(unrolled_attention(q, keys, values, batch.lengths))
+        return self.outputs(x, attended), (k, v)
+
+    def _with_noise(self, batch: Batch, final: Tensor, step: int) -> Tensor:
+        """Features [B, T, D] with what is drawn evenly from noise [-1/2, 1/2] 512 / length added, so that the layer learns to
+        read features that are a little off; a conversation's own tokens key the draw."""
+        if not self.noise:
+            return final
+        drawn = []
+        for tokens, _ in batch.sequences():
+            source = sequence_generator(FEATURE_NOISE, self.seed, tokens, step)
+            length = int(tokens.nonzero()[-1]) + 1 if tokens.any() else 1  # without the padding
+            noise = torch.rand(length, final.shape[-1], generator=source) - 0.5
+            drawn.append(F.pad(noise * self.noise * NOISE_LENGTH / length, (0, 0, 0, len(tokens) - length)))
+        return final + torch.cat(drawn).view(final.shape).to(final)
+
+    def _judge(self, supervision: Supervision, final: Tensor, found: list[Tensor]) -> Losses:
+        """The features of every step's supervised indices, all steps at once."""
+        answer, order, step = supervision.steps(len(found))
+        hidden = torch.cat(found).index_select(0, order)
+        weight = self.step_decay**step
+        wanted = final[supervision.row_of >= 0].to(hidden.dtype)[answer]
+        off = F.smooth_l1_loss(hidden, wanted, reduction="none").mean(-1)
+        judged = supervision.judge_by(self.head.projection, hidden, answer, self.token_weight * weight)
+        terms = {"regression": self.regression_weight * (weight * off).sum(), self.divergence: judged.loss}
+        if self.top_k_weight and supervision.target_log_probs is not None:
+            theirs = supervision.target_log_probs.at(answer)
+            likeliest = linear_divergence(hidden, self.head.projection, theirs, top_k_loss, self.top_k_weight * weight)
+            terms["top_k"] = likeliest.loss
+        return Losses.by_depth(terms, judged.best == supervision.best[answer], step, self.num_steps)
+
+    # Decoding
+
+    def draft(self, context: Context) -> Draft:
+        """Read the features of what was just accepted, then roll on from the last of them."""
+        self.cache = context.drafting_cache(self.cache, 1, context.builder.drafted)
+        fresh = context.fresh.at("final")
+        output = self.run(context.following, fresh, self.cache.slots(fresh.shape[1]), self.cache, None)
+        self.cache.commit(None, context.counts)
+        last = (context.counts - 1).clamp(min=0)[:, None, None]
+        return Draft(StateRollout(self, self.cache, output.gather(1, last.expand(-1, 1, output.shape[-1]))))
+
+    def commit(self, context: Context, accepted: Accepted) -> None:
+        assert self.cache is not None
+        self.cache.forget()
+
+    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
+        """The features [B, F, D] of new nodes, appended to the cache behind what it holds."""
+        x = self.inputs(tokens, hidden)
+        projected = self.self_attn.project(x, self.rotary(x, positions))
+        output = self.outputs(x, self.self_attn.cached(*projected, cache, visible))
+        cache.advance(tokens.shape[1])
+        return output
+
+    def log_q(self, hidden: Tensor) -> Tensor:
+        """[B, F, D] -> [B, F, V]"""
+        return self.head.logits(hidden.to(self.head.output.weight.dtype)).log_softmax(-1)

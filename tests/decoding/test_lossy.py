@@ -1,0 +1,406 @@
+"""Rules that change the output, by what they promise of it: nothing at the strict end, elsewhere what their equations say.
+
+Those that draw are run over every random outcome, in fractions, as the lossless ones are. V vocabulary.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.decoding.acceptance import (
+    AcceptanceRule,
+    Bounded,
+    Deferral,
+    Greedy,
+    Loose,
+    Recursive,
+    Relaxed,
+    Rollback,
+    Siblings,
+    Sigmoid,
+    Walking,
+)
+from spectrain.decoding.acceptance.blending import Blending
+from spectrain.decoding.loop import decode
+from spectrain.drafters.causal import Causal
+from spectrain.errors import UserError
+from spectrain.models.features import Features
+from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.target import Target
+from spectrain.trees import Chain
+from spectrain.trees.token_tree import TokenTree
+from tests.decoding.test_lossless import (
+    KINDS,
+    SHAPES,
+    Joint,
+    Vector,
+    accepted_lengths,
+    continued,
+    drawn,
+    emitted,
+    every,
+    kept_with,
+    mean,
+    models,
+    outcomes,
+    siblings_of,
+    target_joint,
+)
+from tests.targets import cut_tiny
+
+THIRD = Fraction(1, 3)
+BLENDS: list[Blending] = [
+    *(Deferral(defer=defer, alpha=Fraction(1, 4)) for defer in ("chow", "diff", "opt", "token")),  # type: ignore[arg-type]
+    Bounded(bias=Fraction(1, 5)),  # type: ignore[arg-type]
+]
+
+
+def named(rule: Any) -> str:
+    return f"{rule.name}-{getattr(rule, 'defer', '')}".rstrip("-")
+
+
+def variation(p: Vector, q: Vector) -> Fraction:
+    """Half the distance, by its definition."""
+    return sum((abs(a - b) for a, b in zip(p, q)), start=Fraction(0)) / 2
+
+
+def of_place(found: Joint, vocab: int) -> Vector:
+    """A joint distribution of one token as a vector."""
+    return np.array([found.get((token,), Fraction(0)) for token in range(vocab)], dtype=object)
+
+
+# Blending p and q
+
+
+@pytest.mark.sweep(8)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("children", ["sampled", "without_replacement"])
+@pytest.mark.parametrize("name", ["1", "1-1", "2", "2-1"])
+@pytest.mark.parametrize("rule", BLENDS, ids=named)
+def test_what_is_drafted_has_the_blended_distribution(rule: Blending, name: str, children: Any, kind: str) -> None:
+    """Over every place that had drafts, what a round emits, going on with pi, has pi's joint distribution exactly."""
+    depth = max(map(len, SHAPES[name]))
+    for seed in range(3):
+        p, q = models(kind, 3, depth + 1, seed)
+        pi = {path: rule.blend(p[path], q[path]) for path in p}
+        assert all(sum(vector) == 1 and min(vector) >= 0 for vector in pi.values())
+        heads: Joint = defaultdict(Fraction)
+        for chance, kept, bonus in outcomes(rule, drawn(SHAPES[name], children), p, q, children == "without_replacement"):
+            heads[(*kept, bonus)[:depth]] += chance
+        assert continued(heads, pi, depth) == target_joint(pi, depth)
+
+
+STRICT = [*(Deferral(defer=defer, alpha=-2) for defer in ("chow", "diff", "opt", "token")), Bounded(bias=0)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rule", STRICT, ids=named)
+def test_a_blend_that_leaves_nothing_to_the_drafter_is_lossless(rule: Walking, kind: str) -> None:
+    """At its strict end such a rule emits the target's joint distribution, and keeps what recursive rejection keeps."""
+    draft = drawn(SHAPES["2"], "sampled")
+    for seed in range(3):
+        p, q = models(kind, 3, 2, seed)
+        assert emitted(rule, draft, p, q, False, 2) == target_joint(p, 2)
+        assert accepted_lengths(rule, draft, p, q, False) == accepted_lengths(Recursive(), draft, p, q, False)
+
+
+def deferred(defer: str, p: Vector, q: Vector, alpha: Fraction) -> Vector:
+    """The papers' closed forms, token by token."""
+    if defer == "token":
+        left = {v for v in range(len(p)) if p[v] < (1 - alpha) * max(p)}
+        asked = sum((q[v] for v in left), start=Fraction(0))
+        return np.array([q[v] * (v not in left) + p[v] * asked for v in range(len(p))], dtype=object)
+    least = {"chow": 1 - alpha, "diff": max(p) - alpha, "opt": max(p) - alpha * variation(p, q)}[defer]
+    return p if max(q) < least else q
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("defer", ["chow", "diff", "opt", "token"])
+def test_a_cascade_emits_its_deferral_rule(defer: Any, kind: str) -> None:
+    """The first token of a drafted chain has the closed form of the deferral rule; over the trials both models are asked."""
+    asked = set()
+    for seed, alpha in itertools.product(range(8), (Fraction(0), Fraction(1, 4), Fraction(3, 5))):
+        p, q = models(kind, 3, 2, seed)
+        heads: Joint = defaultdict(Fraction)
+        for chance, kept, bonus in outcomes(Deferral(defer=defer, alpha=alpha), drawn(SHAPES["1"], "sampled"), p, q, False):
+            heads[(*kept, bonus)[:1]] += chance
+        wanted = deferred(defer, p[()], q[()], alpha)
+        assert list(of_place(heads, 3)) == list(wanted)
+        asked |= {name for name, vector in (("p", p[()]), ("q", q[()])) if list(vector) == list(wanted)}
+    assert asked == {"p", "q"} or defer == "token"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bias_is_bounded_and_buys_as_much_acceptance(kind: str) -> None:
+    """Yin's bound, by enumeration: the output's total variation from p is min(bias, TV(p, q)), with any number of children, and
+    with one, rejection and bias add up to TV(p, q), the least that they can."""
+    for seed, bias in itertools.product(range(6), (Fraction(0), Fraction(1, 10), THIRD, Fraction(1))):
+        p, q = models(kind, 3, 2, seed)
+        distance, rule = variation(p[()], q[()]), Bounded(bias=bias)  # type: ignore[arg-type]
+        for name in ("1", "2"):
+            draft = drawn(SHAPES[name], "sampled")
+            heads: Joint = defaultdict(Fraction)
+            for chance, kept, bonus in outcomes(rule, draft, p, q, False):
+                heads[(*kept, bonus)[:1]] += chance
+            found = variation(of_place(heads, 3), p[()])
+            assert found == min(bias, distance)
+            if name == "1":
+                rejected = accepted_lengths(rule, draft, p, q, False).get(0, Fraction(0))
+                assert rejected + found == distance
+
+
+LOOSENED: dict[str, Callable[[Fraction], Blending]] = {
+    **{defer: partial(lambda defer, x: Deferral(defer=defer, alpha=x), defer) for defer in ("chow", "diff", "opt")},
+    "bounded": lambda x: Bounded(bias=x),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", LOOSENED)
+def test_acceptance_rises_with_what_is_left_to_the_drafter(name: str) -> None:
+    """On fixed rounds the expected number of kept drafts never falls with the threshold, and rises from end to end."""
+    steps = [Fraction(0), Fraction(1, 10), Fraction(1, 4), Fraction(1, 2), Fraction(1)]
+    ends = []
+    for seed in range(6):
+        p, q = models("dense", 3, 3, seed)
+        draft = drawn(SHAPES["1-1"], "sampled")
+        kept = [mean(accepted_lengths(LOOSENED[name](step), draft, p, q, False)) for step in steps]
+        assert kept == sorted(kept)
+        ends.append(kept[-1] - kept[0])
+    assert max(ends) > 0
+
+
+@pytest.mark.parametrize("children", ["sampled", "without_replacement"])
+@pytest.mark.parametrize("rule", BLENDS, ids=named)
+def test_chances_of_blends_are_those_of_judging(rule: Blending, children: Any) -> None:
+    """What a blend says of siblings is how often it keeps each."""
+    drop = children == "without_replacement"
+    for seed in range(2):
+        p, q = models("dense", 3, 2, seed)
+        for _, tree in every(partial(drawn(SHAPES["2"], children), q)):
+            kept = kept_with(rule, tree, p, q, drop)
+            assert [kept[child] for child in tree.children[0]] == rule.chances(siblings_of(tree, 0, p, q, drop))
+
+
+# A sigmoid in place of the softmax
+
+
+class Rational(Sigmoid):
+    """The sigmoid of log w - c, which is w / (w + e^c), in fractions."""
+
+    odds = Fraction(1)
+
+    def _squashed(self, weights: Any) -> Any:
+        return weights / (weights + self.odds)
+
+
+def test_a_shifted_sigmoid_is_a_ratio() -> None:
+    """With a range of 1 the sigmoid of log w is w / (w + e^low)."""
+    weights = torch.tensor([0.0, 0.1, 0.3, 0.6], dtype=torch.float64)
+    for low in (-2.0, 0.0, 3.0):
+        torch.testing.assert_close(Sigmoid(low=low, high=low + 1)._squashed(weights), weights / (weights + math.exp(low)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sigmoid_rule_emits_what_it_says(kind: str) -> None:
+    """A drafted place has q min(1, p'/q') + (its rejections) norm(max(p' - q', 0)); far to the right that is p."""
+    for seed, odds in itertools.product(range(4), (Fraction(1, 2), Fraction(10**12))):
+        p, q = models(kind, 3, 2, seed)
+        rule = Rational()
+        rule.odds = odds
+        heads: Joint = defaultdict(Fraction)
+        for chance, kept, bonus in outcomes(rule, drawn(SHAPES["1"], "sampled"), p, q, False):
+            heads[(*kept, bonus)[:1]] += chance
+        mine, theirs = p[()] / (p[()] + odds), q[()] / (q[()] + odds)
+        keep = np.array([Fraction(1) if a >= b else a / b for a, b in zip(mine, theirs)], dtype=object)
+        rest = np.array([max(a - b, Fraction(0)) for a, b in zip(mine, theirs)], dtype=object)
+        rejected = 1 - sum(q[()] * keep)
+        again = rest / sum(rest) if sum(rest) else p[()]
+        found = of_place(heads, 3)
+        assert list(found) == list(q[()] * keep + rejected * again)
+        if odds > 10**6:
+            assert variation(found, p[()]) < Fraction(1, 10**9)
+
+
+def test_a_wider_range_of_the_sigmoid_keeps_more() -> None:
+    """The chance of every draft rises with `high`."""
+    p, q = (torch.tensor(x, dtype=torch.float64) for x in ([0.1, 0.2, 0.7], [0.6, 0.3, 0.1]))
+    for token in range(3):
+        kept = [float(Sigmoid(high=high).chances(Siblings([token], p, q))[0]) for high in (0.5, 1.0, 10.0, 1000.0)]
+        assert kept == sorted(kept) and kept[-1] > 0.99
+
+
+# Greedy decoding that forgives
+
+
+def rounds(chain: bool, count: int = 40, vocab: int = 9, nodes: int = 9) -> tuple[TokenTree, Tensor]:
+    """Random trees of distinct siblings, many of whose nodes are the likeliest token, with logits [B, N, V], some nearly
+    flat."""
+    logits = torch.randn(count, nodes, vocab) * torch.rand(count, nodes, 1) * 3
+    order = logits.argsort(-1, descending=True).tolist()
+    tokens, parents = torch.zeros(count, nodes, dtype=torch.int64), torch.full((count, nodes), -1)
+    for row in range(count):
+        left = [list(ranked) for ranked in order[row]]  # what each node's children may still be
+        for node in range(1, nodes):
+            above = node - 1 if chain else int(torch.randint(0, node, ()))
+            place = 0 if torch.rand(()) < 0.6 else int(torch.randint(0, min(3, len(left[above])), ()))
+            tokens[row, node], parents[row, node] = left[above].pop(min(place, len(left[above]) - 1)), above
+    tree = TokenTree.of(tokens, parents)
+    return tree, logits
+
+
+def judged(rule: AcceptanceRule, tree: TokenTree, logits: Tensor) -> list[tuple[list[int], int]]:
+    """The kept nodes of every row, and the token after them."""
+    found = rule(tree, logits, torch.arange(len(logits)), tree.depths)
+    return [
+        (path[:count], bonus)
+        for path, count, bonus in zip(found.path.tolist(), found.counts.tolist(), found.bonus.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("rule, chain", [(Rollback(0), False), (Rollback(0), True), (Loose(entropy=1.0, window=1), True)])
+def test_what_forgives_nothing_is_greedy(rule: Relaxed, chain: bool) -> None:
+    """At the strict end paths and tokens are those of the greedy rule."""
+    tree, logits = rounds(chain)
+    greedy = judged(Greedy(), tree, logits)
+    assert judged(rule, tree, logits) == greedy
+    assert len({len(path) for path, _ in greedy}) > 2
+
+
+@pytest.mark.parametrize(
+    "rules, chain",
+    [
+        ([Rollback(x) for x in (0, 0.5, 1, 2, 9)], False),
+        ([Loose(entropy=x, window=2) for x in (1.0, 0.8, 0.5, 0.2, 0.0)], True),
+        ([Loose(entropy=0.3, window=x) for x in (9, 4, 2, 1)], True),
+    ],
+    ids=["bild", "entropy", "window"],
+)
+def test_a_looser_threshold_keeps_the_same_and_more(rules: list[Relaxed], chain: bool) -> None:
+    """On fixed rounds every path goes on where that of the stricter threshold ended, and some do."""
+    tree, logits = rounds(chain)
+    found = [judged(rule, tree, logits) for rule in rules]
+    for strict, loose in itertools.pairwise(found):
+        assert all(longer[: len(path)] == path for (path, _), (longer, _) in zip(strict, loose))
+    assert sum(len(path) for path, _ in found[-1]) > sum(len(path) for path, _ in found[0])
+
+
+def test_rollback_is_to_the_first_draft_that_is_too_far() -> None:
+    """A chain is kept up to the first draft with -log p beyond the threshold that is not the likeliest token."""
+    tree, logits = rounds(True)
+    log_p = logits.log_softmax(-1)
+    for row, (path, bonus) in enumerate(judged(Rollback(1.2), tree, logits)):
+        tokens = tree.tokens[row].tolist()
+        far = [
+            node
+            for node in range(1, len(tokens))
+            if -log_p[row, node - 1, tokens[node]] > 1.2 and tokens[node] != int(logits[row, node - 1].argmax())
+        ]
+        kept = min(far, default=len(tokens))
+        assert path == list(range(kept)) and bonus == int(logits[row, kept - 1].argmax())
+
+
+def by_hand(small: Target, large: Target, prompt: list[int], count: int, fallback: float, rollback: float) -> list[int]:
+    """BiLD as it is told: the small model goes on, up to four tokens, until it is unsure; the large one reads them, goes back
+    to the first that is too far from what it would say, if any, and says the next token."""
+
+    def said(model: Target, text: list[int]) -> Tensor:
+        logits = model.run(torch.tensor([text]), ForwardPlan(logits=True)).logits
+        assert logits is not None
+        return logits[0].log_softmax(-1)
+
+    text = [*prompt, int(said(large, prompt)[-1].argmax())]
+    while len(text) < len(prompt) + count:
+        drafts: list[int] = []
+        while len(drafts) < 4 and (likely := said(small, text + drafts)[-1].max(0)).values.exp() >= fallback:
+            drafts.append(int(likely.indices))
+        log_p = said(large, text + drafts)[len(text) - 1 :]
+        own = log_p.argmax(-1).tolist()
+        far = [n for n, draft in enumerate(drafts) if -log_p[n, draft] > rollback and draft != own[n]]
+        kept = min(far, default=len(drafts))
+        text += [*drafts[:kept], own[kept]]
+    return text[len(prompt) : len(prompt) + count]
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("fallback", [0.0, 0.3])
+@pytest.mark.parametrize("rollback", [0.0, 3.0])
+def test_both_thresholds_of_bild(fallback: float, rollback: float) -> None:
+    """Decoding with acceptance=bild and tree.stop writes what BiLD writes, and at rollback 0 what the target writes."""
+    target = cut_tiny(3)
+    drafter = Causal(target, num_layers=2).eval()
+    chain = Chain(4, stop=fallback, stop_on="token")
+    depths = set()
+    for prompt in ([5, 6, 7, 8], [40, 41]):
+        (found,) = decode(target, [prompt], Rollback(rollback), 16, drafter, chain, ignore_eos=True)
+        assert found.output == by_hand(drafter.model, target, prompt, 16, fallback, rollback)
+        depths |= set(found.depths)
+        if rollback == 0:
+            assert found.output == decode(target, [prompt], Greedy(), 16, ignore_eos=True)[0].output
+    assert (len(depths) > 1) == bool(fallback)
+
+
+@pytest.mark.parametrize("entropy, window", [(0.0, 1), (0.5, 2), (0.7, 1)])
+def test_a_deviation_is_forgiven_where_the_target_goes_on_as_drafted(entropy: float, window: int) -> None:
+    """A chain is kept up to the first deviation where the target was sure, or whose window holds another or is not whole."""
+    tree, logits = rounds(True)
+    forgiven = 0
+    for row, (path, _) in enumerate(judged(Loose(entropy, window), tree, logits)):
+        tokens = tree.tokens[row].tolist()
+        right = [True, *(tokens[node] == int(logits[row, node - 1].argmax()) for node in range(1, len(tokens)))]
+        kept = 1
+        while kept < len(tokens):
+            p = logits[row, kept - 1].softmax(-1)
+            doubt = float(-(p * p.log()).sum()) / math.log(len(p))
+            behind = right[kept + 1 : kept + 1 + window]
+            if not right[kept] and not (doubt > entropy and len(behind) == window and all(behind)):
+                break
+            forgiven += not right[kept]
+            kept += 1
+        assert path == list(range(kept))
+    assert forgiven
+
+
+def test_of_several_forgiven_children_the_likeliest_stays() -> None:
+    """The likeliest token's child comes first, then the child with most chance; nodes that only draft are never kept."""
+    logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 4, -1)
+    tree = TokenTree.of(torch.tensor([[0, 2, 1, 1]]), torch.tensor([[-1, 0, 0, 0]]))
+    assert judged(Rollback(2.0), tree, logits) == [([0, 2], 0)]
+    with_right = TokenTree.of(torch.tensor([[0, 2, 1, 0]]), torch.tensor([[-1, 0, 0, 0]]))
+    assert judged(Rollback(2.0), with_right, logits) == [([0, 3], 0)]
+    hidden = TokenTree(tree.tokens, tree.parents, tree.valid, torch.tensor([[True, True, False, False]]))
+    assert judged(Rollback(2.0), hidden, logits) == [([0, 1], 0)]
+
+
+def test_logits_alone_are_enough_for_what_reads_no_features() -> None:
+    """Judging by logits and by all that the target said is the same."""
+    tree, logits = rounds(False, count=5)
+    seen = Features(tree.tokens, ("final",), torch.randn(*tree.tokens.shape, 1, 7), logits)
+    for rule in (Greedy(), Rollback(1.0)):
+        found = rule.accept(tree, seen, torch.arange(5), tree.depths)
+        assert torch.equal(found.path, rule(tree, logits, torch.arange(5), tree.depths).path)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: Deferral(alpha=math.nan), r"acceptance\.alpha=nan: use a number"),
+        (lambda: Bounded(bias=1.1), r"acceptance\.bias=1\.1: it is a total variation; use 0 to 1"),
+        (lambda: Sigmoid(low=1.0, high=1.0), r"acceptance\.high=1\.0: use more than acceptance\.low=1\.0"),
+        (lambda: Rollback(-1), r"acceptance\.rollback=-1: use 0 nats or more"),
+        (lambda: Loose(entropy=1.5), r"acceptance\.entropy=1\.5: it is a share"),
+        (lambda: Loose(window=0), r"acceptance\.window=0: use 1 or more"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(make: Callable[[], AcceptanceRule], words: str) -> None:
+    """A setting out of its range is refused under its own name, with what to use."""
+    with pytest.raises(UserError, match=words):
+        make()

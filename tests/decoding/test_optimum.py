@@ -1,0 +1,171 @@
+"""What any lossless rule could keep: the closed form equals the linear programme, and no rule lies above either."""
+
+import math
+from fractions import Fraction
+from functools import partial
+
+import numpy as np
+import pytest
+
+from spectrain.decoding.acceptance import (
+    Block,
+    ImportanceSampling,
+    KSeq,
+    Recursive,
+    Siblings,
+    SpecHub,
+    SpeculativeSampling,
+    Transport,
+    Traversal,
+    Walking,
+)
+from spectrain.decoding.acceptance.optimum import best_kept, best_round
+from spectrain.trees.token_tree import Children
+from tests.decoding.test_lossless import (
+    CHAINS,
+    KINDS,
+    SEVERAL,
+    Draft,
+    Model,
+    accepted_lengths,
+    drawn,
+    every,
+    likeliest,
+    mean,
+    models,
+    siblings_of,
+    top_and_one,
+    trials,
+    widths,
+)
+
+ROUNDING = 1e-7  # of the programme's solver
+DRAFTS = {
+    "deterministic": likeliest,
+    "sampled": lambda shape: drawn(shape, "sampled"),
+    "without_replacement": lambda shape: drawn(shape, "without_replacement"),
+    "top_and_sampled": top_and_one,
+}
+TAKEN: dict[Children, list[Walking]] = {
+    "sampled": [Recursive(), Traversal(), KSeq(), ImportanceSampling(), ImportanceSampling(sharpness=1)],
+    "without_replacement": [Recursive(), Traversal()],
+    "top_and_sampled": [Transport(), Traversal()],
+}
+
+
+def programme(draft: Draft, p: Model, q: Model, depth: int) -> float:
+    """The most that any lossless rule keeps of these drafts."""
+    return best_round([(float(chance), tree.paths) for chance, tree in every(partial(draft, q))], p, depth)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("children", DRAFTS)
+def test_the_closed_form_is_the_programme(children: Children, count: int, kind: str) -> None:
+    """For children of one node, however they are chosen or drawn, also where there are fewer tokens than children."""
+    for vocab, seed in ((4, 0), (4, 1), (5, 2), (3, 3)):
+        p, q = models(kind, vocab, 1, seed)
+        draft = DRAFTS[children](widths(count))
+        _, tree = next(every(partial(draft, q)))  # what is there for sure is there whatever is drawn
+        siblings = siblings_of(tree, 0, p, q, children == "without_replacement")
+        assert best_kept(siblings, children) == pytest.approx(programme(draft, p, q, 1), abs=ROUNDING)
+
+
+def test_draws_without_replacement_lie_within_by_enumeration() -> None:
+    """For peaked and flat q the integral over arrivals is the sum over orders, and so is the optimum of it."""
+    for sharp in (0.3, 3.0, 12.0):
+        q = np.exp(sharp * np.random.default_rng(1).normal(size=6))
+        q /= q.sum()
+        p = np.random.default_rng(2).dirichlet(np.ones(6))
+        order = np.argsort(p / q)
+        best = 0.0
+        for end in range(3, 7):
+            inside = 0.0
+            for a, b, c in ((a, b, c) for a in order[:end] for b in order[:end] for c in order[:end] if len({a, b, c}) == 3):
+                inside += q[a] * q[b] / (1 - q[a]) * q[c] / (1 - q[a] - q[b])
+            best = max(best, inside - p[order[:end]].sum())
+        assert best_kept(Siblings([0, 1, 2], p, q), "without_replacement") == pytest.approx(1 - best, abs=1e-7)
+
+
+@pytest.mark.sweep(9)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("children", TAKEN)
+def test_no_rule_keeps_more_than_the_optimum(children: Children, name: str, kind: str) -> None:
+    """On every tree the programme's plan keeps at least what each rule does that takes such drafts."""
+    shape, draft = SEVERAL[name], DRAFTS[children](SEVERAL[name])
+    rules = TAKEN[children] + ([SpeculativeSampling(), Block()] if name in CHAINS and children == "sampled" else [])
+    for p, q, length in list(trials(kind, shape))[:3]:
+        best = programme(draft, p, q, length - 1)
+        for rule in rules:
+            assert float(mean(accepted_lengths(rule, draft, p, q, children == "without_replacement"))) <= best + ROUNDING
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CHAINS)
+def test_block_verification_is_the_optimum_of_chains(name: str, kind: str) -> None:
+    """Of one drawn path no rule keeps more, however long it is (Sun et al., 2024, theorem 2)."""
+    draft = drawn(CHAINS[name], "sampled")
+    for p, q, length in list(trials(kind, CHAINS[name]))[:3]:
+        found = mean(accepted_lengths(Block(), draft, p, q, False))
+        assert float(found) == pytest.approx(programme(draft, p, q, length - 1), abs=ROUNDING)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("counts", [(2,), (3,), (1, 2), (1, 3), (1, 1, 2)], ids=str)
+def test_traversal_is_the_optimum_where_the_last_level_branches(counts: tuple[int, ...], kind: str) -> None:
+    """Of one drawn path that ends in the likeliest tokens and one drawn, no rule keeps more of a whole round; where the first
+    level branches, one could."""
+    for seed in range(3):
+        p, q = models(kind, 3, len(counts) + 1, seed)
+        draft = top_and_one(widths(*counts))
+        found = mean(accepted_lengths(Traversal(), draft, p, q, False))
+        assert float(found) == pytest.approx(programme(draft, p, q, len(counts)), abs=ROUNDING)
+    p, q = models("dense", 2, 3, 1)
+    draft = top_and_one(widths(2, 1))
+    assert float(mean(accepted_lengths(Traversal(), draft, p, q, False))) < programme(draft, p, q, 2) - 0.01
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SEVERAL)
+def test_matching_is_the_optimum_of_likeliest_children(name: str, kind: str) -> None:
+    """Where nothing is drawn, what sample-and-match keeps, the chance of every node's path, is the most of a whole round."""
+    length = max(map(len, SEVERAL[name])) + 1
+    for seed in range(3):
+        p, q = models(kind, 2 if len(SEVERAL[name]) > 4 else 3, length, seed)
+        _, tree = next(every(partial(likeliest(SEVERAL[name]), q)))
+        kept = sum(
+            math.prod((p[path[:end]][path[end]] for end in range(len(path))), start=Fraction(1)) for path in tree.paths[1:]
+        )
+        assert float(kept) == pytest.approx(programme(likeliest(SEVERAL[name]), p, q, length - 1), abs=ROUNDING)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("count", [2, 3])
+def test_transport_is_the_optimum_of_a_node(count: int, kind: str) -> None:
+    """It keeps what the closed form says of the likeliest tokens and one drawn; of two drafts so does SpecHub, whose pairs are
+    these."""
+    for seed in range(4):
+        p, q = models(kind, 4, 2, seed)
+        for rule in [Transport(), *([SpecHub()] if count == 2 else [])]:
+            found = mean(accepted_lengths(rule, top_and_one(widths(count)), p, q, False))
+            _, tree = next(every(partial(top_and_one(widths(count)), q)))
+            best = best_kept(siblings_of(tree, 0, p, q, False), "top_and_sampled")
+            assert float(found) == pytest.approx(best, abs=1e-12)
+
+
+def test_spechubs_pairs_are_the_likeliest_token_and_one_drawn() -> None:
+    """Q(x, hub) = q(x) and Q(hub, x) = q(hub) q(x) / (1 - q(hub)) draw the same pairs as top_and_sampled, as often."""
+    for seed in range(4):
+        _, q = models("dense", 4, 1, seed)
+        weights = list(q[()])
+        hub = max(range(4), key=lambda token: (weights[token], -token))
+        pairs = {frozenset({x, hub}): w + weights[hub] * w / (1 - weights[hub]) for x, w in enumerate(weights) if x != hub}
+        found: dict[frozenset[int], Fraction] = {}
+        for chance, tree in every(partial(top_and_one(widths(2)), q)):
+            found[frozenset(tree.tokens[1:])] = chance
+        assert found == pairs

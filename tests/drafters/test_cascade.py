@@ -1,0 +1,166 @@
+"""A drafter that is drafted for says what it says alone, in fewer forwards; what is handed over is the helper's."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from spectrain.decoding.acceptance import Greedy, Match, SpeculativeSampling
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import Drafter
+from spectrain.errors import UserError
+from spectrain.models.target import Target
+from spectrain.settings.build import build
+from spectrain.trees import Chain, DySpec, Eagle2, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+from tests.decoding.rounds import Keeping, begun, proposed
+from tests.drafters.forced import Probe
+
+LIMIT = 16
+SMALL = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "num_key_value_heads": 1, "tie_word_embeddings": False}  # fmt: skip
+INNER = {"choice": "causal", "num_layers": 2}
+EAGLE3 = {"choice": "eagle3", "vocab_size": 512}
+HELPERS: dict[str, Any] = {
+    "copies": "ngram",
+    "store": "retrieval",
+    "one alike": INNER,
+    "small model": {"choice": "causal", "architecture": SMALL},
+    "features": {"choice": "medusa", "num_heads": 3, "vocab_size": 512},
+    "cascade": {"choice": "cascade", "inner": {"choice": "causal", "num_layers": 1}, "helper": "ngram", "ahead": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def prompts(shallow: Target) -> list[list[int]]:
+    texts = ("one two three four one two three four one two", "The bees find the hive. The bees", "What is it?")
+    return [shallow.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+def made(target: Target, family: str = "cascade", **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return build({"_target_": f"spectrain.drafters.{family}.{family.title()}", **settings}, target=target).eval()
+
+
+def trees(target: Target, prompts: list[list[int]], drafter: Drafter, builder: TreeBuilder, rule: Any) -> list[TokenTree]:
+    kept = Keeping(builder)
+    decode(target, prompts, rule, LIMIT, drafter, kept, ignore_eos=True)
+    return kept.trees
+
+
+def forwards(drafter: Any) -> list[int]:
+    """The nodes of every forward of a small model from now on."""
+    seen: list[int] = []
+    run = drafter.model.run
+    drafter.model.run = lambda tokens, plan: seen.append(tokens.shape[1]) or run(tokens, plan)
+    return seen
+
+
+@pytest.mark.sweep(1)
+@pytest.mark.parametrize("helper", HELPERS)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "builder, rule",
+    [(Chain(5), Greedy()), (Chain(5, "sampled"), SpeculativeSampling()), (Eagle2(3, 8, 3), Match()), (DySpec(3, 6), Match()),
+     (Chain(5, stop=0.05), Greedy())],
+    ids=["chain", "drawn", "eagle2", "dyspec", "stopping"],
+)  # fmt: skip
+def test_what_is_drafted_for_says_the_same(
+    shallow: Target, prompts: list[list[int]], helper: str, batch: int, builder: TreeBuilder, rule: Any
+) -> None:
+    """Every tree of the decoding, its q too, is that of the inner drafter alone, whoever guesses."""
+    alone = trees(shallow, prompts[:batch], made(shallow, "causal", num_layers=2), builder, rule)
+    found = trees(shallow, prompts[:batch], made(shallow, inner=INNER, helper=HELPERS[helper], ahead=3), builder, rule)
+    assert len(found) == len(alone)
+    for mine, theirs in zip(found, alone):
+        assert torch.equal(mine.tokens, theirs.tokens) and torch.equal(mine.parents, theirs.parents)
+        assert torch.equal(mine.valid, theirs.valid)
+        if theirs.q is not None and mine.q is not None:
+            torch.testing.assert_close(mine.q, theirs.q, atol=1e-5, rtol=1e-4)
+
+
+def test_right_guesses_save_forwards(shallow: Target, prompts: list[list[int]]) -> None:
+    """A helper that is the inner drafter itself guesses right: of a chain of 7 with 3 guesses a forward, the root's forward and
+    two more remain of seven, which run four nodes and three."""
+    drafter = made(shallow, inner=INNER, helper=INNER, ahead=3)
+    drafter.helper.load_state_dict(drafter.inner.state_dict())
+    builder = Chain(7)
+    context = begun(shallow, prompts[:1], drafter, builder)
+    seen = forwards(drafter.inner)
+    proposed(drafter, context, builder)
+    assert seen[1:] == [4, 2]
+    alone = made(shallow, "causal", num_layers=2)
+    context = begun(shallow, prompts[:1], alone, builder)
+    seen = forwards(alone)
+    proposed(alone, context, builder)
+    assert seen[1:] == [1] * 6
+
+
+@pytest.mark.parametrize("helper", ["copies", "small model", "features"])
+def test_deeper_than_the_handover_the_helper_speaks(shallow: Target, prompts: list[list[int]], helper: str) -> None:
+    """Along a path, what is said to the depth of `handover` is the inner drafter's, and from there on the helper's."""
+    path = [[40], [41], [42]], [[0], [1], [2]]
+    probe = Probe(*(([token], [parent]) for token, parent in zip(*path)))
+
+    def said(drafter: Any) -> list[torch.Tensor]:
+        proposed(drafter, begun(shallow, prompts[:1], drafter, probe), probe)
+        return probe.said
+
+    drafter = made(shallow, inner=INNER, helper=HELPERS[helper], ahead=2, handover=2)
+    both, mine = said(drafter), said(drafter.inner)
+    other = made(shallow, inner=HELPERS[helper], helper="ngram", ahead=0, handover=4)
+    other.inner.load_state_dict(drafter.helper.state_dict())
+    theirs = said(other)
+    for depth, whole in enumerate(both):
+        torch.testing.assert_close(whole.exp(), (mine if depth < 2 else theirs)[depth].exp(), atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(both[2].exp(), mine[2].exp())
+
+
+@pytest.mark.parametrize("rule", [Greedy(), Match(seed=3)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "settings", [{"handover": 2}, {"qualify": 0.01}, {"handover": 1, "ahead": 0, "inner": "medusa"}], ids=str
+)
+def test_output_is_the_targets(shallow: Target, prompts: list[list[int]], settings: dict[str, Any], rule: Any) -> None:
+    """Handed over or qualified, drafts are verified: the tokens are those of decoding without a drafter."""
+    expected = [one.output for one in decode(shallow, prompts, rule, LIMIT)]
+    drafter = made(shallow, **{"inner": INNER, **settings})
+    for builder in (Chain(4), Eagle2(3, 8, 3)):
+        assert [one.output for one in decode(shallow, prompts, rule, LIMIT, drafter, builder)] == expected
+
+
+def test_the_qualifier_lets_good_guesses_pass(shallow: Target, prompts: list[list[int]]) -> None:
+    """With any guess let through, the chain is the helper's; its distribution is inner's with two probabilities exchanged."""
+    builder = Chain(4)
+
+    def chain(drafter: Any) -> list[int]:
+        found: list[int] = proposed(drafter, begun(shallow, prompts[:1], drafter, builder), builder).tokens[0].tolist()
+        return found
+
+    helper = HELPERS["small model"]
+    every, none = (made(shallow, inner=INNER, helper=helper, qualify=share) for share in (1e-30, 1.0))
+    assert chain(every) == chain(every.helper) != chain(none) == chain(none.inner)
+    probe = Probe(([[40]], [[0]]))
+    sizes = []
+    for drafter in (every, none):
+        proposed(drafter, begun(shallow, prompts[:1], drafter, probe), probe)
+        sizes.append([said.sort().values for said in probe.said])
+    for mine, theirs in zip(*sizes):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"inner": EAGLE3}, "drafter.ahead=4: eagle3 cannot run several tokens"),
+        ({"ahead": 0}, "drafter.ahead=0: the helper has nothing to do"),
+        ({"ahead": -1}, "drafter.ahead=-1: use 0 or more"),
+        ({"handover": 0}, "drafter.handover=0: use 1 or more"),
+        ({"qualify": 0.0}, "drafter.qualify=0.0: use more than 0"),
+        ({"helper": "early_exit"}, "drafter.helper=early_exit: it runs parts of the target"),
+        ({"helper": {"choice": "hybrid", "inner": EAGLE3}}, "drafter.helper=hybrid: it runs parts of the target or adds nodes"),
+    ],
+)
+def test_cascades_refuse(shallow: Target, settings: dict[str, Any], said: str) -> None:
+    """What cannot be done is refused under its key."""
+    with pytest.raises(UserError, match=said):
+        made(shallow, **settings)

@@ -1,0 +1,247 @@
+"""Of several drafters the one that pays drafts: it is found soon, those that rest catch up, and the output is the target's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.decoding.acceptance import Greedy, Match, SpeculativeSampling
+from spectrain.decoding.guard import Guard
+from spectrain.decoding.loop import decode
+from spectrain.decoding.session import Session
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.chosen import PATIENCE, TRIALS, Chosen
+from spectrain.drafters.context import Context
+from spectrain.drafters.shared.voting import Voting
+from spectrain.errors import UserError
+from spectrain.models.target import Target
+from spectrain.runs.drafter_files import build_drafter, load_weights, save_drafter
+from spectrain.settings.build import build
+from spectrain.trees import Chain, Eagle2, Rollout
+from spectrain.trees.base import Draft
+from tests.drafters.test_contract import composed
+
+LIMIT = 16
+EVERY: list[Any] = ["ngram", {"choice": "causal", "num_layers": 1}, {"choice": "eagle3", "vocab_size": 512},
+                    {"choice": "medusa", "num_heads": 2}]  # fmt: skip
+
+
+class Expert(Drafter):
+    """Knows the texts of one domain, by what comes next there; elsewhere it says the same token always."""
+
+    def __init__(self, texts: list[list[int]], vocab_size: int) -> None:
+        super().__init__()
+        self.texts, self.vocab_size = texts, vocab_size
+
+    def draft(self, context: Context) -> Draft:
+        return Draft(_Recited(self, context))
+
+
+class _Recited(Rollout):
+    def __init__(self, expert: Expert, context: Context) -> None:
+        self.expert = expert
+        length = int(context.lengths[0])
+        self.paths = [context.tokens[0, : length + 1].tolist()]
+
+    def start(self) -> Tensor:
+        return self._said([0])
+
+    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        first = len(self.paths)
+        self.paths += [[*self.paths[parent], token] for token, parent in zip(tokens[0].tolist(), parents[0].tolist())]
+        return self._said(range(first, len(self.paths)))
+
+    def _said(self, nodes: Any) -> Tensor:
+        found = torch.full((1, len(nodes), self.expert.vocab_size), -20.0)
+        for at, node in enumerate(nodes):
+            path = self.paths[node]
+            known = [text[len(path)] for text in self.expert.texts if text[: len(path)] == path and len(text) > len(path)]
+            found[0, at, known[0] if known else 7] = 0.0
+        return found.log_softmax(-1)
+
+
+@pytest.fixture(scope="module")
+def prompts(shallow: Target) -> list[list[int]]:
+    texts = ("one two three four one two three four one two", "The bees find the hive. The bees", "What is it?")
+    return [shallow.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+
+
+def made(target: Target, inner: list[Any] = EVERY, **settings: Any) -> Chosen:
+    torch.manual_seed(0)
+    drafter: Chosen = build({"_target_": "spectrain.drafters.chosen.Chosen", "inner": inner, **settings}, target=target)
+    return drafter.eval()
+
+
+def with_experts(target: Target, texts: list[list[list[int]]], costs: list[float], **settings: Any) -> Chosen:
+    """A drafter that chooses between experts of these texts, on a clock that a step of an expert moves on by its cost."""
+    chosen = made(target, ["ngram"] * len(texts), **settings)
+    now = [0.0]
+    chosen.clock = lambda: now[0]
+    for place, (known, cost) in enumerate(zip(texts, costs)):
+        expert = Expert(known, target.head.vocab_size)
+        draft = expert.draft
+
+        def spent(context: Context, draft: Any = draft, cost: float = cost) -> Draft:
+            now[0] += cost
+            return draft(context)  # type: ignore[no-any-return]
+
+        expert.draft = spent  # type: ignore[method-assign]
+        chosen.inner[place] = expert
+    return chosen
+
+
+@pytest.fixture(scope="module")
+def stream(shallow: Target) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts that the target answers unlike each other, and their texts."""
+    prompts = [[5 + 7 * number, 11 + number, 3 + 5 * number] for number in range(6)]
+    answers = decode(shallow, prompts, Greedy(), 90, ignore_eos=True)
+    return prompts, [prompt + answer.output for prompt, answer in zip(prompts, answers)]
+
+
+Stream = tuple[list[list[int]], list[list[int]]]
+
+
+def test_in_a_stream_of_two_domains_the_better_drafter_is_used(shallow: Target, stream: Stream) -> None:
+    """Texts of two domains follow each other, and either drafter knows one of them: after 50 rounds, nine of ten are drafted by
+    the one that knows the text, those after a change of the domain counted."""
+    prompts, texts = stream
+    domains = [0, 0, 1, 1, 0, 1]
+    known = [[text for text, domain in zip(texts, domains) if domain == number] for number in (0, 1)]
+    drafter = with_experts(shallow, known, [0.2, 0.2], score_every=1, memory=4)
+    used = []
+    for prompt, text, domain in zip(prompts, texts, domains):
+        before = len(drafter.picks)
+        (found,) = decode(shallow, [prompt], Greedy(), 90, drafter, Chain(2), ignore_eos=True)
+        assert prompt + found.output == text
+        used += [pick == domain for pick in drafter.picks[before:]]
+    assert len(used) > 150 and sum(used[50:]) >= 0.9 * len(used[50:])
+
+
+@pytest.mark.parametrize("by", ["hedge", "bandit"])
+def test_seconds_count(shallow: Target, stream: Stream, by: Any) -> None:
+    """Of two drafters that are equally right, the one that takes a fifth of the other's time is used."""
+    prompts, texts = stream
+    drafter = with_experts(shallow, [texts, texts], [5.0, 1.0], by=by)
+    for prompt in prompts[:2]:
+        decode(shallow, [prompt], Greedy(), 60, drafter, Chain(2), ignore_eos=True)
+    late = drafter.picks[2 * TRIALS + 8 :]
+    assert sum(late) >= 0.9 * len(late)
+
+
+@pytest.mark.sweep(4)
+@pytest.mark.parametrize("by", ["hedge", "bandit", "vote"])
+@pytest.mark.parametrize("rule", [Greedy(), Match(seed=3)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 8, 3)], ids=lambda builder: builder.name)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_output_is_the_targets(shallow: Target, prompts: list[list[int]], by: Any, rule: Any, builder: Any, batch: int) -> None:
+    """Whoever drafts, and whoever catches up, the tokens are those of decoding without a drafter, decoding after decoding."""
+    drafter = made(shallow, by=by, score_every=3)
+    for texts in (prompts[:batch], prompts[-batch:]):
+        expected = [one.output for one in decode(shallow, texts, rule, 30, ignore_eos=True)]
+        assert [one.output for one in decode(shallow, texts, rule, 30, drafter, builder, ignore_eos=True)] == expected
+    assert by == "vote" or set(drafter.picks) == set(range(4))
+
+
+def said_by_all(target: Target, prompts: list[list[int]], score_every: int) -> list[Tensor]:
+    """What every drafter says at the start of every fifth round, the first one drafting always."""
+    drafter, heard = made(target, EVERY[1:], score_every=score_every), list[Tensor]()
+    drafter._pick = lambda context: 0  # type: ignore[method-assign]
+
+    def noted(arm: Any) -> Any:
+        ask = arm.ask
+
+        def asked(*given: Any) -> None:
+            ask(*given)
+            if len(drafter.picks) % 5 == 0:
+                heard.append(arm.asked.said[0][given[1].active])  # a text that is done is said anything of
+
+        return asked
+
+    for arm in drafter.arms:
+        arm.ask = noted(arm)  # type: ignore[method-assign]
+    decode(target, prompts, Greedy(), 30, drafter, Chain(3), ignore_eos=True)
+    return heard
+
+
+def test_who_rested_drafts_as_if_it_had_not(shallow: Target, prompts: list[list[int]]) -> None:
+    """What a drafter says after rounds without it is what it says after rounds in which it was asked."""
+    always, rested = (said_by_all(shallow, prompts, score_every) for score_every in (1, 5))
+    assert len(always) == len(rested) >= 9
+    for whole, late in zip(always, rested):
+        torch.testing.assert_close(whole, late, atol=1e-4, rtol=1e-4)
+
+
+def test_nobody_falls_behind_too_far(shallow: Target, prompts: list[list[int]]) -> None:
+    """A drafter that is never scored and never picked reads what waits before it needs more slots than it has."""
+    drafter = made(shallow, EVERY[:2], score_every=1000)
+    drafter._pick = lambda context: 0  # type: ignore[method-assign]
+    behind: list[int] = []
+    ask = drafter.arms[1].ask
+    drafter.arms[1].ask = lambda *given: behind.append(drafter.arms[1].behind) or ask(*given)  # type: ignore
+    decode(shallow, prompts[:2], Greedy(), 150, drafter, Chain(3), ignore_eos=True)
+    assert len(behind) > 2 and max(behind[1:]) <= PATIENCE
+
+
+def test_a_guard_may_leave_all_of_them_out(shallow: Target, prompts: list[list[int]]) -> None:
+    session = Session(shallow, Greedy(), made(shallow), Chain(3), guard=Guard(window=2, cost=lambda nodes: float(nodes)))
+    expected = [one.output for one in decode(shallow, prompts, Greedy(), 40)]
+    assert [one.output for one in session.decode(prompts, 40)] == expected
+
+
+def test_votes_are_counted(shallow: Target, prompts: list[list[int]]) -> None:
+    """q is the weight of the drafters whose first choice a token is; who knows nothing does not vote."""
+
+    class Says(Rollout):
+        def __init__(self, token: int, knows: bool = True) -> None:
+            self.token, self.closed = token, None if knows else torch.ones(1, 1, dtype=torch.bool)
+
+        def start(self) -> Tensor:
+            return torch.zeros(1, 1, 9).scatter(-1, torch.tensor([[[self.token]]]), 1.0)
+
+        def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+            return self.start()
+
+    votes = Voting([Says(3), Says(5), Says(3), Says(8, knows=False)], [0.25, 0.5, 0.125, 0.125], 9)
+    expected = torch.zeros(1, 1, 9)
+    expected[0, 0, 3], expected[0, 0, 5] = 0.375 / 0.875, 0.5 / 0.875
+    torch.testing.assert_close(votes.start().exp(), expected)
+    silent = Voting([Says(8, knows=False)], [1.0], 9)
+    torch.testing.assert_close(silent.start().exp(), torch.full((1, 1, 9), 1 / 9))
+    assert silent.closed is not None and silent.closed.all()
+
+
+def test_drawn_drafts_of_the_chosen_can_be_weighed(shallow: Target, prompts: list[list[int]]) -> None:
+    """A drawn chain of whichever drafter has the q that it was drawn from, copies too: rules that weigh p against q take it."""
+    drafter = made(shallow, ["ngram", *EVERY[1:3]])
+    found = decode(shallow, prompts, SpeculativeSampling(), LIMIT, drafter, Chain(3, "sampled"), ignore_eos=True)
+    assert all(len(one.output) == LIMIT for one in found)
+
+
+def test_each_is_taken_by_its_directory(shallow: Target, tmp_path: Path) -> None:
+    """drafter.inner=[ngram,DIR] brings the weights of what is in DIR, and a saved choice loads alone."""
+    inner = build({"_target_": "spectrain.drafters.causal.Causal", "num_layers": 1}, target=shallow)
+    save_drafter(tmp_path / "inner", inner, composed("drafter=causal", "+drafter.num_layers=1", "target=tiny"))
+    node = {"_target_": "spectrain.drafters.chosen.Chosen", "inner": ["ngram", str(tmp_path / "inner")]}
+    drafter: Any = build_drafter(node, shallow)
+    weights = inner.state_dict()
+    assert all(torch.equal(value, drafter.inner[1].state_dict()[key]) for key, value in weights.items())
+    save_drafter(tmp_path / "whole", drafter, composed("drafter=chosen", "target=tiny"))
+    again: Any = build({**node, "inner": drafter.descriptions}, target=shallow)
+    load_weights(again, tmp_path / "whole")
+    assert all(torch.equal(value, again.inner[1].state_dict()[key]) for key, value in weights.items())
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"inner": ["ngram"]}, "drafter.inner: name two drafters or more"),
+        ({"inner": ["ngram", "lookahead"]}, "drafter.inner=lookahead: it runs parts of the target"),
+        ({"score_every": 0}, "drafter.score_every=0: use 1 or more"),
+        ({"memory": 0}, "drafter.memory=0: use 1 or more"),
+    ],
+)
+def test_choosing_refuses(shallow: Target, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        made(shallow, **settings)

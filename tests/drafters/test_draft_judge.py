@@ -1,0 +1,218 @@
+"""The judge of drafts: what its labels say, and decoding with what was trained, beside any drafter."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from spectrain.data.chat import Example
+from spectrain.data.dataset import Dataset
+from spectrain.decoding.acceptance import Greedy, Judge
+from spectrain.decoding.captured import Captured
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import Drafter, TrainingState
+from spectrain.drafters.causal import Causal
+from spectrain.drafters.draft_judge import DraftJudge
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.early_exit import EarlyExit
+from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.medusa import Medusa
+from spectrain.drafters.ngram import Ngram
+from spectrain.errors import UserError
+from spectrain.features.base import BatchRequest
+from spectrain.features.batch import collate
+from spectrain.features.live import Live
+from spectrain.models.features import Features
+from spectrain.models.target import Target
+from spectrain.runs.drafter_files import save_drafter
+from spectrain.training.trainer import Trainer
+from spectrain.trees import Chain, Eagle2
+from spectrain.trees.token_tree import TokenTree
+from tests.drafters.test_contract import composed
+from tests.targets import cut_tiny
+
+PROMPTS = [[5, 6, 7, 8, 5, 6], [40, 41, 42, 40]]
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return cut_tiny(3)
+
+
+def answered(target: Target) -> list[Example]:
+    """Texts of which the second part is the target's own greedy answer, and one that is too short to judge."""
+    texts = [
+        prompt + decode(target, [prompt], Greedy(), count, ignore_eos=True)[0].output
+        for prompt, count in zip(PROMPTS, (20, 12))
+    ]
+    examples = [Example(text, [i >= len(prompt) for i in range(len(text))]) for text, prompt in zip(texts, PROMPTS)]
+    return [*examples, Example([9, 8, 7], [False, True, True])]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_alternative_is_right_where_the_rest_of_the_answer_stays(target: Target, packed: bool) -> None:
+    """States and labels are those of running each changed text by itself: on greedy answers, right means that the likeliest
+    tokens behind the alternative are still the answer's own."""
+    judge, examples = DraftJudge(target, window=2, places=30, alternatives=3), answered(target)
+    batch = Live().batch(BatchRequest(examples, target, ("final",), packed))
+    states, right, weights = judge.judged(batch, target, TrainingState())
+    found = iter(zip(states, right.tolist(), strict=True))
+    for example, prompt in zip(examples, PROMPTS):
+        text = example.tokens
+        own = target.head.logits(target.features(torch.tensor([text]), ("final",)).at("final"))[0]
+        assert own.argmax(-1)[len(prompt) - 1 : -1].tolist() == text[len(prompt) :]
+        for place in range(len(prompt), len(text) - 2):
+            others = [token for token in own[place - 1].topk(4).indices.tolist() if token != text[place]][:3]
+            for other in others:
+                changed = [*text[:place], other, *text[place + 1 : place + 3]]
+                final = target.features(torch.tensor([changed]), ("final",)).at("final")[0]
+                said = target.head.logits(final[place : place + 3]).argmax(-1).tolist()
+                state, label = next(found)
+                torch.testing.assert_close(state, final[place], atol=1e-4, rtol=1e-3)
+                assert label == (said == own.argmax(-1)[place : place + 3].tolist())
+    assert next(found, None) is None and len(set(right.tolist())) == 2
+    sizes = [sum(example.mask) for example in examples[:2]]
+    assert weights.sum() == pytest.approx(sum(sizes))
+
+
+def test_a_loss_without_anything_to_judge_is_nothing(target: Target) -> None:
+    """Documents shorter than a window give a loss of 0 that still has gradients."""
+    judge = DraftJudge(target)
+    losses = judge.loss(Live().batch(BatchRequest(answered(target)[2:], target, ("final",))), target, TrainingState())
+    losses.total.backward()
+    assert float(losses.total.detach()) == 0 and judge.probe.weight.grad is not None
+
+
+def saved(folder: Path, weight: torch.Tensor, bias: float = 0.0) -> str:
+    folder.mkdir(parents=True)
+    save_file({"probe.weight": weight[None], "probe.bias": torch.tensor([bias])}, folder / "model.safetensors")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def judge(target: Target, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A judge of some opinions, for rules to load."""
+    return saved(tmp_path_factory.mktemp("judge") / "drafter", torch.randn(target.width) / target.width**0.5)
+
+
+DRAFTERS: dict[str, Callable[[Target], Drafter]] = {
+    "ngram": Ngram,
+    "eagle3": lambda target: Eagle3(target, vocab_size=512),
+    "medusa": Medusa,
+    "causal": lambda target: Causal(target, num_layers=1),
+    "early_exit": lambda target: EarlyExit(target, exit_layer=1),
+    "gated_lora": lambda target: GatedLora(target, num_masks=3),
+}
+
+
+CHAIN, TREE = Chain(3), Eagle2(depth=3, budget=8, top_k=3)
+BESIDE = [
+    *((name, CHAIN) for name in ("eagle3", "early_exit", "gated_lora")),
+    *((name, TREE) for name in ("ngram", "medusa", "causal")),
+]
+OTHERS = [(name, TREE if builder is CHAIN else CHAIN) for name, builder in BESIDE]
+
+
+@pytest.mark.sweep(3)
+@pytest.mark.parametrize("name, builder", [*BESIDE, *(pytest.param(*one, marks=pytest.mark.slow) for one in OTHERS)])
+def test_it_judges_beside_any_drafter(target: Target, judge: str, name: str, builder: Any) -> None:
+    """At threshold 1 the output is the greedy one, at 0 a whole branch is kept, and between them what the saved probe
+    says of the states of the answer itself."""
+    drafter = DRAFTERS[name](target)
+    drafter.prepare(target, torch.ones(target.head.vocab_size, dtype=torch.int64))
+    drafter.eval()
+    greedy = decode(target, PROMPTS, Greedy(), 8, drafter, builder)
+    strict, half, none = (decode(target, PROMPTS, Judge(judge, x), 8, drafter, builder) for x in (1.0, 0.5, 0.0))
+    assert [(one.output, one.accepted) for one in strict] == [(one.output, one.accepted) for one in greedy]
+    for one in none:  # of a tree, whichever branch is liked best
+        assert all(
+            count == depth + 1 if builder.is_chain else count > 1 or not depth for count, depth in zip(one.accepted, one.depths)
+        )
+    rule = Judge(judge)
+    for one in half:
+        text = one.prompt + one.output
+        final = target.features(torch.tensor([text]), ("final",)).at("final")[0]
+        likeliest = [*[-1] * len(one.prompt), *target.head.logits(final).argmax(-1)[len(one.prompt) - 1 : -1].tolist()]
+        sure = (final @ rule.weight[0] + rule.bias).sigmoid()
+        for place in range(len(one.prompt), len(text)):
+            assert text[place] == likeliest[place] or sure[place] > 0.5 - 1e-4
+
+
+def test_captured_rounds_judge_the_same(target: Target, judge: str) -> None:
+    """The same rounds without a look of the host emit the same tokens."""
+    drafter = DRAFTERS["eagle3"](target)
+    drafter.prepare(target, torch.ones(target.head.vocab_size, dtype=torch.int64))
+    drafter.eval()
+    eager = decode(target, PROMPTS, Judge(judge), 12, drafter, Chain(3))
+    captured = Captured(target, Judge(judge), drafter, Chain(3)).decode(PROMPTS, 12)
+    assert [(one.output, one.accepted) for one in captured] == [(one.output, one.accepted) for one in eager]
+
+
+def test_a_lower_threshold_keeps_the_same_and_more(judge: str, target: Target) -> None:
+    """On fixed rounds every path goes on where that of the stricter threshold ended."""
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 3, 3, 5]]).expand(30, -1)
+    tree = TokenTree.of(torch.arange(9).expand(30, -1), parents)
+    logits = torch.randn(30, 9, 9)
+    seen = Features(tree.tokens, ("final",), torch.randn(30, 9, 1, target.width), logits)
+    found = []
+    for threshold in (1.0, 0.7, 0.5, 0.3, 0.0):
+        accepted = Judge(judge, threshold).accept(tree, seen, torch.arange(30), tree.depths)
+        found.append([path[:count] for path, count in zip(accepted.path.tolist(), accepted.counts.tolist())])
+    for strict, loose in itertools.pairwise(found):
+        assert all(longer[: len(path)] == path for path, longer in zip(strict, loose))
+    lengths = [sum(map(len, paths)) for paths in found]
+    assert lengths == sorted(lengths) and len(set(lengths)) > 2
+
+
+def test_a_judge_that_was_trained_is_the_one_that_judges(target: Target, tmp_path: Path) -> None:
+    """What training saves is what the rule reads, bit by bit; training makes it tell right from wrong better than it did."""
+    dataset = Dataset(answered(target)[:2] * 4, 8, 0, 0)
+    judge = DraftJudge(target, window=2, places=30)
+    batch = Live().batch(BatchRequest(dataset[[0, 1]], target, ("final",)))
+    before = judge.loss(batch, target, TrainingState()).total
+    Trainer(lr=3e-3, max_steps=5, batch_tokens=512).fit(judge, target, dataset, Live(), tmp_path / "run")
+    assert judge.loss(batch, target, TrainingState()).total < before
+    save_drafter(tmp_path / "run" / "drafter", judge, composed("drafter=draft_judge", "target=tiny"))
+    for folder in ("run", "run/drafter"):
+        rule = Judge(str(tmp_path / folder))
+        assert torch.equal(rule.weight, judge.probe.weight) and torch.equal(rule.bias, judge.probe.bias)
+
+
+def test_what_is_no_judge_is_refused(target: Target, tmp_path: Path) -> None:
+    """One sentence says which setting is wrong, and what to give."""
+    other = saved(tmp_path / "other", torch.randn(7))
+    with pytest.raises(UserError, match=r"^acceptance\.path=.*other: it judges states of width 7, and the target's have"):
+        decode(target, PROMPTS, Judge(other), 4, Ngram(target), Chain(2))
+    (tmp_path / "drafter").mkdir()
+    save_file({"heads": torch.zeros(1)}, tmp_path / "drafter" / "model.safetensors")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "model.safetensors").write_text("?")
+    for given, words in {
+        None: r"^acceptance\.path: say which judge", str(tmp_path / "none"): "there is no judge in it",
+        str(tmp_path): "a drafter and no judge", str(tmp_path / "broken"): "cannot be read",
+    }.items():  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            Judge(given)
+    with pytest.raises(UserError, match=r"^acceptance\.threshold=1\.1: it is a probability"):
+        Judge(other, 1.1)
+    for key, value in (("window", 0), ("places", 0), ("alternatives", 0), ("wrong_weight", 0.0)):
+        with pytest.raises(UserError, match=rf"^drafter\.{key}={value}: use "):
+            DraftJudge(target, **{key: value})
+
+
+def test_batches_of_any_kind_are_judged_alike(target: Target) -> None:
+    """The loss of documents together, padded or packed, is the sum of theirs alone."""
+    judge, examples = DraftJudge(target, window=2, places=4), answered(target)[:2]
+    with torch.no_grad():
+        judge.probe.weight.normal_(std=target.width**-0.5)
+    batches = [collate(examples), collate(examples, packed=True), collate(examples[:1]), collate(examples[1:])]
+    losses = []
+    for batch in batches:
+        features = target.features(batch.tokens, ("final",), batch.lengths)
+        losses.append(float(judge.loss(type(batch)(batch.tokens, batch.loss_mask, features, None, batch.lengths), target,
+                                       TrainingState()).total))  # fmt: skip
+    assert losses[0] == pytest.approx(losses[2] + losses[3], rel=1e-4) == pytest.approx(losses[1], rel=1e-4)

@@ -1,0 +1,126 @@
+"""Jacobi decoding: a round's verification is the iteration, whose fixed point is the greedy output; and CLLM's loss."""
+
+from itertools import count
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, Match
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState
+from spectrain.drafters.jacobi import Jacobi
+from spectrain.drafters.shared.losses import forward_kl
+from spectrain.drafters.shared.trajectories import Trajectories
+from spectrain.features.batch import Batch, collate
+from spectrain.models.target import Target
+from spectrain.trees import Chain
+from tests.decoding.rounds import Keeping
+from tests.targets import cut_tiny
+from tests.training.worker import dataset
+
+METHODS: list[Literal["jacobi", "gauss_seidel"]] = ["jacobi", "gauss_seidel"]
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [9, 10], [100, 3, 44, 8]]
+
+
+def logits_of(target: Target, tokens: list[int]) -> Tensor:
+    """[T, V]"""
+    return target.head.logits(target.features(torch.tensor([tokens]), ("final",)).at("final")[0])
+
+
+def answers_of(target: Target, text: list[int], guesses: list[int]) -> list[int]:
+    """What the target says at the end of a text and behind each guess, by a forward over all of it."""
+    best: list[int] = logits_of(target, text + guesses)[len(text) - 1 :].argmax(-1).tolist()
+    return best
+
+
+@pytest.mark.parametrize("rule", [Greedy(), Match(temperature=0.8, seed=5)], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_a_round_is_an_iteration(shallow: Target, method: Literal["jacobi", "gauss_seidel"], rule: AcceptanceRule) -> None:
+    """The output is the target's, and every guess but new ones is the last forward's answer at the same place."""
+    kept, window = Keeping(Chain(4)), 4
+    found = decode(shallow, PROMPTS, rule, 12, Jacobi(shallow, method), kept, ignore_eos=True)
+    assert [one.output for one in found] == [one.output for one in decode(shallow, PROMPTS, rule, 12, ignore_eos=True)]
+    sizes = set()
+    for (before, tree), (after, later) in zip(zip(kept.texts, kept.trees), zip(kept.texts[1:], kept.trees[1:])):
+        for row in range(len(PROMPTS)):
+            count = len(after[row]) - len(before[row])
+            if count == 0:  # done
+                continue
+            guesses = tree.tokens[row, 1:][tree.valid[row, 1:]].tolist()
+            answers = answers_of(shallow, before[row], guesses)[count:]
+            answers = answers if method == "jacobi" else answers[: len(guesses) - count]
+            new = later.tokens[row, 1:][later.valid[row, 1:]].tolist()
+            assert new[: len(answers)] == answers[:window]
+            whole = method == "jacobi" or not answers  # a block that is done gives way to a whole one
+            assert len(new) == (window if whole else len(answers))
+            sizes.add(len(new))
+    assert (len(sizes) > 1) == (method == "gauss_seidel")
+
+
+def texts(packed: bool = False) -> Batch:
+    data = dataset(3, 16)
+    return collate([data[[n]][0] for n in range(3)], packed)
+
+
+@torch.no_grad()
+def test_the_fixed_point_is_the_greedy_answer(shallow: Target) -> None:
+    """Every trajectory ends in what greedy decoding says behind the root, whose first j tokens it has after j steps; the same
+    in a packed batch and alone."""
+    roots, states = Trajectories(4, 2, 0).of(texts(), shallow)
+    texts_of_blocks = [tokens[: root + 1].tolist() for (tokens, _), row in zip(texts().sequences(), roots) for root in row]
+    assert states.shape == (5, len(texts_of_blocks), 4) and len(texts_of_blocks) == 6
+    for number, text in enumerate(texts_of_blocks):
+        expected = decode(shallow, [text], Greedy(), 4, ignore_eos=True)[0].output
+        for step in range(5):
+            assert states[step, number, :step].tolist() == expected[:step]
+        assert {*states[0, number].tolist()} <= {*text} and states[1, number].tolist() != expected
+    packed_roots, packed = Trajectories(4, 2, 0).of(texts(packed=True), shallow)
+    assert packed_roots == roots and torch.equal(packed, states)
+
+
+@torch.no_grad()
+def test_what_is_known_is_not_run_again(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second epoch asks the target for no trajectory."""
+    kept = Trajectories(4, 2, 0)
+    roots, states = kept.of(texts(), shallow)
+    monkeypatch.setattr(Target, "run", lambda *args: pytest.fail("the target was run"))
+    again = kept.of(texts(), shallow)
+    assert again[0] == roots and torch.equal(again[1], states)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_loss_is_cllms(packed: bool) -> None:
+    """Of every block KL(p(. | x, y*) || p(. | x, y)) by forwards over each alone, and KL(original || trained) of the text."""
+    target, original = cut_tiny(3), cut_tiny(3)
+    drafter = Jacobi(target, block=4, num_blocks=2, self_distillation=True, language_model_weight=0.5)
+    drafter.prepare(target, torch.zeros(target.head.vocab_size))
+    with torch.no_grad():
+        for parameter in drafter.target_training.parameters:
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    batch = texts(packed)
+    with torch.no_grad():
+        losses = drafter.loss(batch, target, TrainingState(step=2))
+        (roots, states), modelled = drafter.trajectories.of(batch, original), 0.0
+        steps, numbers = [], count()
+        for (tokens, mask), row in zip(batch.sequences(), roots):
+            text, total = tokens.tolist(), [0.0] * 4
+            for root, number in zip(row, numbers):
+                fixed = logits_of(target, text[: root + 1] + states[-1, number].tolist())[root + 1 :].log_softmax(-1)
+                for step in range(4):
+                    said = logits_of(target, text[: root + 1] + states[step, number].tolist())[root + 1 :].log_softmax(-1)
+                    total[step] += float(forward_kl(fixed, said).sum())
+            share = int(mask.sum()) / (4 * len(row))  # as many terms as tokens that carry loss
+            steps.append([share * one for one in total])
+            here = mask[1:].nonzero()[:, 0]
+            log_p, log_q = (logits_of(one, text)[here].log_softmax(-1) for one in (original, target))
+            modelled += float(forward_kl(log_p, log_q).sum())
+    sums = [0.0]
+    for row in steps:  # one state of each text was drawn
+        sums = [one + more for one in sums for more in row]
+    consistency = float(losses.terms["consistency"])
+    assert consistency > 0 and min(abs(consistency - one) for one in sums) < 1e-3 * consistency
+    assert float(losses.terms["language_model"]) == pytest.approx(0.5 * modelled, rel=1e-3)
+    assert losses.counts.sum() == 4 * states.shape[1]

@@ -1,0 +1,88 @@
+"""ReDrafter: what is trained is what is decoded, and its equations written out."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spectrain.drafters.base import TrainingState
+from spectrain.drafters.redrafter import Redrafter
+from spectrain.drafters.shared.vocabulary import Supervision
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
+from spectrain.trees import Chain
+from tests.decoding.rounds import begun, proposed
+
+from .forced import Probe, shaken, walk
+
+STEPS = 3
+
+
+def make(target: Target) -> Redrafter:
+    drafter = Redrafter(target, num_steps=STEPS, num_blocks=1, vocab_size=512)
+    return shaken(drafter, target)  # type: ignore[no-any-return]
+
+
+def batch_of(target: Target, drafter: Redrafter) -> Batch:
+    torch.manual_seed(7)
+    tokens = torch.randint(3, 2000, (2, 32))
+    return Batch(tokens, torch.ones_like(tokens, dtype=torch.bool), target.features(tokens, drafter.layers))
+
+
+def by_hand(drafter: Redrafter, tokens: Tensor, final: Tensor) -> Tensor:
+    """log q [V] behind tokens [k + 1], of which the first follows the state `final` [D]."""
+    embedded = drafter.head.embed(tokens[None])[0]
+    state = embedded[0]
+    for further in embedded[1:]:
+        state = F.silu(drafter.rnn_u.weight @ state + drafter.rnn_w.weight @ further + drafter.rnn_w.bias)
+    mixed = torch.cat([state, final])
+    for block in drafter.blocks:
+        mixed = mixed + F.silu(block.get_submodule("linear")(mixed))
+    return (drafter.lm_head.weight @ mixed).log_softmax(-1)
+
+
+def test_decoding_is_the_papers_recurrence_along_the_true_path(shallow: Target) -> None:
+    """Over rounds of one to four tokens, some without a draft, every step says what section 3.1 writes."""
+    drafter = make(shallow)
+    batch = batch_of(shallow, drafter)
+    assert batch.features is not None
+    final = batch.features.at("final")
+    for row, index, said in walk(drafter, shallow, batch.tokens, STEPS):
+        for step in range(STEPS):
+            expected = by_hand(drafter, batch.tokens[row, index + 1 : index + 2 + step], final[row, index])
+            torch.testing.assert_close(said[step], expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_loss_is_of_what_is_decoded(shallow: Target) -> None:
+    """sum_k decay^k KL(p || q_k) over the draft vocabulary, q_k by hand at every supervised index."""
+    drafter = make(shallow)
+    batch = batch_of(shallow, drafter)
+    assert batch.features is not None
+    final, ids, total = batch.features.at("final"), drafter.draft_ids, 0.0
+    supervision = Supervision(drafter, batch)
+    with torch.no_grad():
+        for step in range(STEPS):
+            for row, index in supervision.rows(step).nonzero().tolist():
+                p = shallow.head.logits(final[row, index + 1 + step])
+                if not drafter.t2d[p.argmax()]:
+                    continue
+                log_p = p[ids].log_softmax(-1)
+                log_q = by_hand(drafter, batch.tokens[row, index + 1 : index + 2 + step], final[row, index])
+                total += drafter.step_decay**step * float((log_p.exp() * (log_p - log_q)).sum())
+        losses = drafter.loss(batch, shallow, TrainingState())
+    assert total > 0
+    assert float(losses.total) == pytest.approx(total, rel=1e-4)
+
+
+def test_an_untrained_one_repeats_the_target(shallow: Target) -> None:
+    """Before training every step says what the target says after the last known state, within the draft vocabulary."""
+    drafter = Redrafter(shallow, vocab_size=512).eval()
+    drafter.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
+    context = begun(shallow, [[5, 6, 7, 8]], drafter, Chain(1), 40)
+    probe = Probe(([[20, 30]], [[0, 0]]))
+    with torch.no_grad():
+        proposed(drafter, context, probe)
+        last = context.fresh.at("final")[:, int(context.counts[0]) - 1]
+        wanted = shallow.head.logits(last)[:, drafter.draft_ids].float().log_softmax(-1)
+    for said in (probe.said[0][:, 0], probe.said[1][:, 0], probe.said[1][:, 1]):
+        torch.testing.assert_close(said, wanted, rtol=1e-4, atol=1e-4)

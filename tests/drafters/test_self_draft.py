@@ -1,0 +1,303 @@
+"""The target drafts for itself, reading less: drafts where nothing is left out, where something is, and what it reads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, MistralConfig
+
+from spectrain.bench.traffic import verification_reads
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.loop import Eager, asked, decode
+from spectrain.drafters.context import Context
+from spectrain.drafters.self_draft import SelfDraft
+from spectrain.errors import UserError
+from spectrain.models import attention
+from spectrain.models.codes import CodedLinear
+from spectrain.models.forward_plan import ForwardPlan
+from spectrain.models.loading import load_hf, load_tiny
+from spectrain.models.plain import generate, plain_model
+from spectrain.models.target import Target
+from spectrain.models.traffic import Reads, key_bytes
+from spectrain.trees import Chain, Eagle2, TreeBuilder
+from tests.decoding.rounds import begun
+from tests.models import architectures
+
+TEXTS = ("The bees find the hive. The bees find the hive and the bees", "one two three four one two three", "What is it?")
+WHOLE: dict[str, dict[str, Any]] = {
+    "window": {"cache": "window", "budget": 400},
+    "snap": {"cache": "snap", "budget": 400},
+    "quest": {"cache": "quest", "budget": 400, "page": 4},
+    "refreshed": {"cache": "snap", "budget": 400, "refresh": 1},
+}
+LESS: dict[str, dict[str, Any]] = {
+    "window": {"cache": "window", "budget": 7, "sinks": 2},
+    "snap": {"cache": "snap", "budget": 9, "observe": 3, "refresh": 2},
+    "quest": {"cache": "quest", "budget": 8, "page": 4, "refresh": 3},
+    "int8": {"cache": "int8", "group": 4},
+    "int4": {"cache": "int4", "group": 8},
+    "weights8": {"cache": "full", "weights": "int8"},
+    "weights4": {"cache": "full", "weights": "int4", "guesses": 2},
+    "both": {"cache": "quest", "budget": 8, "page": 4, "weights": "int4", "guesses": 2},
+    "coded": {"cache": "int4", "group": 4, "weights": "int8"},
+}
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny: Target) -> list[list[int]]:
+    """Three prompts of different lengths."""
+    return [tiny.tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+
+
+# Where nothing is left out
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_the_whole_text_drafts_what_the_target_says(shallow: Target, prompts: list[list[int]], case: str) -> None:
+    """With a budget of the whole text every draft is kept: a round emits all of a chain and the bonus."""
+    found = decode(shallow, prompts, Greedy(), 17, SelfDraft(shallow, **WHOLE[case]), Chain(3), ignore_eos=True)
+    assert all(one.accepted == [4, 4, 4, 4] for one in found)
+
+
+def windowed(tiny: Target, window: int) -> Target:
+    """A random target whose layers all see their last positions alone."""
+    config = MistralConfig(
+        vocab_size=2048, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=256, sliding_window=window,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="spectrain").eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3) if parameter.dim() > 1 else None
+    return Target(model, tiny.tokenizer, "windowed", "")
+
+
+@pytest.mark.parametrize("case", ["window", "snap", "quest"])
+def test_window_layers_miss_nothing(tiny: Target, prompts: list[list[int]], case: str) -> None:
+    """Layers that see 6 positions draft what they say from any 12 tokens: whatever is chosen, these hold the newest."""
+    target = windowed(tiny, 6)
+    assert {kept.reach.window for kept in target.attending.kept.values()} == {6}
+    options = {**LESS[case], "budget": 12, "refresh": 8}
+    found = decode(target, prompts[:2], Greedy(), 17, SelfDraft(target, **options), Chain(3), ignore_eos=True)
+    assert all(one.accepted == [4, 4, 4, 4] for one in found)
+
+
+# Where something is
+
+
+@pytest.mark.sweep(5, free=("case",))
+@pytest.mark.parametrize("case", LESS)
+@pytest.mark.parametrize("builder", [Chain(3), Eagle2(depth=3, budget=8, top_k=3)], ids=["chain", "eagle2"])
+def test_drafted_equals_greedy(shallow: Target, prompts: list[list[int]], case: str, builder: TreeBuilder) -> None:
+    """Texts of different lengths together, by chain and tree."""
+    expected = [decode(shallow, [prompt], Greedy(), 14, ignore_eos=True)[0].output for prompt in prompts]
+    drafter = SelfDraft(shallow, **LESS[case])
+    for _ in range(2):  # nothing of one decoding is left to the next
+        found = decode(shallow, prompts, Greedy(), 14, drafter, builder, ignore_eos=True)
+        assert [one.output for one in found] == expected
+
+
+def test_it_equals_generate(tiny: Target, prompts: list[list[int]]) -> None:
+    """Of transformers' own model."""
+    with plain_model(tiny) as model:
+        expected = [generate(model, prompt, 16, tiny.stop_ids) for prompt in prompts]
+    for case in ("quest", "coded"):
+        found = decode(tiny, prompts, Greedy(), 16, SelfDraft(tiny, **LESS[case]), Chain(4))
+        assert [one.output for one in found] == expected
+
+
+def hidden_from(target: Target, context: Context, chosen: list[int]) -> Tensor:
+    """What the whole target says after the root [V], if that saw these tokens of the text alone, which saw all before them."""
+    length = int(context.lengths)
+    cache = target.new_cache(1, length + 1)
+    tokens = context.tokens[:, : length + 1]
+    every = torch.ones(1, length, length, dtype=torch.bool).tril()
+    target.run(tokens[:, :length], ForwardPlan(mask=every, cache=cache))
+    seen = torch.zeros(1, 1, length + 1, dtype=torch.bool)
+    seen[..., [*chosen, length]] = True
+    plan = ForwardPlan(logits=True, positions=torch.tensor([[length]]), mask=seen, cache=cache)
+    logits = target.run(tokens[:, length:], plan).logits
+    assert logits is not None
+    return logits[0, 0].log_softmax(-1)
+
+
+def test_positions_stay_those_of_the_text(shallow: Target, prompts: list[list[int]]) -> None:
+    """A draft behind sinks and a window is what the target says where all other tokens are hidden from it."""
+    drafter = SelfDraft(shallow, "window", 7, sinks=2)
+    context = begun(shallow, prompts[:1], drafter, Chain(3))
+    draft = drafter.draft(context)
+    assert draft.rollout is not None
+    length = int(context.lengths)
+    expected = hidden_from(shallow, context, [0, 1, *range(length - 5, length)])
+    with torch.inference_mode():
+        torch.testing.assert_close(draft.rollout.start()[0, 0], expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(expected, hidden_from(shallow, context, [*range(length)]), atol=1e-2)
+
+
+@pytest.mark.parametrize("case", ["both", "coded", "window"])
+def test_what_stays_is_what_a_prefill_writes(shallow: Target, prompts: list[list[int]], case: str) -> None:
+    """After some rounds the target's cache holds what reading the texts at once gives: nothing that a draft computed."""
+    drafter, builder = SelfDraft(shallow, **LESS[case]), Chain(3)
+    runner = Eager(shallow, Greedy(), drafter, builder)
+    runner.begin(asked(shallow, prompts, 30, ignore_eos=True))
+    with torch.inference_mode():
+        for _ in range(4):
+            runner.rounds(30)
+        context = runner.context
+        for row, length in enumerate(context.lengths.tolist()):
+            fresh = shallow.new_cache(1, length)
+            shallow.prefill(context.tokens[row : row + 1, :length], torch.tensor([length]), fresh, ())
+            for layer in range(shallow.num_layers):
+                for mine, theirs in zip(context.cache.held(layer), fresh.held(layer)):
+                    torch.testing.assert_close(mine[row, :length], theirs[0, :length], rtol=1e-4, atol=1e-4)
+
+
+def test_guesses_change_no_draft(shallow: Target) -> None:
+    """Copies run along spare forwards of the drafting target, and nothing else: the same rounds, by fewer weights read."""
+    prompt = [5, 6, 7, 8, 9, 10] * 3
+    found, read = [], []
+    for guesses in (0, 3):
+        drafter = SelfDraft(shallow, "window", 12, guesses=guesses)
+        (one,) = decode(shallow, [prompt], Greedy(), 30, drafter, Chain(4), ignore_eos=True)
+        found.append((one.output, one.accepted))
+        read.append(drafter.reads.weights)
+    assert found[0] == found[1] and read[1] < read[0]
+
+
+# What it reads
+
+
+@contextmanager
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Bytes of the keys and values that each call of attention is handed."""
+    sizes: list[int] = []
+    inner = attention.tree_attention
+
+    def measured(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        sizes.append(k.numel() * k.element_size() + v.numel() * v.element_size())
+        return inner(q, k, v, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "tree_attention", measured)
+        yield sizes
+
+
+def drafted(target: Target, drafter: SelfDraft, prompt: list[int], depth: int) -> Reads:
+    """What drafting a chain in a first round reads, what choosing takes left out."""
+    context = begun(target, [prompt], drafter, Chain(depth))
+    with torch.inference_mode():
+        draft = drafter.draft(context)
+        before = drafter.reads
+        context.builder.grow(context, draft)
+    return Reads(drafter.reads.weights - before.weights, drafter.reads.keys - before.keys)
+
+
+@pytest.mark.parametrize("case", ["window", "snap", "quest", "weights8"])
+def test_keys_are_counted_as_attention_is_handed_them(
+    shallow: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """Drafting: every slot of the small cache, or of all of it, and of what was drafted."""
+    drafter = SelfDraft(shallow, **LESS[case])
+    context = begun(shallow, prompts[:1], drafter, Chain(3))
+    with torch.inference_mode():
+        draft = drafter.draft(context)
+        before = drafter.reads
+        with handed_over(monkeypatch) as sizes:
+            context.builder.grow(context, draft)
+    assert len(sizes) == 3 * shallow.num_layers and drafter.reads.keys - before.keys == sum(sizes)
+
+
+def test_verification_is_counted_as_attention_is_handed_it(
+    shallow: Target, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a whole decoding without a drafter's forwards: those of a drafter that copies."""
+    from spectrain.drafters.ngram import Ngram
+
+    with handed_over(monkeypatch) as sizes:
+        (one,) = decode(shallow, prompts[:1], Greedy(), 12, Ngram(shallow), Chain(3), ignore_eos=True)
+    assert verification_reads(shallow, one).keys == sum(sizes)
+
+
+def test_few_bits_are_counted_as_they_are_held(shallow: Target) -> None:
+    """Of a text of whole groups: all codes with their scales, and the drafted tokens as they are, in every layer."""
+    prompt = [*range(10, 26)]
+    drafter = SelfDraft(shallow, "int4", group=8)
+    found = drafted(shallow, drafter, prompt, 2)
+    assert drafter.coded is not None
+    held = sum(codes.nbytes for codes in (*drafter.coded.keys.values(), *drafter.coded.values.values()))
+    slot = 2 * 2 * 32 * 4  # keys and values of two heads of 32 in float32
+    assert found.keys == 2 * held + (1 + 2) * slot * shallow.num_layers
+    assert held == shallow.num_layers * 16 * 2 * (32 / 2 + 32 * 4 / 8 + 32 / 2 + 4)
+
+
+@pytest.mark.parametrize("weights", ["full", "int4"])
+def test_weights_are_counted_as_modules_read_them(
+    prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch, weights: Any
+) -> None:
+    """Every linear and norm that ran, by what it holds or by the codes in its place."""
+    target, sizes = load_tiny(), []
+
+    def hook(module: nn.Module, args: Any) -> None:
+        coded = isinstance(vars(module).get("forward"), CodedLinear)
+        if not coded and not [*module.children()] and not isinstance(module, nn.Embedding):
+            sizes.extend(weight.numel() * weight.element_size() for weight in module.parameters())
+
+    inner = CodedLinear.__call__
+
+    def measured(self: CodedLinear, input: Tensor) -> Tensor:
+        sizes.append(self.codes.nbytes)
+        return inner(self, input)
+
+    drafter = SelfDraft(target, "window", 8, weights=weights)
+    drafter.drafting_weights(target)
+    monkeypatch.setattr(CodedLinear, "__call__", measured)
+    context = begun(target, prompts[:1], drafter, Chain(2))
+    with torch.inference_mode():
+        draft = drafter.draft(context)
+        before = drafter.reads
+        handles = [module.register_forward_pre_hook(hook) for module in target.model.modules()]
+        context.builder.grow(context, draft)
+    for handle in handles:
+        handle.remove()
+    assert drafter.reads.weights - before.weights == sum(sizes)
+
+
+def test_a_window_layer_reads_what_it_reaches(tiny: Target) -> None:
+    """As many slots as some node of a chain sees, by its mask."""
+    target, length = windowed(tiny, 6), 20
+    slot = 2 * 2 * 8 * 4
+    for nodes in (1, 3, 9):
+        sees = torch.arange(length + nodes) <= torch.arange(length, length + nodes)[:, None]
+        sees &= torch.arange(length, length + nodes)[:, None] - torch.arange(length + nodes) < 6
+        assert key_bytes(target, length, nodes) == target.num_layers * slot * int(sees.any(0).sum())
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache": "some"}, "drafter.cache=some: choose from full, window"),
+        ({"weights": "int2"}, "drafter.weights=int2: choose from"),
+        ({"cache": "full"}, "drafter.cache=full: with drafter.weights=full"),
+        ({"cache": "window", "budget": 4}, "drafter.budget=4: use 5 or more"),
+        ({"cache": "quest", "page": 20, "budget": 8}, "drafter.budget=8: use 20 or more"),
+        ({"refresh": 0}, "drafter.refresh=0: use 1 or more"),
+        ({"guesses": -1}, "drafter.guesses=-1: use 0 or more"),
+    ],
+)
+def test_mistakes_are_named(shallow: Target, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        SelfDraft(shallow, **options)
+
+
+@pytest.mark.parametrize(("name", "reason"), [("lfm2", "keep a state"), ("llama4_text", "see chunks")])
+def test_targets_that_cannot_are_refused(tmp_path: Any, tiny: Target, name: str, reason: str) -> None:
+    """With the reason: layers that keep a state, and layers that see chunks."""
+    architectures.save_small(name, tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=reason):
+        SelfDraft(load_hf(str(tmp_path), device="cpu"))

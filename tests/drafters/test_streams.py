@@ -1,0 +1,244 @@
+"""Masks with other inputs: states made inside the target (Hidden Transfer, Speculative Streaming), ensembles (PPD)."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spectrain.decoding.acceptance import Greedy, Match
+from spectrain.decoding.captured import Captured
+from spectrain.decoding.loop import decode
+from spectrain.drafters.base import TrainingState
+from spectrain.drafters.context import Context
+from spectrain.drafters.gated_lora import GatedLora
+from spectrain.drafters.shared.tree_masks import ends, side_by_side
+from spectrain.errors import UserError
+from spectrain.models.plain import plain_model
+from spectrain.models.target import Target
+from spectrain.trees import Chain, Eagle2, Static, TreeBuilder
+from spectrain.trees.token_tree import TokenTree
+from tests.decoding.rounds import begun, proposed
+
+from .test_uno import PROMPTS, conversation
+
+MASKS, LIMIT = 3, 12
+KINDS: dict[str, dict[str, Any]] = {
+    "transfer": {"noise": "transfer", "rank": 0, "transfer_layer": 2},
+    "streams": {"noise": "streams", "rank": 4, "transfer_layer": 1},
+    "ensembles": {"noise": "masks", "rank": 0, "ensembles": 2, "step_decay": 0.8},
+}
+KIND = pytest.mark.parametrize("kind", KINDS)
+BUILDERS: dict[str, TreeBuilder] = {
+    "chain": Chain(4),
+    "eagle2": Eagle2(4, 10, 3),
+    "static": Static(paths=[[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
+}
+
+
+def make(target: Target, kind: str, **options: Any) -> GatedLora:
+    """A drafter of which every weight is random and not zero."""
+    torch.manual_seed(3)
+    common = {"num_masks": MASKS, "alpha": 6.0, "sampler": False, "consistency": 0.0, "loss": "forward_kl"}
+    drafter = GatedLora(target, **{**common, **KINDS[kind], **options})
+    drafter.prepare(target, torch.zeros(target.head.vocab_size))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    return drafter.eval()
+
+
+class Added(nn.Module):
+    """W x, and scale B A x at the last so many rows."""
+
+    def __init__(self, linear: nn.Linear, factors: nn.Module, scale: float, gate: list[int]) -> None:
+        super().__init__()
+        self.linear, self.factors, self.scale, self.gate = linear, [factors], scale, gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + (torch.arange(x.shape[1]) >= self.gate[0])[:, None] * self.scale * self.factors[0](x)
+
+
+def reference(target: Target, drafter: GatedLora) -> Callable[[list[int], int], Tensor]:
+    """Of a prefix and so many masks behind it the final states that speak [M, D], by transformers' layers one after another:
+    the text alone up to the layer of transfer, masks beside it from there on; or each chain of an ensemble by itself."""
+    with plain_model(target) as model:
+        plain: Any = copy.deepcopy(model)
+    gate, decoder = [0], plain.get_decoder()
+    for name, factors in zip(drafter.names, drafter.factors):
+        scale = drafter.alpha / drafter.rank
+        plain.set_submodule(name, Added(plain.get_submodule(name), factors, scale, gate))
+
+    def through(hidden: Tensor, layers: Any) -> Tensor:
+        length = hidden.shape[1]
+        bias = torch.full((length, length), float("-inf")).triu(1)[None, None]
+        rope = decoder.rotary_emb(hidden, torch.arange(length)[None])
+        for layer in layers:
+            output = layer(hidden, attention_mask=bias, position_embeddings=rope)
+            hidden = output[0] if isinstance(output, tuple) else output
+        return hidden
+
+    def states(prefix: list[int], count: int) -> Tensor:
+        embedded, gate[0] = plain.get_input_embeddings()(torch.tensor([prefix])), len(prefix)
+        if drafter.transfer is None:
+            assert drafter.masks is not None
+            chains = drafter.masks.view(drafter.ensembles, MASKS, -1)[:, :count]
+            said = [decoder.norm(through(torch.cat([embedded, one[None]], 1), decoder.layers))[0, -count:] for one in chains]
+            return torch.stack(said).mean(0)
+        layer, transfer = drafter.transfer_layer, drafter.transfer
+        hidden = through(embedded, decoder.layers[:layer])
+        last = hidden[0, -1]
+        if transfer.places is None:
+            made = [transfer.maps[j] @ last for j in range(count)]
+        else:
+            made = [transfer.maps[0] @ last + transfer.places[j] for j in range(count)]
+        whole = torch.cat([hidden, torch.stack(made)[None]], dim=1)
+        found: Tensor = decoder.norm(through(whole, decoder.layers[layer:]))[0, -count:]
+        return found
+
+    return states
+
+
+@KIND
+def test_loss_is_that_of_every_prefix_alone(shallow: Target, kind: str) -> None:
+    """sum of step_decay^j KL(target || mask j) over supervised masks, as a share of what carries loss; gradients too."""
+    drafter, batch = make(shallow, kind), conversation(19, 14)
+    states, weight = reference(shallow, drafter), shallow.head.output.weight
+    wanted: Any = 0
+    for row, (tokens, mask) in enumerate(zip(batch.tokens.tolist(), batch.loss_mask.tolist())):
+        length, terms = [19, 14][row], []
+        text = shallow.features(batch.tokens[row : row + 1, :length], ("final",)).at("final")[0]
+        for end, size in drafter.prefixes(batch, 0)[row]:
+            for j, state in enumerate(states(tokens[: end + 1], size)):
+                answer = end + 2 + j
+                if answer < length and mask[answer]:
+                    p = (text[answer - 1] @ weight.T).log_softmax(-1)
+                    q = (state @ weight.T).log_softmax(-1)
+                    terms.append((drafter.step_decay**j, (p.exp() * (p - q)).sum()))
+        assert len(terms) > 4
+        wanted = wanted + sum(mask) * sum(share * term for share, term in terms) / sum(share for share, _ in terms)
+    losses = drafter.loss(batch, shallow, TrainingState())
+    torch.testing.assert_close(losses.total, wanted, rtol=1e-3, atol=1e-3)
+    found, expected = (torch.autograd.grad(total, list(drafter.parameters())) for total in (losses.total, wanted))
+    for one, other in zip(found, expected):
+        assert other.abs().max() > 0
+        torch.testing.assert_close(one, other, rtol=5e-3, atol=2e-3 * float(other.abs().max()))
+
+
+def watched(drafter: GatedLora) -> list[tuple[list[int], Tensor]]:
+    """Of every round that drafts, the first text with its root, and the states [K, D] of the masks."""
+    rounds: list[tuple[list[int], Tensor]] = []
+    rollout = drafter.rollout
+
+    def keep(context: Context, states: Tensor) -> Any:
+        length = int(context.cache.lengths[0])
+        if context.active[0]:
+            rounds.append((context.tokens[0, : length + 1].tolist(), states[0]))
+        return rollout(context, states)
+
+    drafter.rollout = keep  # type: ignore[method-assign]
+    return rounds
+
+
+@torch.no_grad()
+@KIND
+@pytest.mark.parametrize("strategy", ["quadratic", "apart"])
+def test_decoding_asks_what_was_trained(shallow: Target, kind: str, strategy: str) -> None:
+    """The states that speak are the reference's, behind the last committed token, or with apart behind the root, in every
+    round, those of the prompt too."""
+    drafter = make(shallow, kind, strategy=strategy)
+    rounds, states = watched(drafter), reference(shallow, drafter)
+    decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, BUILDERS["eagle2"], ignore_eos=True)
+    assert len(rounds) > 2
+    for text, found in rounds:
+        if strategy == "apart":
+            torch.testing.assert_close(found[1:], states(text, MASKS)[: len(found) - 1], rtol=1e-3, atol=1e-3)
+        else:
+            torch.testing.assert_close(found, states(text[:-1], MASKS), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.sweep(5)
+@KIND
+@pytest.mark.parametrize("strategy", ["quadratic", "linear", "apart"])
+@pytest.mark.parametrize("builder", list(BUILDERS.values()), ids=list(BUILDERS))
+@pytest.mark.parametrize("num_hosts", [None, 2])
+def test_drafted_equals_greedy(shallow: Target, kind: str, strategy: str, builder: TreeBuilder, num_hosts: int | None) -> None:
+    """Whatever stands at masks and wherever they stand, alone and in a batch of ragged prompts, drawn and not."""
+    drafter = make(shallow, kind, strategy=strategy, num_hosts=num_hosts)
+    for rule in (Greedy(), Match(temperature=0.8, seed=5)):
+        plain = [one.output for one in decode(shallow, PROMPTS, rule, LIMIT, ignore_eos=True)]
+        for count in (1, 3):
+            found = decode(shallow, PROMPTS[:count], rule, LIMIT, drafter, builder, ignore_eos=True)
+            assert [one.output for one in found] == plain[:count]
+
+
+@KIND
+@pytest.mark.parametrize("strategy", ["quadratic", "apart"])
+def test_captured_rounds_are_the_loops(shallow: Target, kind: str, strategy: str) -> None:
+    """The engine that never asks the device emits the same tokens in the same rounds."""
+    drafter, builder = make(shallow, kind, strategy=strategy), BUILDERS["static"]
+    plain = decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, builder, ignore_eos=True)
+    found = Captured(shallow, Greedy(), drafter, builder).decode(PROMPTS, LIMIT, ignore_eos=True)
+    assert [(one.output, one.accepted) for one in found] == [(one.output, one.accepted) for one in plain]
+
+
+@torch.no_grad()
+@KIND
+def test_the_text_does_not_feel_its_masks(shallow: Target, kind: str) -> None:
+    """Nodes have the very logits that they have with other weights at the masks, and those of a tree without any."""
+    drafter, builder, found = make(shallow, kind), BUILDERS["static"], []
+    context = begun(shallow, PROMPTS, drafter, builder)
+    tree = proposed(drafter, context, builder)
+    nodes = int(tree.emitted[0].sum())
+    assert nodes < tree.tokens.shape[1]
+    for _ in range(2):
+        seen = drafter.verify(context, tree)
+        assert seen.logits is not None and drafter.states is not None
+        found.append((seen.logits[:, :nodes], drafter.states))
+        context.cache.forget()
+        for parameter in drafter.parameters():
+            parameter.mul_(0.5)
+    bare = TokenTree(*(part[:, :nodes] for part in (tree.tokens, tree.parents, tree.valid, tree.emitted)))
+    plain = shallow.verify(bare, context.cache).logits
+    assert torch.equal(found[0][0], found[1][0]) and not torch.allclose(found[0][1], found[1][1], atol=1e-2)
+    torch.testing.assert_close(found[0][0], plain, rtol=1e-4, atol=1e-4)
+
+
+def test_one_chain_is_the_plain_masks(shallow: Target) -> None:
+    """Two chains of the same vectors say what one does, in training and decoding."""
+    one, two = make(shallow, "ensembles", ensembles=1), make(shallow, "ensembles")
+    assert one.masks is not None and two.masks is not None
+    with torch.no_grad():
+        two.masks.copy_(one.masks.repeat(2, 1))
+    batch = conversation(19, 14)
+    losses = [drafter.loss(batch, shallow, TrainingState()) for drafter in (one, two)]
+    torch.testing.assert_close(losses[0].total, losses[1].total, rtol=1e-4, atol=1e-4)
+    assert torch.equal(losses[0].counts, losses[1].counts) and torch.equal(losses[0].hits, losses[1].hits)
+    found = [decode(shallow, PROMPTS, Greedy(), LIMIT, drafter, Chain(3), ignore_eos=True) for drafter in (one, two)]
+    assert [answer.accepted for answer in found[0]] == [answer.accepted for answer in found[1]]
+
+
+def test_masks_stand_where_a_round_is_likeliest_to_end() -> None:
+    """A child kept with 0.9, its own with 0.5 and 0.3: a round ends at the root with 0.1, there with 0.1, below with theirs."""
+    scores = torch.tensor([[1.0, 0.9, 0.5, 0.3, 0.7]]).log()
+    tree = TokenTree(
+        torch.arange(5)[None], torch.tensor([[-1, 0, 1, 1, 0]]), torch.tensor([[True, True, True, True, False]]),
+        torch.ones(1, 5, dtype=torch.bool), scores=scores,
+    )  # fmt: skip
+    torch.testing.assert_close(ends(tree), torch.tensor([[0.1, 0.1, 0.5, 0.3, -1.0]]))
+
+
+def test_chains_do_not_see_each_other() -> None:
+    seen = side_by_side(2, 2, 1, torch.device("cpu")).long().tolist()
+    assert seen == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 0, 0, 1, 0], [1, 0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize(("kind", "options", "sentence"), [
+    ("transfer", {"transfer_layer": 9}, r"drafter\.transfer_layer=9: .* use 1 to"),
+    ("streams", {"ensembles": 2}, r"drafter\.ensembles=2: they are of learned vectors; use drafter\.noise=masks"),
+])  # fmt: skip
+def test_wrong_settings_are_refused(shallow: Target, kind: str, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        make(shallow, kind, **options)

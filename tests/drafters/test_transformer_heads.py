@@ -1,0 +1,95 @@
+"""Transformer heads: each is a decoder layer of transformers' own over the target's states, in training as in decoding."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from spectrain.drafters.base import TrainingState
+from spectrain.drafters.shared.layers import llama_config
+from spectrain.drafters.transformer_heads import TransformerHeads
+from spectrain.features.batch import Batch
+from spectrain.models.target import Target
+from tests.decoding.rounds import begun, proposed
+
+from .forced import Probe, shaken, walk
+
+HEADS = 3
+
+
+def make(target: Target, **options: Any) -> TransformerHeads:
+    return shaken(TransformerHeads(target, **{"num_heads": HEADS, "vocab_size": 512, **options}), target)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def reference(drafter: TransformerHeads, target: Target, tokens: Tensor) -> Tensor:
+    """[K, B, T, V] what every head says everywhere: log softmax of W f_k over the target's states, by transformers' layer."""
+    config = llama_config(target)
+    config._attn_implementation = "eager"
+    final, length = target.features(tokens, ("final",)).at("final"), tokens.shape[1]
+    places = torch.arange(length)[None]
+    rope, hidden_from = LlamaRotaryEmbedding(config)(final, places), torch.full((length, length), float("-inf")).triu(1)
+    said = []
+    for head in drafter.heads:
+        layer = LlamaDecoderLayer(config, 0).eval()
+        missing = layer.load_state_dict(head.state_dict(), strict=True)
+        assert not missing.missing_keys
+        output = layer(final, attention_mask=hidden_from[None, None], position_ids=places, position_embeddings=rope)
+        hidden = output[0] if isinstance(output, tuple) else output
+        narrow = hidden if drafter.lm_down is None else drafter.lm_down(hidden)
+        said.append(drafter.lm_head(narrow).log_softmax(-1))
+    return torch.stack(said)
+
+
+@pytest.mark.parametrize("rank", [None, 9])
+def test_a_head_is_a_decoder_layer_of_transformers(shallow: Target, rank: int | None) -> None:
+    """Decoding says what the layers do, over rounds that commit unequally many tokens, some of them undrafted."""
+    drafter = make(shallow, head_rank=rank)
+    torch.manual_seed(7)
+    tokens = torch.randint(3, 2000, (2, 32))
+    wanted, compared = reference(drafter, shallow, tokens), 0
+    for row, index, said in walk(drafter, shallow, tokens, HEADS):
+        torch.testing.assert_close(said, wanted[:, row, index], rtol=1e-3, atol=1e-3)
+        compared += 1
+    assert compared > 6
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl"])
+def test_the_loss_is_the_sum_over_heads(shallow: Target, loss: Any) -> None:
+    """sum_k head_decay^k L_k over the places whose token k + 2 further on is the assistant's, written out."""
+    drafter = make(shallow, vocab_size=2048, loss=loss, head_decay=0.7)
+    torch.manual_seed(7)
+    tokens = torch.randint(3, 2000, (2, 20))
+    mask = torch.rand(tokens.shape) < 0.6
+    features = shallow.features(tokens, ("final",))
+    said, wanted = reference(drafter, shallow, tokens), torch.zeros(())
+    p = shallow.head.logits(features.at("final"))[..., drafter.draft_ids].softmax(-1)
+    for k in range(HEADS):
+        shift = k + 2
+        log_q, right = said[k, :, :-shift], mask[:, shift:]
+        if loss == "cross_entropy":
+            own = torch.searchsorted(drafter.draft_ids, tokens[:, shift:].contiguous())
+            cost = -log_q.gather(-1, own[..., None])[..., 0]
+        else:
+            theirs = p[:, shift - 1 : -1]
+            cost = (theirs * (theirs.log() - log_q)).sum(-1)
+        wanted = wanted + 0.7**k * (cost * right).sum()
+    with torch.no_grad():
+        losses = drafter.loss(Batch(tokens, mask, features), shallow, TrainingState())
+    torch.testing.assert_close(losses.total, wanted, rtol=1e-3, atol=1e-3)
+    assert losses.counts.tolist() == [int(mask[:, k + 2 :].sum()) for k in range(HEADS)]
+
+
+def test_every_head_starts_as_the_targets_own(shallow: Target) -> None:
+    """Before training every head says the target's next token over the draft vocabulary."""
+    drafter = TransformerHeads(shallow, num_heads=HEADS, vocab_size=256)
+    drafter.prepare(shallow, torch.arange(shallow.head.vocab_size))
+    probe = Probe(([[20]], [[0]]), ([[20]], [[1]]))
+    context = begun(shallow, [[5, 6, 7, 8]], drafter, probe)
+    wanted = shallow.head.logits(context.fresh.at("final")[:, -1])[:, drafter.draft_ids].log_softmax(-1)
+    with torch.no_grad():
+        proposed(drafter, context, probe)
+    said = torch.cat(probe.said, dim=1)
+    torch.testing.assert_close(said, wanted[:, None].expand_as(said), rtol=1e-4, atol=1e-4)

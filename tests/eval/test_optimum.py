@@ -1,0 +1,52 @@
+"""What rules keep beside the most that any could: places are those of the run, and where nothing is drawn both are known."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from spectrain.decoding.acceptance import AcceptanceRule, Greedy, KSeq, Match, Transport
+from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.ngram import Ngram
+from spectrain.eval.report import explanation
+from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
+from spectrain.trees import Chain, Static, TreeBuilder
+from tests.eval.test_run import SETTING, evaluation
+
+
+@pytest.mark.parametrize("rule", [Greedy(), Match(0.5, seed=3)], ids=lambda rule: rule.name)
+def test_what_is_not_drawn_is_kept_at_best(shallow: Target, tmp_path: Path, rule: AcceptanceRule) -> None:
+    """Of copied text no rule keeps more than the one in use, place by place; greedily that is what the run has kept."""
+    scored = evaluation(tmp_path, check=False, optimum=True)
+    summary = scored.score(Candidate(shallow, Ngram(shallow), Chain(3), rule, SETTING), tmp_path / "out")
+    found = summary["optimum"]
+    assert found["kept_by_depth"] == {rule.name: found["best_by_depth"]} and found["places"][0] > 0
+    if rule.name == "greedy":
+        assert found["best_by_depth"] == summary["acceptance_by_depth"]
+
+
+@pytest.mark.parametrize(
+    "rule, builder, judged",
+    [
+        (KSeq(seed=1), Static(paths=[[0], [1], [0, 0]], children="sampled"), {"match", "recursive", "kseq", "importance"}),
+        (Transport(), Static(paths=[[0], [1], [0, 0]], children="top_and_sampled"), {"match", "transport"}),
+    ],
+    ids=["kseq", "transport"],
+)
+def test_every_rule_for_such_children_is_named(
+    shallow: Target, tmp_path: Path, rule: AcceptanceRule, builder: TreeBuilder, judged: set[str]
+) -> None:
+    """At the places of one run all rules are judged that take its children, and what is printed names them and the optimum."""
+    torch.manual_seed(1)
+    drafter = Eagle3(shallow, vocab_size=512)
+    drafter.prepare(shallow, torch.randint(0, 1000, (shallow.head.vocab_size,)))
+    summary = evaluation(tmp_path, check=False, optimum=True).score(
+        Candidate(shallow, drafter, builder, rule, SETTING), tmp_path / "out"
+    )
+    found = summary["optimum"]
+    assert found["kept_by_depth"].keys() == judged and found["children"] == builder.children
+    assert found["places"][0] == sum(summary["tokens_by_round"])
+    assert all(0 <= rate <= 1 for rates in (found["best_by_depth"], *found["kept_by_depth"].values()) for rate in rates)
+    (said,) = [line for line in explanation(summary) if "any lossless rule" in line]
+    assert all(f"acceptance={name}" in said for name in judged)

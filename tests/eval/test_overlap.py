@@ -1,0 +1,57 @@
+"""Drafting ahead beside the same drafter in one process, and what rounds' times say of it beforehand."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from spectrain.decoding.acceptance import Greedy
+from spectrain.decoding.overlap import Overlap
+from spectrain.drafters.causal import Causal
+from spectrain.eval.overlap import Timetable
+from spectrain.models.target import Target
+from spectrain.runs.candidate import Candidate
+from spectrain.trees import Chain
+
+from .test_run import SETTING, evaluation
+
+SAME = Timetable(depth=3, kept=(4,) * 10, draft=1.0, verify=2.0, rest=0.0, step=2.0)
+BOTH = (Overlap(), Overlap(pre_verify=True))
+
+
+def test_overlap_is_scored_beside(shallow: Target, tmp_path: Path) -> None:
+    """With eval.overlap the same drafter decodes once more, identical too, and its gain stands beside what the rounds promised;
+    of the files that were written, the same is promised."""
+    drafter = Causal(shallow, num_layers=1)
+    scored = evaluation(tmp_path, overlap="post")
+    summary = scored.score(Candidate(shallow, drafter, Chain(2), Greedy(), SETTING), tmp_path / "out")
+    entry, found = summary["compared"]["overlap"], summary["overlap"]
+    assert entry["lossless"]["identical"] == 4 and entry["acceptance_length"] == summary["acceptance_length"]
+    assert found["drafts_missed"] > 0 and found["measured"] > 0
+    read = Timetable.of_files(tmp_path / "out").summary()
+    assert {key: pytest.approx(value, rel=1e-3) for key, value in found["simulated"].items()} == read
+
+
+def test_what_is_always_right_costs_what_the_longer_part_takes() -> None:
+    """Where every draft is kept, a round takes as long as its longer part: the verification, or a draft and one token more."""
+    assert SAME.seconds(None) == pytest.approx((1 + 2) / 4, rel=1e-3)
+    for overlap in BOTH:
+        assert SAME.seconds(overlap) == pytest.approx(2 / 4, rel=1e-3)
+        assert replace(SAME, draft=6.0).seconds(overlap) == pytest.approx(8 / 4, rel=1e-3)
+
+
+def test_what_is_always_wrong_gains_by_steps_alone() -> None:
+    """Where no draft is kept, drafting ahead is in vain; steps of the target meanwhile are decoding without a drafter."""
+    wrong = replace(SAME, kept=(1,) * 10)
+    assert wrong.rate == 0 and SAME.rate == 1
+    assert wrong.seconds(Overlap()) == wrong.seconds(None) == pytest.approx(3.0)
+    assert wrong.seconds(Overlap(pre_verify=True)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("kept", [(4, 4, 1, 2), (2, 1, 1, 3), (4, 3, 4, 4)])
+def test_the_mean_round_is_that_of_the_rate(kept: tuple[int, ...]) -> None:
+    """One after another, a token takes a round's time over the tokens that drafts kept at that rate give."""
+    schedule = replace(SAME, kept=kept)
+    tokens = sum(schedule.rate**k for k in range(schedule.depth + 1))
+    assert schedule.seconds(None) == pytest.approx(3 / tokens, rel=0.05)
+    assert schedule.seconds(Overlap()) < schedule.seconds(None)

@@ -1,0 +1,178 @@
+"""Chains whose length is decided while decoding: the decisions are those of plain Python, and they are learnt from rounds."""
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from spectrain.trees import Chain, Policy, Thompson
+from spectrain.trees.base import Round
+from spectrain.trees.controlled import Controlled, Episode
+from spectrain.trees.measurements import Calibration, Latency
+from spectrain.trees.token_tree import Children, TokenTree
+from tests.trees.tables import ROWS, Table, context, grown, paths, random_scores
+
+SIZES = (1, 2, 64)
+RATES = [0.9, 0.8, 0.5, 0.3, 0.2, 0.1]  # that a token is kept where those before it are
+
+
+def prepared(builder: Controlled, step: float = 0.3, base: float = 1.0, node: float = 0.02) -> Controlled:
+    """A builder that knows what a draft step and a node of verification cost."""
+    latency = Latency({0: {n: base + node * n for n in SIZES}}, {0: {n: step * n for n in SIZES}}, step)
+    builder.prepare(Calibration(latency=latency))
+    return builder
+
+
+def speed(length: int, rates: list[float], step: float = 0.3, base: float = 1.0, node: float = 0.02) -> float:
+    """Tokens a second of a chain so long, word by word."""
+    tokens, chance = 1.0, 1.0
+    for rate in rates[:length]:
+        chance *= rate
+        tokens += chance
+    return tokens / (base + node * (length + 1) + step * length)
+
+
+def observed(builder: Controlled, lengths: list[int], kept: list[int]) -> None:
+    """Tell a builder of a round in which rows were drafted so far, and so many of their tokens were kept."""
+    width = 1 + max(lengths)
+    valid = torch.tensor([[n <= length for n in range(width)] for length in lengths])
+    tree = TokenTree.chain(torch.zeros(len(lengths), width, dtype=torch.int64), valid)
+    builder.observe(Round(tree, torch.zeros(0), torch.tensor(kept) + 1, {}))
+
+
+def thompson(children: Children, seed: int) -> Controlled:
+    return prepared(Thompson(6, children, seed=seed))
+
+
+def survivors(draw: random.Random, rates: list[float]) -> int:
+    """How many tokens a round keeps."""
+    return next((depth for depth, rate in enumerate(rates) if draw.random() >= rate), len(rates))
+
+
+@pytest.mark.parametrize("children", ["deterministic", "sampled"])
+def test_a_chain_is_as_long_as_thompson_says(children: Children) -> None:
+    """Its tokens are those of a fixed chain of the length that the drawn chances make fastest, and no step is run in vain."""
+    for seed in range(6):
+        tree = grown(partial(thompson, children, seed))
+        chances = np.random.default_rng(seed).beta(np.ones(6), np.ones(6)).tolist()
+        best = max(range(1, 7), key=lambda length: speed(length, chances))
+        builder, table = thompson(children, seed), Table(random_scores)
+        builder.expand(context(), table)
+        fixed = Chain(best, children, seed=seed).expand(context(), Table(random_scores))
+        assert [paths(tree, row) for row in ROWS] == [paths(fixed, row) for row in ROWS]
+        assert len(table.given[0]) == best
+
+
+def test_thompson_finds_the_fastest_length() -> None:
+    """Of a drafter whose depths are kept at fixed rates, nine of ten later chains have a length within 2 % of the fastest."""
+    draw, builder = random.Random(0), prepared(Thompson(6, memory=2000))
+    fastest = max(speed(length, RATES) for length in range(1, 7))
+    chosen = []
+    for _ in range(1500):
+        builder.begin(context())
+        chosen.append(builder.length)
+        observed(builder, [builder.length], [min(builder.length, survivors(draw, RATES))])
+    late = chosen[500:]
+    assert sum(speed(length, RATES) > 0.98 * fastest for length in late) > 0.9 * len(late)
+    assert len(set(chosen[:50])) > 2, "it must have tried others"
+
+
+def test_a_row_that_is_done_teaches_nothing() -> None:
+    """A row that emitted nothing, and a token that was not drafted, are no evidence."""
+    builder = prepared(Thompson(4, memory=10**9 % 4096))
+    observed(builder, [2, 4], [2, -1])
+    assert builder.kept.tolist() == [1, 1, 0, 0] and builder.lost.tolist() == [0, 0, 0, 0]
+    observed(builder, [3], [1])
+    assert builder.lost[1] == 1 and builder.lost[2] == 0
+
+
+def learnt(step: float = 0.3, hint: float = 1.0) -> Policy:
+    """A policy after episodes in which the second number of a state says, in a share `hint` of the places, whether a token is
+    kept."""
+    draw, builder = random.Random(1), prepared(Policy(4, memory=1024), step)
+    builder.begin(context())
+    for _ in range(600):
+        kept = survivors(draw, [0.6] * 4)
+        builder.episodes.append(Episode(np.stack([state(draw, level < kept, hint) for level in range(4)]), kept))
+    builder.fit()
+    return builder
+
+
+def state(draw: random.Random, kept: bool, hint: float) -> np.ndarray:
+    return np.array([1.0, float(kept) if draw.random() < hint else draw.random()])
+
+
+def test_the_policy_goes_on_where_it_pays() -> None:
+    """Where the state tells what is kept, a token is drawn exactly where it is kept, as long as drafting is cheap; where a step
+    costs more than any token is worth, nothing is run."""
+    cheap, dear = learnt(step=0.05), learnt(step=3.0)
+    for level in range(4):
+        assert np.array([1.0, 1.0]) @ cheap.drawing[level] > 0 > np.array([1.0, 0.0]) @ cheap.drawing[level]
+    assert all(np.array([1.0, 1.0]) @ cheap.running[level] > 0 for level in range(3))
+    assert all(np.array([1.0, 1.0]) @ dear.running[level] < 0 for level in range(3))
+
+
+def simulated(hint: float, rounds: int = 4000, step: float = 0.3) -> float:
+    """Tokens a second of the learnt decisions on fresh rounds, whose states tell as much."""
+    builder = learnt(step, hint)
+    draw, tokens, seconds = random.Random(2), 0.0, 0.0
+    for _ in range(rounds):
+        kept, length = survivors(draw, [0.6] * 4), 0
+        seconds += step
+        while length < 4:
+            seen = state(draw, length < kept, hint)
+            if seen @ builder.drawing[length] <= 0:
+                break
+            length += 1
+            if length == 4 or seen @ builder.running[length - 1] <= 0:
+                break
+            seconds += step
+        tokens += 1 + min(length, kept)
+        seconds += 1.0 + 0.02 * (length + 1)
+    return tokens / seconds
+
+
+def test_the_policy_is_faster_than_any_fixed_length() -> None:
+    """Where the state tells what is kept, and no slower where it tells nothing: within 2 % of the best fixed length."""
+    fixed = max(speed(length, [0.6] * 4) for length in range(1, 5))
+    assert simulated(hint=1.0) > 1.05 * fixed
+    assert simulated(hint=0.0) > 0.98 * fixed
+
+
+@pytest.mark.parametrize("children", ["deterministic", "sampled"])
+def test_a_policy_explores_first_and_then_decides(children: Children) -> None:
+    """Rounds are drafted to their full depth until enough was seen; afterwards a chain is the beginning of that chain."""
+    builder = prepared(Policy(4, children))
+    builder.trials = 8
+    full = [paths(Chain(4, children).expand(context(), Table(random_scores)), row) for row in ROWS]
+    for _ in range(4):
+        tree = builder.expand(context(), Table(random_scores))
+        assert [paths(tree, row) for row in ROWS] == full
+        observed(builder, [4, 4], [1, 0])
+    assert builder.drawing
+    tree = builder.expand(context(), Table(random_scores))
+    found = [paths(tree, row) for row in ROWS]
+    assert found != full and all(short == long[: len(short)] for short, long in zip(found, full))
+
+
+def test_a_drafters_own_estimate_ends_a_chain() -> None:
+    """Where the rollout says how likely tokens are kept, `stop` weighs that: the chain ends where 1 - prod(c) > 1 - stop."""
+    said = {0: 0.9, 1: 0.8, 2: 0.5, 3: 0.9, 4: 0.9}
+
+    class Knowing(Table):
+        def start(self) -> torch.Tensor:
+            self.survival = torch.full((len(self.rows), 1), said[0])
+            return super().start()
+
+        def extend(self, tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+            found = super().extend(tokens, parents)
+            self.survival = torch.full(tokens.shape, said[len(self.given[0]) - 1])
+            return found
+
+    lengths = {
+        stop: len(paths(Chain(5, stop=stop).expand(context(), Knowing(random_scores)), 0)) - 1
+        for stop in (0.1, 0.3, 0.5, 0.7, 0.8)
+    }
+    assert lengths == {0.1: 5, 0.3: 4, 0.5: 2, 0.7: 2, 0.8: 1}
