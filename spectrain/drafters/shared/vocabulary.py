@@ -73,7 +73,7 @@ def _check_vocabulary(drafter: Any, _: Any) -> None:
 
 
 class SharedHeadDrafter(VocabularyDrafter):
-    """A drafter all of whose slots or heads speak through one output layer (`lm_down`, `lm_head`), which starts as the target's."""
+    """Slots or heads that all speak through one output layer (`lm_down`, `lm_head`), which starts as the target's."""
 
     lm_down: Any  # nn.Linear | None
     lm_head: Any  # nn.Linear
