@@ -213,6 +213,6 @@ def test_batches_of_any_kind_are_judged_alike(target: Target) -> None:
     losses = []
     for batch in batches:
         features = target.features(batch.tokens, ("final",), batch.lengths)
-        losses.append(float(judge.loss(type(batch)(batch.tokens, batch.loss_mask, features, None, batch.lengths), target,
-                                       TrainingState()).total))  # fmt: skip
+        seen = type(batch)(batch.tokens, batch.loss_mask, features, None, batch.lengths)
+        losses.append(judge.loss(seen, target, TrainingState()).total.item())
     assert losses[0] == pytest.approx(losses[2] + losses[3], rel=1e-4) == pytest.approx(losses[1], rel=1e-4)

@@ -3,7 +3,6 @@
 import json
 import signal
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -163,21 +162,22 @@ GARBAGE: dict[str, Reply] = {
 def test_passing_failures_are_tried_again(kind: str, tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
     """Each question fails twice, then is answered: nothing is lost, and nothing is asked more often than needed."""
     server.misbehave = lambda question, attempt: GARBAGE[kind] if attempt <= 2 else None
-    found = make(tmp_path / "out", server, chats, timeout=0.3)
+    found = make(tmp_path / "out", server, chats)
     assert [found[number].messages for number in range(LIMIT)] == expected(chats)
     assert set(server.asked.values()) == {3} and not lost(tmp_path / "out")
 
 
 def test_a_stalled_request_is_given_up(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
-    """A server that does not answer in time is asked again."""
+    """A server that does not answer in time is asked again. Others may be late too on a busy machine, and are asked again."""
+    asked_again = threading.Event()
 
     def stall(question: str, attempt: int) -> None:
-        if question == "question 3" and attempt == 1:
-            time.sleep(1)
+        if question == "question 3":
+            asked_again.wait(60) if attempt == 1 else asked_again.set()
 
     server.misbehave = stall
-    found = make(tmp_path / "out", server, chats, timeout=0.4)
-    assert [found[number].messages for number in range(LIMIT)] == expected(chats) and server.asked["question 3"] == 2
+    found = make(tmp_path / "out", server, chats, timeout=1, retries=20)
+    assert [found[number].messages for number in range(LIMIT)] == expected(chats) and asked_again.is_set()
 
 
 def test_a_bad_conversation_takes_nothing_with_it(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
@@ -228,15 +228,17 @@ def test_a_server_that_dies_is_not_held_against_the_rows(tmp_path: Path, server:
 
 def test_stopped_in_flight(tmp_path: Path, server: StandIn, chats: Jsonl) -> None:
     """SIGTERM drops what is in flight at once and keeps what is finished."""
+    stopped = threading.Event()
 
     def stop(question: str, attempt: int) -> None:
         if question == "question 8":
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-            time.sleep(0.5)
+            stopped.wait(60)
 
     server.misbehave = stop
     with pytest.raises(RunError, match="stopped; what is finished is kept"):
         make(tmp_path / "out", server, chats, concurrency=1)
+    stopped.set()
     server.misbehave = lambda question, attempt: None
     server.asked.clear()
     found = make(tmp_path / "out", server, chats)
