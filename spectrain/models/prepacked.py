@@ -9,7 +9,7 @@ this project, autoregressive and drafted, run on these linears.
 
 import copy
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -26,7 +26,7 @@ from .replaced_forward import set_forward
 
 SMALL = 1 << 18  # weights: with so few, and FEW rows, the default BLAS is done before oneDNN has begun (Xeon: 8 us against 25)
 FEW = 64
-ALIKE = 32  # rows of bfloat16 up to which oneDNN gives a row the same bits whatever stands beside it (AMX, 128 to 11,008 wide)
+ALIKE = 32  # rows of bfloat16, from two on, up to which oneDNN gives a row the same bits whatever stands beside it
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -100,12 +100,20 @@ class PackedWeights:
         if self._is_small(self.packed) and input.numel() <= FEW * input.shape[-1]:
             return F.linear(input, self.packed, bias)
         if self.packed.dtype == input.dtype:
-            rows = input.reshape(-1, input.shape[-1])
-            if input.dtype == torch.bfloat16 and len(rows) > ALIKE and _rows_alike.get():
-                return torch.cat([product(part, self.packed, bias) for part in rows.split(ALIKE)]).view(*input.shape[:-1], -1)
+            if input.dtype == torch.bfloat16:
+                return self._rounded_product(input, self.packed, bias)
             return product(input, self.packed, bias)
         output = product(input.to(self.packed.dtype), self.packed).to(input.dtype)
         return output if bias is None else output + bias
+
+    @staticmethod
+    def _rounded_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """That of bfloat16, in such pieces that a row's bits are its own."""
+        rows = input.reshape(-1, input.shape[-1])
+        if len(rows) <= ALIKE or not _rows_alike.get():
+            return in_company(input, lambda rows: product(rows, weight, bias))
+        parts = [in_company(part, lambda rows: product(rows, weight, bias)) for part in rows.split(ALIKE)]
+        return torch.cat(parts).view(*input.shape[:-1], -1)
 
     @staticmethod
     def _is_small(weight: Tensor) -> bool:
@@ -179,8 +187,30 @@ def has_bfloat16() -> bool:
 
 @cache
 def has_alike_rows() -> bool:
-    """Whether bfloat16 products give a row the same bits beside up to ALIKE - 1 others, as they do with AMX."""
-    return has_bfloat16() and torch.cpu._is_amx_tile_supported()
+    """Whether bfloat16 products give a row the same bits beside one to ALIKE - 1 others."""
+    return has_bfloat16() and all(sums_alike(width, count) for width in (96, 576, 1536, 4864) for count in (2, 3, 5, 8, 17))
+
+
+@cache
+def sums_alike(width: int, count: int) -> bool:
+    """Whether oneDNN adds up `count` rows of bfloat16 in the order in which it adds up ALIKE of them. Tried on sums that
+    cancel, of which only the roundings on the way remain."""
+    source = torch.Generator().manual_seed(0)
+    half, order = (width + 1) // 2, torch.randperm(width, generator=source)
+    signs = torch.cat([torch.ones(half), -torch.ones(half)])
+    weight, rows = (torch.randn(number, half, generator=source).repeat(1, 2) for number in (64, ALIKE))
+    weight, rows = weight[:, order].bfloat16(), (rows * signs)[:, order].bfloat16()
+    with torch.no_grad():
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        return torch.equal(product(rows, weight)[:count], product(rows[:count], weight))
+
+
+def in_company(input: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """The product of an input [.., D] of bfloat16; of a single row beside a copy of itself, where oneDNN adds up one alone in
+    another order, as it does of more than 1,024 numbers without AMX."""
+    if input.numel() != input.shape[-1] or sums_alike(input.shape[-1], 1):
+        return multiply(input)
+    return multiply(input.reshape(1, -1).repeat(2, 1))[:1].view(*input.shape[:-1], -1)
 
 
 def pack_linears(module: nn.Module, rounded: bool = False) -> None:

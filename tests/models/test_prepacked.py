@@ -294,7 +294,7 @@ def test_under_autocast_products_are_in_its_type() -> None:
         torch.testing.assert_close(one, other, atol=0.1, rtol=2e-2)
 
 
-@pytest.mark.skipif(not has_alike_rows(), reason="this processor has no AMX")
+@pytest.mark.skipif(not has_alike_rows(), reason="rows of bfloat16 are not alike here")
 def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
     """One to forty rows, of weights as wide as a layer's of a small and of a large model."""
     for width in (96, 576, 4864):
