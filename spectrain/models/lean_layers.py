@@ -76,6 +76,11 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
     return norm.weight * F.rms_norm(x, (x.shape[-1],), None, norm.variance_epsilon)  # rounded before the weight, as theirs is
 
 
+def product_of_all(linear: Any, x: Tensor) -> Tensor:
+    """The outputs [.., O] of all linears that read the same input as this packed one does, side by side."""
+    return _siblings(linear).weights.product(x)
+
+
 def _siblings(linear: Any) -> SharedInput:
     shared: SharedInput = linear.forward.shared
     return shared

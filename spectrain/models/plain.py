@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -13,7 +15,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from .attention import ATTENTION, attending_by
 from .images import images_of
 from .kv_cache import attended_dtype
-from .prepacked import is_packed, pack_linears, unpack_linears
+from .prepacked import in_company, is_packed, pack_linears, packable, sums_alike, unpack_linears
+from .quantization import is_plain_weight
+from .replaced_forward import Forward, replaced
 from .target import Target
 
 EXACT = "sdpa_exact"
@@ -34,17 +38,30 @@ AttentionMaskInterface.register(EXACT, sdpa_mask)
 @contextmanager
 def plain_model(target: Target) -> Iterator[Any]:
     """The target without anything of ours: transformers' attention and cache, torch's linears. In half precision on a CPU
-    single tokens attend in float64, as they do here."""
+    single tokens attend in float64, as they do here, and are multiplied `in_company` where one alone has other bits."""
     model: Any = target.model
     packed = any(is_packed(module) for module in model.modules())
     unpack_linears(model)
     model.set_attn_implementation(attending_by(model.config, _as_generate_finds_it(target)))
     try:
-        yield model
+        with replaced(_in_company(target)):
+            yield model
     finally:
         model.set_attn_implementation(attending_by(model.config, ATTENTION))
         if packed:
             pack_linears(model)
+
+
+def _in_company(target: Target) -> Iterator[tuple[nn.Module, Forward]]:
+    """Those linears of a target in bfloat16 on a CPU that add a single row up in an order of its own."""
+    if target.dtype == torch.bfloat16 and target.device.type == "cpu" and torch.bfloat16 in packable():
+        for linear in target.model.modules():
+            if type(linear) is nn.Linear and is_plain_weight(linear) and not sums_alike(linear.in_features, 1):
+                yield linear, partial(_product_in_company, linear)
+
+
+def _product_in_company(linear: nn.Linear, input: Tensor) -> Tensor:
+    return in_company(input, lambda rows: F.linear(rows, linear.weight, linear.bias))
 
 
 def _as_generate_finds_it(target: Target) -> str:

@@ -8,8 +8,9 @@ this project, autoregressive and drafted, run on these linears.
 """
 
 import copy
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -26,7 +27,7 @@ from .replaced_forward import set_forward
 
 SMALL = 1 << 18  # weights: with so few, and FEW rows, the default BLAS is done before oneDNN has begun (Xeon: 8 us against 25)
 FEW = 64
-ALIKE = 32  # rows of bfloat16 up to which oneDNN gives a row the same bits whatever stands beside it (AMX, 128 to 11,008 wide)
+ALIKE = 32  # rows of bfloat16, from two on, up to which oneDNN gives a row the same bits whatever stands beside it
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -70,17 +71,28 @@ class _TrainedLinear(torch.autograd.Function):
         return for_input, for_weight, for_bias, None
 
 
+class FeatureLinear(nn.Linear):
+    """One that reads a target's features, of which a few are so large that 8 bits tell little of the others: packed, what it
+    multiplies is never rounded to integers."""
+
+
 class PackedWeights:
     """The weights of some linears below each other, reordered for one product.
 
     The copy is made at the first use and again whenever a weight was written to or replaced, so training a target and then
-    decoding with it is safe. `rounded`, large float32 weights are copied as bfloat16 where the processor multiplies that.
+    decoding with it is safe. `rounded`, large weights are copied as integers of 8 bits where the processor multiplies these,
+    and otherwise as bfloat16 where it multiplies that.
     """
 
     def __init__(self, linears: Sequence[nn.Linear], rounded: bool = False) -> None:
         self.linears, self.rounded = linears, rounded
         self.copied: list[tuple[weakref.ref[Tensor], int]] = []  # the weights that were copied, and their versions
         self.packed: Tensor | None = None
+        self.integers: Any = None  # in place of it, FBGEMM's own
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PackedWeights":
+        """Those of copied linears are packed anew."""
+        return PackedWeights(copy.deepcopy(self.linears, memo), self.rounded)
 
     def product(self, input: Tensor) -> Tensor:
         """[.., D] -> [.., O], the outputs of all linears side by side."""
@@ -89,23 +101,41 @@ class PackedWeights:
             copied() is weight and version == weight._version for (copied, version), weight in zip(self.copied, weights)
         )
         if self.packed is None or not known:
-            whole = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
-            if not self._is_small(whole):
-                whole = whole.bfloat16() if self.rounded and whole.dtype == torch.float32 and has_bfloat16() else whole
-                whole = torch.ops.mkldnn._reorder_linear_weight(whole)
-            self.packed = whole
+            self._pack(weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights]))
             self.copied = [(weakref.ref(weight), weight._version) for weight in weights]
+        assert self.packed is not None
         biases: list[Tensor] = [linear.bias for linear in self.linears if linear.bias is not None]
         bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
+        if self.integers is not None:
+            output = torch.ops.quantized.linear_dynamic(input.float(), self.integers).to(input.dtype)
+            return output if bias is None else output + bias
         if self._is_small(self.packed) and input.numel() <= FEW * input.shape[-1]:
             return F.linear(input, self.packed, bias)
         if self.packed.dtype == input.dtype:
-            rows = input.reshape(-1, input.shape[-1])
-            if input.dtype == torch.bfloat16 and len(rows) > ALIKE and _rows_alike.get():
-                return torch.cat([product(part, self.packed, bias) for part in rows.split(ALIKE)]).view(*input.shape[:-1], -1)
+            if input.dtype == torch.bfloat16:
+                return self._rounded_product(input, self.packed, bias)
             return product(input, self.packed, bias)
         output = product(input.to(self.packed.dtype), self.packed).to(input.dtype)
         return output if bias is None else output + bias
+
+    def _pack(self, whole: Tensor) -> None:
+        """Weights [O, D], as they are multiplied."""
+        self.packed, self.integers = whole, None
+        reads_features = any(isinstance(linear, FeatureLinear) for linear in self.linears)
+        if self.rounded and whole.numel() > SMALL and has_integers() and not reads_features:
+            self.packed, self.integers = whole[:0], as_integers(whole)
+        elif not self._is_small(whole):
+            whole = whole.bfloat16() if self.rounded and whole.dtype == torch.float32 and has_bfloat16() else whole
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(whole)
+
+    @staticmethod
+    def _rounded_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """That of bfloat16, in such pieces that a row's bits are its own."""
+        rows = input.reshape(-1, input.shape[-1])
+        if len(rows) <= ALIKE or not _rows_alike.get():
+            return in_company(input, lambda rows: product(rows, weight, bias))
+        parts = [in_company(part, lambda rows: product(rows, weight, bias)) for part in rows.split(ALIKE)]
+        return torch.cat(parts).view(*input.shape[:-1], -1)
 
     @staticmethod
     def _is_small(weight: Tensor) -> bool:
@@ -178,9 +208,58 @@ def has_bfloat16() -> bool:
 
 
 @cache
+def has_integers() -> bool:
+    """Whether the processor multiplies integers of 8 bits, of which weights are half as many bytes as of bfloat16, and torch
+    brings FBGEMM."""
+    if not (torch.cpu._is_vnni_supported() and "fbgemm" in torch.backends.quantized.supported_engines):
+        return False
+    try:
+        as_integers(torch.ones(8, 8))
+    except (AttributeError, RuntimeError):  # torch means to give up quantised tensors
+        return False
+    return True
+
+
+def as_integers(weight: Tensor) -> Any:
+    """Weights [O, D] in 8 bits, a scale each output, ready for FBGEMM, which rounds what they multiply to 8 bits as well."""
+    weight = weight.float()
+    scales = (weight.abs().amax(1) / 127).clamp(min=1e-12)
+    before, torch.backends.quantized.engine = torch.backends.quantized.engine, "fbgemm"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            rounded = torch.quantize_per_channel(weight, scales, torch.zeros_like(scales, dtype=torch.int64), 0, torch.qint8)
+        return torch.ops.quantized.linear_prepack(rounded, None)
+    finally:
+        torch.backends.quantized.engine = before
+
+
+@cache
 def has_alike_rows() -> bool:
-    """Whether bfloat16 products give a row the same bits beside up to ALIKE - 1 others, as they do with AMX."""
-    return has_bfloat16() and torch.cpu._is_amx_tile_supported()
+    """Whether bfloat16 products give a row the same bits beside one to ALIKE - 1 others."""
+    return has_bfloat16() and all(sums_alike(width, count) for width in (96, 576, 1536, 4864) for count in (2, 3, 5, 8, 17))
+
+
+@cache
+def sums_alike(width: int, count: int) -> bool:
+    """Whether oneDNN adds up `count` rows of bfloat16 in the order in which it adds up ALIKE of them. Tried on sums that
+    cancel, of which only the roundings on the way remain."""
+    source = torch.Generator().manual_seed(0)
+    half, order = (width + 1) // 2, torch.randperm(width, generator=source)
+    signs = torch.cat([torch.ones(half), -torch.ones(half)])
+    weight, rows = (torch.randn(number, half, generator=source).repeat(1, 2) for number in (64, ALIKE))
+    weight, rows = weight[:, order].bfloat16(), (rows * signs)[:, order].bfloat16()
+    with torch.no_grad():
+        weight = torch.ops.mkldnn._reorder_linear_weight(weight)
+        return torch.equal(product(rows, weight)[:count], product(rows[:count], weight))
+
+
+def in_company(input: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """The product of an input [.., D] of bfloat16; of a single row beside a copy of itself, where oneDNN adds up one alone in
+    another order, as it does of more than 1,024 numbers without AMX."""
+    if input.numel() != input.shape[-1] or sums_alike(input.shape[-1], 1):
+        return multiply(input)
+    return multiply(input.reshape(1, -1).repeat(2, 1))[:1].view(*input.shape[:-1], -1)
 
 
 def pack_linears(module: nn.Module, rounded: bool = False) -> None:
@@ -196,8 +275,12 @@ def pack_linears(module: nn.Module, rounded: bool = False) -> None:
     for child in module.modules():
         if is_packed(child):
             child.forward.forget()  # type: ignore[attr-defined]
-        elif type(child) is nn.Linear and is_plain_weight(child) and child.weight.device.type == "cpu":
+        elif isinstance(child, nn.Linear) and type(child) in (nn.Linear, FeatureLinear) and is_on_cpu(child):
             set_forward(child, PackedLinear(child, together.get(child), rounded))
+
+
+def is_on_cpu(linear: nn.Linear) -> bool:
+    return is_plain_weight(linear) and linear.weight.device.type == "cpu"
 
 
 def siblings_of(parent: nn.Module, rounded: bool = False) -> list[SharedInput]:

@@ -98,7 +98,8 @@ def is_quantised(model: nn.Module) -> bool:
 def is_plain_weight(linear: nn.Linear) -> bool:
     """Whether a linear's weights are numbers that any product can read."""
     weight = linear.weight
-    return type(weight) in (nn.Parameter, Tensor) and weight.is_floating_point()
+    plain = type(weight) in (nn.Parameter, Tensor) or getattr(type(weight), "stands_for_plain", False)
+    return plain and weight.is_floating_point()
 
 
 @torch.no_grad()

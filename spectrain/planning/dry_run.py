@@ -44,10 +44,13 @@ class DryRun:
     trained: int = 0  # parameters
     drafter: int = 0
     target: int = 0
+    layers: int = 0  # of the target's
+    output: int = 0  # of its output layer
     memory: dict[str, int] = field(default_factory=dict)  # bytes at the worst moment of the worst step, by part
     flops: dict[str, float] = field(default_factory=dict)  # of a padded token, by phase
     features: tuple[Layer, ...] = ()  # what is captured of every token
     width: int = 0
+    longest: int = 0  # tokens of a text that the target takes
     dtype: torch.dtype = torch.float32  # of features
     layer_bytes: int = 0  # of the largest piece of the target that is gathered at once where it is sharded
     lent_bytes: int = 0  # of the target's embedding and output layer, which drafters borrow
@@ -180,6 +183,8 @@ def measure_sizes(found: DryRun, drafter: Drafter, target: Target, stage: Stage)
     found.drafter = sum(p.numel() for p in drafter.parameters())
     found.target = sum(p.numel() for p in theirs)
     found.features, found.width, found.dtype = drafter.stages[0].layers, target.width, target.dtype
+    found.longest, found.output = target.max_length, target.head.output.weight.numel()
+    found.layers = sum(p.numel() for p in target.layers.parameters())
     pieces = [*target.layers, target.head.embedding, target.head.output]
     found.layer_bytes = max(size_of(*piece.parameters()) for piece in pieces)
     found.lent_bytes = size_of(*target.head.embedding.parameters(), *target.head.output.parameters())

@@ -85,6 +85,7 @@ class Storage:
 class FakeTensor(Tensor):
     """A tensor without data, or with values that are followed; it says that it is on the planned device."""
 
+    stands_for_plain = True  # for one of torch's own kind, not for one of few bits
     body: Tensor  # on the device "meta", or real where values are known
     held: Storage
 

@@ -13,6 +13,7 @@ from spectrain.errors import UserError
 from spectrain.models.loading import load_tokenizer, untrained_network
 from spectrain.models.target import Target
 from spectrain.settings.build import build
+from spectrain.training.held_out import looked_at, rows_of_a_look
 from spectrain.training.trainer import Trainer
 
 from .dry_run import STEP, TARGET, DryRun, slots
@@ -93,4 +94,19 @@ def target_epochs(config: DictConfig, seen: DryRun, work: Workload) -> float:
 
 def total_flops(config: DictConfig, seen: DryRun, work: Workload) -> float:
     times = 0.0 if build(config.source).stores_features else target_epochs(config, seen, work)
-    return work.padded * (seen.flops.get(TARGET, 0.0) * times + seen.flops.get(STEP, 0.0) * work.epochs)
+    trained = work.padded * (seen.flops.get(TARGET, 0.0) * times + seen.flops.get(STEP, 0.0) * work.epochs)
+    return trained + num_looks(config, work) * look_flops(seen, work)
+
+
+def num_looks(config: DictConfig, work: Workload) -> int:
+    """How often what is held out is drafted for: with each checkpoint or as often as is asked for, and at the end."""
+    trainer = Trainer.of(config)
+    every = trainer.save_every if trainer.eval_every is None else trainer.eval_every
+    return math.ceil(work.num_steps / every) if every else 1
+
+
+def look_flops(seen: DryRun, work: Workload) -> float:
+    """Two for every weight that a row of a look is multiplied with; attention, behind texts so short, is left out, and so is
+    what a drafter does beside drafting."""
+    rows = rows_of_a_look(looked_at(work.dataset.held_out, seen.longest))
+    return 2.0 * ((rows.read + rows.verified) * seen.layers + rows.verified * seen.output + rows.drafted * seen.drafter)

@@ -1,8 +1,9 @@
 """How much of its drafts would be kept, while a drafter trains: on conversations that it does not train on."""
 
+import math
 from itertools import accumulate
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +22,25 @@ ANSWER = 32  # tokens of the target's own answer to each
 DEPTH = 4  # drafts at each of its places, or as many as the drafter makes
 
 
+def looked_at(examples: list[Example], longest: int) -> list[list[int]]:
+    """The prompts that a look asks for answers to, of a target for texts so long."""
+    return [example.prompt for example in examples if len(example.prompt) + ANSWER <= longest][:MOST]
+
+
+class Looked(NamedTuple):
+    """Rows that a look runs, at most: an answer is drafted and nothing of it kept, then drafted again and all is."""
+
+    read: int  # of prompts, whose logits nobody asks for but the last one's
+    verified: int
+    drafted: int
+
+
+def rows_of_a_look(prompts: list[list[int]]) -> Looked:
+    """Of these prompts, as `looked_at` gives them."""
+    rounds = len(prompts) * (ANSWER - 1 + math.ceil((ANSWER - 1) / (DEPTH + 1)))
+    return Looked(2 * sum(map(len, prompts)), rounds * (DEPTH + 1), rounds * DEPTH)
+
+
 def held_out_acceptance(drafter: Drafter, target: Target, examples: list[Example]) -> dict[str, Any]:
     """Over the target's own answers to the prompts of these examples, by depth, with every draft before it right: `agreement`,
     how often the most likely draft is the target's most likely token, and `acceptance`, the mean sum of min(p, q), how often
@@ -29,7 +49,7 @@ def held_out_acceptance(drafter: Drafter, target: Target, examples: list[Example
 
     Nothing learns from it, and the random numbers of the training stay as they are.
     """
-    prompts = [example.prompt for example in examples if len(example.prompt) + ANSWER <= target.max_length][:MOST]
+    prompts = looked_at(examples, target.max_length)
     with evaluating(drafter), torch.random.fork_rng():
         answers = [decode(target, [prompt], Greedy(), ANSWER, drafter, Chain(DEPTH))[0] for prompt in prompts]
         forced = run_forced(target, drafter, Chain(DEPTH), Greedy(), prompts, ANSWER, answers)

@@ -11,16 +11,16 @@ from spectrain.eval.identity import logit_gap
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import default_dtype
 from spectrain.models.plain import generate, plain_model
-from spectrain.models.prepacked import has_alike_rows
+from spectrain.models.prepacked import has_alike_rows, is_packed
 from spectrain.models.target import Target
 from spectrain.trees.chain import Chain
 from spectrain.trees.token_tree import TokenTree
 
 CONFIG = LlamaConfig(
-    vocab_size=96, hidden_size=128, intermediate_size=320, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+    vocab_size=96, hidden_size=128, intermediate_size=1088, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
     max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
-on_amx = pytest.mark.skipif(not has_alike_rows(), reason="this processor has no AMX")
+rows_are_alike = pytest.mark.skipif(not has_alike_rows(), reason="rows of bfloat16 are not alike here")
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def rounded(tiny: Target) -> Target:
     return target
 
 
-@on_amx
+@rows_are_alike
 def test_a_node_has_the_bits_of_a_token_alone(rounded: Target) -> None:
     """Logits of a tree of 40 nodes, of two sequences at once, are those of every path decoded one by one."""
     torch.manual_seed(1)
@@ -59,7 +59,7 @@ def test_a_node_has_the_bits_of_a_token_alone(rounded: Target) -> None:
                     assert torch.equal(alone.logits[row, 0], logits[row, node])
 
 
-@on_amx
+@rows_are_alike
 def test_drafted_equals_generate(rounded: Target) -> None:
     """Token by token, for a chain that copies and goes wrong often, and autoregressively."""
     prompts = [[5, 6, 7, 5, 6, 7, 5], list(range(3, 60))]
@@ -69,6 +69,17 @@ def test_drafted_equals_generate(rounded: Target) -> None:
     for drafter, builder in ((None, None), (Ngram(rounded, longest=2), Chain(4))):
         session = Session(rounded, Greedy(), drafter, builder)
         assert [made.output for made in session.decode(prompts, 40, ignore_eos=True)] == wanted
+
+
+@rows_are_alike
+def test_generate_multiplies_a_token_alone_as_one_of_several(rounded: Target) -> None:
+    """Without AMX oneDNN adds up a single row of more than 1,024 numbers in another order, of torch's linears too."""
+    with plain_model(rounded) as model, torch.inference_mode():
+        linear = model.model.layers[0].mlp.down_proj
+        rows = torch.randn(300, linear.in_features).bfloat16()
+        alone = torch.cat([linear(row[None, None])[0] for row in rows])
+        assert torch.equal(alone, torch.cat([linear(part[None])[0] for part in rows.split(20)]))
+    assert not any("forward" in vars(module) and not is_packed(module) for module in rounded.model.modules())
 
 
 def test_a_near_tie_is_as_wide_as_the_rounding(rounded: Target, shallow: Target) -> None:

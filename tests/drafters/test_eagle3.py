@@ -1,5 +1,6 @@
 """EAGLE-3: what is trained is what is decoded, and losses do not depend on batching."""
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import decode
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
+from spectrain.drafters.shared import lean_eagle
 from spectrain.drafters.shared.layers import NormedAttention, rotated
 from spectrain.drafters.shared.state_rollout import StateRollout
 from spectrain.drafters.shared.vocabulary import Supervision
@@ -22,6 +24,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.prepacked import pack_linears
 from spectrain.models.target import Target
 from spectrain.trees import Chain
 from tests.decoding.rounds import Keeping
@@ -276,3 +279,30 @@ def test_gradient_flows_through_the_unroll(tiny: Target) -> None:
         deeper.loss(batch_of(dataset, [0], tiny, deeper), tiny, TrainingState()).total, deeper.fc.weight
     )[0]
     assert not torch.allclose(first, weighted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_calls_give_what_the_modules_give(tiny: Target, dtype: torch.dtype) -> None:
+    """States and log q of a prompt, of what was accepted behind it, and of a level of a tree, to the rounding of the type."""
+    torch.manual_seed(0)
+    modules = Eagle3(tiny, vocab_size=256).to(dtype).eval()
+    lean = copy.deepcopy(modules)
+    pack_linears(lean)
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-2
+    level = torch.tensor([[[True, False, True, False], [True, False, False, True]]])
+    found = []
+    with torch.inference_mode():
+        for drafter in (modules, lean):
+            source = torch.Generator().manual_seed(1)
+            cache = TreeCache(1, 1, 64, "cpu")
+            states = []
+            for count, visible in ((20, None), (3, None), (2, None), (2, level)):
+                tokens = torch.randint(3, 256, (1, count), generator=source)
+                hidden = torch.randn(1, count, tiny.width, generator=source).to(dtype)
+                states.append(drafter.run(tokens, hidden, cache.slots(count), cache, visible))
+                if count > 2:
+                    cache.commit(None, torch.tensor([count]))
+            found.append([*states, drafter.log_q(states[-1])])
+        assert lean_eagle.is_lean(lean) and not lean_eagle.is_lean(modules)
+    for one, other in zip(*found):
+        torch.testing.assert_close(one.float(), other.float(), atol=tolerance * 4, rtol=tolerance)

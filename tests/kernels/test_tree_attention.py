@@ -59,6 +59,8 @@ def agree(inputs: Inputs, window: int | None = None, softcap: float | None = Non
     assert expected.isfinite().all()
     actual = tree_attention_reference(*inputs, scale=0.3, window=window, softcap=softcap)
     torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+    wide = tree_attention_reference(*(part.double() for part in inputs[:3]), inputs[3], 0.3, window, softcap)
+    torch.testing.assert_close(wide, expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.sweep(8)

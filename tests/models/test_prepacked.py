@@ -16,8 +16,11 @@ from spectrain.models import prepacked
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.loading import load_tiny
 from spectrain.models.prepacked import (
+    FeatureLinear,
+    as_integers,
     has_alike_rows,
     has_bfloat16,
+    has_integers,
     is_packed,
     pack_linears,
     packable,
@@ -243,6 +246,25 @@ def test_bfloat16_is_packed_where_the_processor_multiplies_it() -> None:
     torch.testing.assert_close(found.double(), plain(linear, input).double(), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.skipif(not has_integers(), reason="this processor does not multiply integers of 8 bits")
+def test_integers_are_weights_to_half_a_step() -> None:
+    """A product of integers is that of the rounded weights and inputs; what reads features is rounded to no integers."""
+    weight, input = torch.randn(40, 64), torch.randn(5, 64)
+    steps = weight.abs().amax(1, keepdim=True) / 127
+    wide, low = input.max() - input.min(), input.min()
+    inputs = low.div(wide / 255).round().neg().clamp(0, 255)
+    rounded = ((input / (wide / 255)).round() + inputs).clamp(0, 255).sub(inputs) * (wide / 255)
+    product = torch.ops.quantized.linear_dynamic(input, as_integers(weight))
+    torch.testing.assert_close(product, rounded @ ((weight / steps).round() * steps).T, atol=0.05, rtol=1e-3)
+    for kind, exact in ((nn.Linear, False), (FeatureLinear, True)):
+        linear = kind(600, 500)
+        pack_linears(linear, rounded=True)
+        input = torch.randn(3, 600)
+        with torch.no_grad():
+            found, again = linear(input), copy.deepcopy(linear)(input)
+        assert torch.equal(found, again) and (linear.forward.weights.integers is None) is exact
+
+
 @pytest.mark.skipif(not has_bfloat16(), reason="this processor does not multiply bfloat16")
 def test_large_weights_of_a_drafter_are_rounded() -> None:
     """Within bfloat16's rounding, bias included; small ones, gradients and what was packed before are exact."""
@@ -294,7 +316,7 @@ def test_under_autocast_products_are_in_its_type() -> None:
         torch.testing.assert_close(one, other, atol=0.1, rtol=2e-2)
 
 
-@pytest.mark.skipif(not has_alike_rows(), reason="this processor has no AMX")
+@pytest.mark.skipif(not has_alike_rows(), reason="rows of bfloat16 are not alike here")
 def test_a_row_has_the_same_bits_whatever_stands_beside_it() -> None:
     """One to forty rows, of weights as wide as a layer's of a small and of a large model."""
     for width in (96, 576, 4864):

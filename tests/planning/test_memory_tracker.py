@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from spectrain.models.prepacked import pack_linears
 from spectrain.planning.dry_run import autocasting
 from spectrain.planning.memory_tracker import FORMULAS, MemoryTracker
 
@@ -106,3 +107,13 @@ def test_shared_storages_count_once() -> None:
         assert weight.dtype == torch.float64 and weight.shape == (100, 10)
         del views
     assert held == 4000 and sum(tracker.peak().values()) == 12000
+
+
+def test_packed_copies_of_weights_are_held() -> None:
+    """Linears of fake weights are packed as real ones are."""
+    with MemoryTracker(CPU) as tracker:
+        linear = nn.Linear(600, 500, bias=False)
+        pack_linears(linear)
+        with torch.no_grad():
+            linear(torch.zeros(2, 600))
+    assert tracker.peak()["packed copies of weights"] == 4 * 600 * 500

@@ -18,15 +18,20 @@ from spectrain.bench.online import TOY, online_row, peak
 from spectrain.cli.doctor import targets
 from spectrain.cli.main import dispatch
 from spectrain.cli.overrides import allow_new_keys, config_groups
+from spectrain.data.chat import Example
 from spectrain.data.dataset import Dataset
+from spectrain.drafters.eagle3 import Eagle3
 from spectrain.features.live import Live
-from spectrain.planning.dry_run import size_of
+from spectrain.models.target import Target
+from spectrain.planning.dry_run import DryRun, measure_sizes, size_of
 from spectrain.planning.memory_tracker import FORMULAS
 from spectrain.planning.plan import Plan, plan
+from spectrain.planning.workload import Workload, look_flops
 from spectrain.runs.fresh import fresh_drafter
 from spectrain.settings.build import build, register_resolvers
 from spectrain.settings.check import check_config
 from spectrain.settings.keys import TRAIN_KEYS
+from spectrain.training.held_out import held_out_acceptance
 from spectrain.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +103,22 @@ def test_memory_and_flops_of_a_run(words: str, little: tuple[str, str], tmp_path
     """The allocator's peak and the FLOPs of every product that ran."""
     memory, flops = compare(tmp_path, *words.split(), *little, "trainer.max_steps=2", *SHORT)
     assert memory == WITHIN and flops == WITHIN
+
+
+def test_flops_of_a_look_at_what_is_held_out(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What drafting for two prompts takes, but for attention, where answers are whole and hardly a draft is kept."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(Target, "stop_ids", frozenset())
+    drafter = Eagle3(shallow, vocab_size=64).eval()
+    texts = [torch.randint(3, 2000, (length,)).tolist() for length in (20, 31)]
+    held_out = [Example(text, [False] * (len(text) - 1) + [True]) for text in texts]
+    seen = DryRun()
+    measure_sizes(seen, drafter, shallow, drafter.stages[0])
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
+        looked = held_out_acceptance(drafter, shallow, held_out)
+    assert looked["acceptance_length"] < 1.1
+    work = Workload(Dataset([], 0, 0, 0, held_out=held_out), [], 1, 1.0, 1.0, 1.0, True, 1)
+    assert look_flops(seen, work) / counter.get_total_flops() == WITHIN
 
 
 @pytest.mark.slow

@@ -17,9 +17,11 @@ from transformers import LlamaConfig
 from spectrain.errors import UserError
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.prepacked import FeatureLinear
 
 from ..abilities import Capture
 from ..base import Stage
+from . import lean_eagle
 from .layers import Attention, Mlp, NormedAttention, llama_config, rotary, start_as_target
 from .output_layer import narrowed, output_layer, start_output_layer
 from .vocabulary import VocabularyDrafter
@@ -112,7 +114,7 @@ class EagleDrafter(VocabularyDrafter):
         self.input_norm = norm(len(self.fused) * width) if asked["norm_before_fc"] else None
         self.fc_norm = nn.ModuleList(norm() for _ in self.fused) if asked["fc_norm"] else None
         self.embed_tokens = nn.Embedding(rows, width) if said.own_embedding else None
-        self.fc = nn.Linear(len(self.fused) * width, width, bias=False)
+        self.fc = FeatureLinear(len(self.fused) * width, width, bias=False)
         self.input_layernorm, self.hidden_norm = norm(), norm()
         self.self_attn = attention(config, 2 * width, said.window)
         self.post_attention_layernorm, self.mlp, self.norm = norm(), Mlp(config), norm()
@@ -190,6 +192,8 @@ class EagleDrafter(VocabularyDrafter):
 
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, cache: TreeCache, visible: Tensor | None) -> Tensor:
         """The output state [B, F, D] of new nodes, appended to the cache behind what it holds."""
+        if lean_eagle.is_lean(self):
+            return lean_eagle.run(self, tokens, hidden, positions, cache, visible)
         rope = self.rotary(self.fc.weight.detach(), positions)
         if self.window is not None:
             cache.place(positions)
@@ -203,4 +207,6 @@ class EagleDrafter(VocabularyDrafter):
 
     def log_q(self, hidden: Tensor) -> Tensor:
         """[B, F, D] -> [B, F, V]"""
+        if lean_eagle.is_lean(self):
+            return lean_eagle.log_q(self, hidden)
         return self.lm_head(self.read_by_head(hidden)).float().log_softmax(-1)
