@@ -114,8 +114,7 @@ class Drafter(nn.Module, ABC):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Training losses of a batch, which holds the features that the stage names. Training-free families have none."""
-        name = type(self).__name__.lower()
-        raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
+        raise UserError(f"{type(self).__name__}: it has nothing to train; score it with spectrain eval")
 
     @abstractmethod
     def draft(self, context: Context) -> Draft:

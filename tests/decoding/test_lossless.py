@@ -929,6 +929,13 @@ def test_bad_settings_are_refused(rule: type[SamplingRule], key: str, value: flo
         rule(**{key: value})
 
 
+@pytest.mark.parametrize("sharpness", [0, 21])
+def test_weights_that_tell_nothing_apart_are_refused(sharpness: int) -> None:
+    """A sharpness beyond the largest power of a weight would make all drafts alike, which asks for the opposite of that."""
+    with pytest.raises(UserError, match=rf"^acceptance\.sharpness={sharpness}: use 1 to 20"):
+        ImportanceSampling(sharpness=sharpness)
+
+
 @pytest.mark.parametrize("key", ["epsilon", "delta"])
 @pytest.mark.parametrize("value", [0.0, -0.1, 1.01, math.nan])
 def test_typical_refuses_bad_thresholds(key: str, value: float) -> None:

@@ -199,8 +199,9 @@ def test_what_is_no_judge_is_refused(target: Target, tmp_path: Path) -> None:
             Judge(given)
     with pytest.raises(UserError, match=r"^acceptance\.threshold=1\.1: it is a probability"):
         Judge(other, 1.1)
-    for key, value in (("window", 0), ("places", 0), ("alternatives", 0), ("wrong_weight", 0.0)):
-        with pytest.raises(UserError, match=rf"^drafter\.{key}={value}: use "):
+    for key, value in (("window", 0), ("places", 0), ("alternatives", 0), ("wrong_weight", 0.0),
+                       ("alternatives", target.head.vocab_size)):  # fmt: skip
+        with pytest.raises(UserError, match=rf"^drafter\.{key}={value}: .*use "):
             DraftJudge(target, **{key: value})
 
 
