@@ -19,7 +19,7 @@ from spectrain.decoding.session import Session
 from spectrain.eval.oracle import rounded
 from spectrain.eval.parts import Part, Results
 from spectrain.trees import TreeBuilder
-from spectrain.trees.base import Round, WrappedBuilder
+from spectrain.trees.base import LEAST, Round, WrappedBuilder
 from spectrain.trees.token_tree import TokenTree
 
 BEST = "best"
@@ -37,6 +37,7 @@ class NodeRecorder(WrappedBuilder):
             self.rules = [one(*rule.shaping) for one in BY_NODE if builder.children in one.children]
         self.rule = rule
         self.rounds: list[Kept] = []
+        self.kind = builder.children  # how the children of its trees are chosen: copies are, whatever the builder is asked
 
     def observe(self, round: Round) -> None:
         self.builder.observe(round)
@@ -47,8 +48,10 @@ class NodeRecorder(WrappedBuilder):
             children = tree.tokens[0][real & (tree.parents[0] == node)].tolist()
             if not children:
                 break
+            self.kind = tree.children
             siblings = siblings_of(tree, node, children, self.rule.distribution(round.logits[0, node]).cpu())
-            kept = {rule.name: float(sum(rule.chances(siblings))) for rule in self.rules}
+            judges = (rule for rule in self.rules if tree.children in rule.children)
+            kept = {rule.name: float(sum(rule.chances(siblings))) for rule in judges}
             found.append({**kept, BEST: best_kept(siblings, tree.children)})
         self.rounds.append(found)
 
@@ -60,7 +63,7 @@ def siblings_of(tree: TokenTree, node: int, tokens: list[int], p: Tensor) -> Sib
     assert tree.q is not None, "a tree with drawn children says what they were drawn from"
     drawn = tree.q[0, node].double().cpu()
     ids = torch.arange(len(drawn)) if tree.draft_ids is None else tree.draft_ids.cpu()
-    q = torch.zeros_like(p).scatter(0, ids, drawn / drawn.sum())
+    q = torch.zeros_like(p).scatter(0, ids, drawn / drawn.sum().clamp(min=LEAST))  # of nothing left, nothing
     return Siblings(tokens, p, q, tree.children == "without_replacement")
 
 
@@ -75,10 +78,12 @@ class Optimum(Part):
         that the rule in use kept, its last round left out where the limit cut it."""
         target, system = results.candidate.target, results.systems[0]
         places: list[list[dict[str, float]]] = []
+        children = system.builder.children
         for row, turn in enumerate(results.turns["drafter"], 1):
             recorder = NodeRecorder(system.builder, system.rule)
             session = Session(target, system.rule, system.drafter, recorder, pruning=system.pruning)
             (generation,) = session.decode([turn.drafted.prompt], self.max_new_tokens, [row])
+            children = recorder.kind
             for kept in recorder.rounds[: len(generation.whole_rounds)]:
                 places += [[] for _ in kept[len(places) :]]
                 for depth, found in enumerate(kept):
@@ -90,7 +95,7 @@ class Optimum(Part):
         best = kept_by_depth.pop(BEST, [])
         return {
             "optimum": {
-                "children": system.builder.children,
+                "children": children,
                 "places": [len(level) for level in places],
                 "best_by_depth": rounded(best),
                 "kept_by_depth": {name: rounded(rates) for name, rates in kept_by_depth.items()},

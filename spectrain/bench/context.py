@@ -50,9 +50,9 @@ class ContextBench:
     out: str = "eval/results/context.json"  # the plot has the same name, as .svg
 
     def __post_init__(self) -> None:
-        for key in ("prompts", "new_tokens", "depth", "budget"):
-            if getattr(self, key) < 1:
-                raise UserError(f"bench.{key}={getattr(self, key)}: use 1 or more")
+        for key, least in (("prompts", 1), ("new_tokens", 2), ("depth", 1), ("budget", 1)):  # the first token takes no round
+            if getattr(self, key) < least:
+                raise UserError(f"bench.{key}={getattr(self, key)}: use {least} or more")
         if not self.lengths or min(self.lengths) < 2:
             raise UserError(f"bench.lengths={list(self.lengths)}: name lengths of 2 or more tokens")
 

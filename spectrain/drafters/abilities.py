@@ -64,7 +64,8 @@ class Abilities:
     adapts_layers: bool = False  # it changes what single layers of the target compute, so no compilation serves them all
     copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and nothing is drawn
     follows_at_once: bool = False  # its rollout runs a path of given tokens in one step, so that it can be drafted for
-    plain: bool = True  # it hands over a rollout or continuations and nothing else, and runs nothing of the target
+    plain: bool = True  # it hands over a rollout or continuations and nothing else, runs nothing of the target and leaves
+    # verification to it, so that another drafter can hold it
     undrawn: bool = False  # its trees hold copies, which no q was asked for: what weighs p against q is refused
     prefill: Callable[[Any, Context, Tensor, Tensor], Features] | None = None  # (drafter, context, prompts [B, T], their
     # lengths): it runs them itself, with something of its own behind them, and gives what `Context.prefill` does

@@ -19,6 +19,7 @@ from spectrain.errors import UserError
 from spectrain.features.batch import Batch
 from spectrain.models.features import Features, Layer
 from spectrain.models.target import Target
+from spectrain.settings.choices import choice_of
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import Accepted, TokenTree
 
@@ -114,7 +115,7 @@ class Drafter(nn.Module, ABC):
 
     def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
         """Training losses of a batch, which holds the features that the stage names. Training-free families have none."""
-        name = type(self).__name__.lower()
+        name = choice_of("drafter", f"{type(self).__module__}.{type(self).__name__}") or type(self).__name__
         raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
 
     @abstractmethod

@@ -55,7 +55,7 @@ class Cascade(TrainedInside):
         inner: str | dict[str, Any] = "causal",  # a run folder or drafter directory, or a choice, alone or with settings
         helper: str | dict[str, Any] = "ngram",  # the same
         ahead: int = 4,  # tokens that the helper guesses for a forward of inner; 0: none, and inner may be of any family
-        handover: int | None = None,  # the depth to which inner drafts; null: all of it
+        handover: int | None = None,  # the depth to which inner drafts, or less where it cannot; null: all of it
         qualify: float = 1.0,  # share of inner's largest probability that lets a guess pass; 1: its own choice alone
     ) -> None:
         super().__init__()
@@ -156,9 +156,12 @@ class CascadeRollout(Rollout):
     def __init__(self, cascade: Cascade, inner: Rollout, helper: Rollout, context: Context) -> None:
         self.cascade, self.inner, self.helper = cascade, Numbered(inner), Numbered(helper)
         self.vocab_size, self.depth = context.target.head.vocab_size, torch.zeros_like(context.root)[:, None]  # [B, nodes]
-        self.reach = min(context.builder.depth, cascade.handover or context.builder.depth)  # of what inner is asked after
+        self.handover = cascade.handover  # the depth to which inner drafts, which is no more than it can
+        if self.handover is not None and inner.depth_limit is not None:
+            self.handover = min(self.handover, inner.depth_limit)
+        self.reach = min(context.builder.depth, self.handover or context.builder.depth)  # of what inner is asked after
         self.ready: list[Ahead] = []  # guesses below the newest node
-        both = cascade.handover is not None
+        both = self.handover is not None
         self.draft_ids, self.depth_limit = (None, helper.depth_limit) if both else (inner.draft_ids, inner.depth_limit)
 
     def start(self) -> Tensor:
@@ -178,7 +181,7 @@ class CascadeRollout(Rollout):
         if tokens.shape[1] == 1 and guesses > 0:
             return self._told(self._run_ahead(tokens, parents, guesses), self.inner)
         theirs = self._told(self.helper.extend(tokens, parents), self.helper)
-        deep = depth >= (self.cascade.handover or LARGEST)
+        deep = depth >= (self.handover or LARGEST)
         if bool(deep.all()):
             self.inner.note(0, tokens.shape[1])
             self.survival, self.closed = self.helper.rollout.survival, self.helper.rollout.closed
@@ -188,7 +191,7 @@ class CascadeRollout(Rollout):
         mine, yours = self.inner.rollout.closed, self.helper.rollout.closed
         nothing = torch.zeros_like(deep)
         self.closed = torch.where(deep, nothing if yours is None else yours, nothing if mine is None else mine)
-        return torch.where(deep[..., None], theirs, self._told(said, self.inner)) if self.cascade.handover else said
+        return torch.where(deep[..., None], theirs, self._told(said, self.inner)) if self.handover else said
 
     def _take(self, guess: Ahead) -> Tensor:
         """What inner said of a guess that the builder has now given."""
@@ -236,7 +239,7 @@ class CascadeRollout(Rollout):
     def _told(self, said: Tensor, source: Numbered) -> Tensor:
         """Log q [B, F, V] of a drafter; over the target's ids where both speak."""
         ids = source.rollout.draft_ids
-        if self.cascade.handover is None or (ids is None and said.shape[-1] == self.vocab_size):
+        if self.handover is None or (ids is None and said.shape[-1] == self.vocab_size):
             return said
         ids = torch.arange(said.shape[-1], device=said.device) if ids is None else ids
         return said.new_full((*said.shape[:-1], self.vocab_size), float("-inf")).index_copy(-1, ids, said)

@@ -77,7 +77,9 @@ class Chosen(Drafter):
         self.descriptions = [description for _, description in made]
         self.by, self.score_every, self.layers = by, score_every, layers_of(drafters)
         stores = [one for one in drafters if one.abilities.datastore(one) is not None]
-        self.abilities = Abilities(datastore=lambda drafter: stores[0].abilities.datastore(stores[0]) if stores else None)
+        self.abilities = Abilities(
+            plain=False, datastore=lambda drafter: stores[0].abilities.datastore(stores[0]) if stores else None
+        )
         self.arms = [Arm(1 - 1 / memory, TIMED) for _ in drafters]
         self.hedge = Hedge(len(drafters), memory)
         self.source = np.random.default_rng(seed)

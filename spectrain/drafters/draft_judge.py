@@ -59,6 +59,8 @@ class DraftJudge(Drafter):
         for key, value in (("window", window), ("places", places), ("alternatives", alternatives)):
             if value < 1:
                 raise UserError(f"drafter.{key}={value}: use 1 or more")
+        if alternatives >= target.head.vocab_size:
+            raise UserError(f"drafter.alternatives={alternatives}: the target has {target.head.vocab_size} tokens; use fewer")
         if not wrong_weight > 0:
             raise UserError(f"drafter.wrong_weight={wrong_weight}: use more than 0")
         self.window, self.places, self.alternatives, self.seed = window, places, alternatives, seed

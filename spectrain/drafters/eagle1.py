@@ -73,6 +73,8 @@ class Eagle1(VocabularyDrafter):
         seed: Seed = 0,  # of the noise
     ) -> None:
         super().__init__()
+        if not regression_weight and not token_weight and not top_k_weight:
+            raise UserError(f"drafter.token_weight={token_weight}: every term of the loss weighs 0; give one of them a weight")
         if top_k_weight and loss == "cross_entropy":
             raise UserError("drafter.top_k_weight: a cross-entropy asks the target nothing; use drafter.loss=forward_kl")
         config = llama_config(target, check_architecture(architecture or {}, ()))

@@ -50,7 +50,7 @@ class Jacobi(Drafter):
     self_distillation, KL(original || trained). The output is the trained target's.
     """
 
-    abilities = Abilities(copies_text=True)
+    abilities = Abilities(copies_text=True, plain=False)
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from spectrain.models.traffic import Reads, key_bytes, weight_bytes
 from spectrain.trees.base import Draft, Rollout
 from spectrain.trees.token_tree import Accepted, TokenTree
 
-from .abilities import DraftingCost
+from .abilities import Abilities, DraftingCost
 from .base import Drafter
 from .context import Context
 from .shared.copies import GrowingTexts
@@ -53,6 +53,7 @@ class SelfDraft(Drafter):
     model). They change no draft, only how often the target runs.
     """
 
+    abilities = Abilities(plain=False)
     cost = DraftingCost(
         extra_nodes=lambda drafter, builder: drafter.guesses * (1 + builder.drafted),
         weights=lambda drafter, target: drafter.drafting_weights(target),

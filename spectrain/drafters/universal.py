@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from spectrain.errors import UserError
-from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.trees.base import Draft, TreeBuilder
@@ -27,7 +26,7 @@ from spectrain.trees.token_tree import Accepted, TokenTree
 from spectrain.trees.trie import Trie
 
 from .abilities import Abilities, SavedFiles
-from .base import Drafter, Losses, Stage, TrainingState
+from .base import Drafter
 from .context import Context
 from .shared.small_models import ModelRollout, foreign_model
 from .shared.spelling import Retokenised, Spelling, shared_specials, shared_tokens, whole_characters
@@ -48,6 +47,9 @@ class Universal(Drafter):
     match=timewarp: the same texts; the chances of the drafted tokens are carried over to the target's by warping one encoding
     onto the other, so builders that weigh chances know how sure each is. What is carried over is not what the target's tokens
     were drawn from (several texts begin with the same token), so no rule may weigh p against it: greedy or match only.
+
+    Nothing of it is trained. A small model of the target's own vocabulary that recipe=gkd trained serves another target once
+    spectrain export format=hf has written it: give that directory as `model`.
     """
 
     saved = SavedFiles(settings=lambda drafter: {"model": drafter.name})
@@ -94,17 +96,6 @@ class Universal(Drafter):
         translated[theirs] = mine
         for name, ids in (("shared_theirs", theirs), ("shared_mine", mine), ("translated", translated)):
             self.register_buffer(name, ids, persistent=False)
-
-    @property
-    def stages(self) -> Sequence[Stage]:
-        """None: the model stays as it is."""
-        return [Stage([], ())]
-
-    def loss(self, batch: Batch, target: Target, state: TrainingState) -> Losses:
-        raise UserError(
-            f"drafter=universal: it drafts with {self.name} as it is; train such a model with recipe=gkd for a target of its "
-            "own vocabulary, write it with spectrain export format=hf, and give that directory as drafter.model"
-        )
 
     # Decoding
 

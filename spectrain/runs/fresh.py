@@ -35,10 +35,20 @@ def fresh_drafter(config: DictConfig, target: Target, dataset: Dataset) -> Draft
             f"target.sharding={target.sharding}: this family changes what the target's layers compute, so each process needs "
             "them whole; leave it out, or use trainer.sharding=zero3 where the target trains"
         )
+    if not learns(drafter):
+        name = choice("drafter", config.drafter)
+        raise UserError(f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}")
     drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
     if config.drafter.get("init"):
         load_weights(drafter, initial_directory(config), target)
     return drafter
+
+
+def learns(drafter: Drafter) -> bool:
+    """Whether a training would change anything: the drafter's parameters, or the target's."""
+    return bool(drafter.abilities.target_training) or any(
+        parameter.requires_grad for stage in drafter.stages for group in stage.groups for parameter in group["params"]
+    )
 
 
 def initial_directory(config: DictConfig) -> Path:

@@ -233,6 +233,9 @@ class Job:
         values = [tally.loss, tally.tokens, own, tally.target_seconds, *(tally.terms[name] for name in names), *tally.hits]
         loss, tokens, busy, target_busy, *rest = shared.sums(*values, *tally.counts)
         hits, counts = rest[len(names) : len(names) + depths], rest[len(names) + depths :]
+        if tally.steps and counts and not any(counts) and shared.is_main:
+            print(f"spectrain: training: nothing was judged up to step {self.step}: the answers are shorter than what the "
+                  "drafter is trained on; use longer ones, or let it look less far ahead", file=sys.stderr)  # fmt: skip
         steps, seconds = max(1, tally.steps), max(tally.seconds, 1e-9)
         terms = {name: value / steps for name, value in zip(names, rest)}
         self.tokens += int(tokens)

@@ -253,7 +253,7 @@ class TreeBuilder(ABC):
             if not value >= lowest:
                 raise UserError(f"tree.{key}={value}: use {lowest} or more")
             if value > LARGEST:
-                raise UserError(f"tree.{key}={value}: use {LARGEST} or less; few drafts so far down are ever kept")
+                raise UserError(f"tree.{key}={value}: use {LARGEST} or less")
         if not self.temperature > 0:
             raise UserError(f"tree.temperature={self.temperature}: use more than 0, or tree.children=deterministic")
 

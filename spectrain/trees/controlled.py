@@ -122,7 +122,8 @@ class Policy(Controlled):
 
     Chains that were drafted to their full depth say what every decision would have earned, so the advantage of going on is
     fitted backwards from the last token, by ridge regression on the state, as fitted Q iteration does from a batch of
-    episodes. Such chains are all of the rehearsal's first `trials` rows, and every `explore`-th round afterwards.
+    episodes. Such chains are all of the rehearsal's first `trials` rows, or `memory` where that is less, and every
+    `explore`-th round afterwards.
     """
 
     name = "policy"
@@ -184,7 +185,7 @@ class Policy(Controlled):
             return
         self.episodes.append(Episode(np.stack([seen[row] for seen in self.seen]), kept))
         self.since += 1
-        if len(self.episodes) >= self.trials and (not self.drawing or self.since >= self.refit):
+        if len(self.episodes) >= min(self.trials, self.memory) and (not self.drawing or self.since >= self.refit):
             self.fit()
 
     def fit(self) -> None:

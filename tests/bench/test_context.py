@@ -52,5 +52,7 @@ def test_what_an_answer_reads_is_told(shallow: Target) -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(UserError, match="bench.prompts=0: use 1 or more"):
         ContextBench(prompts=0)
+    with pytest.raises(UserError, match="bench.new_tokens=1: use 2 or more"):  # of which one belongs to a round
+        ContextBench(new_tokens=1)
     with pytest.raises(UserError, match="name lengths of 2 or more"):
         ContextBench(lengths=())

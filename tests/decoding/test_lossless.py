@@ -28,6 +28,7 @@ from spectrain.decoding.acceptance import (
     Interleaved,
     KSeq,
     Match,
+    OpenSampling,
     Recursive,
     SamplingRule,
     Siblings,
@@ -42,6 +43,8 @@ from spectrain.decoding.acceptance import (
     weighing,
 )
 from spectrain.errors import UserError
+from spectrain.settings.build import constructor
+from spectrain.settings.choices import constructors
 from spectrain.trees.token_tree import Accepted, Children, TokenTree
 from tests.decoding.walking import walk
 
@@ -352,6 +355,26 @@ def trials(kind: str, shape: Shape) -> Iterator[tuple[Model, Model, int]]:
 
 
 # What is lossless
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", constructors("acceptance"))
+def test_every_choice_that_is_called_lossless_is(name: str, kind: str) -> None:
+    """Whatever conf/acceptance names, a new rule by itself, with each kind of children that it takes: of a path, or of a pair
+    with one child each. Those that fix the target's tokens beforehand are proven below by their names, for want of coins."""
+    made: Any = constructor({"_target_": constructors("acceptance")[name]})
+    assert made.name == name
+    if not made.lossless:
+        return
+    if made.fixes_choice:
+        assert made in (Greedy, Match, OpenSampling), f"{name}: prove it, as sample-and-match is"
+        return
+    shape = SHAPES["1-1" if made.chains_only else "2-1"]
+    for children in made.children:
+        draft = {"top_and_sampled": top_and_one, "deterministic": likeliest}.get(children, partial(drawn, children=children))
+        for p, q, length in itertools.islice(trials(kind, shape), 4):
+            joint = emitted(made(), draft(shape), p, q, children == "without_replacement", length)
+            assert joint == target_joint(p, length), children
 
 
 @pytest.mark.sweep(8)
@@ -927,6 +950,13 @@ def test_bad_settings_are_refused(rule: type[SamplingRule], key: str, value: flo
     """A setting that means nothing is refused under its own name, with what to use."""
     with pytest.raises(UserError, match=rf"^acceptance\.{key}={value}: use "):
         rule(**{key: value})
+
+
+@pytest.mark.parametrize("sharpness", [0, 21])
+def test_weights_that_tell_nothing_apart_are_refused(sharpness: int) -> None:
+    """A sharpness beyond the largest power of a weight would make all drafts alike, which asks for the opposite of that."""
+    with pytest.raises(UserError, match=rf"^acceptance\.sharpness={sharpness}: use 1 to 20"):
+        ImportanceSampling(sharpness=sharpness)
 
 
 @pytest.mark.parametrize("key", ["epsilon", "delta"])

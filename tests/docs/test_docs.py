@@ -161,6 +161,14 @@ def site() -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.parametrize("group", ["tree", "acceptance"])
+def test_every_tree_and_rule_is_told_of(group: str) -> None:
+    """The first column of a table of their page names each."""
+    columns = [line.split("|")[1] for line in (ROOT / "docs" / "trees.md").read_text().splitlines() if line.startswith("| `")]
+    told = {name for column in columns for name in re.findall(r"`([a-z0-9_]+)`", column)}
+    assert {path.stem for path in (ROOT / "conf" / group).glob("*.yaml")} <= told
+
+
 def test_every_page_is_in_the_site() -> None:
     """The navigation lists them all, once, and the first page links to each."""
     listed = [name for entry in site()["nav"] for name in entry.values()]

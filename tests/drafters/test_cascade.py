@@ -26,7 +26,7 @@ HELPERS: dict[str, Any] = {
     "store": "retrieval",
     "one alike": INNER,
     "small model": {"choice": "causal", "architecture": SMALL},
-    "features": {"choice": "medusa", "num_heads": 3, "vocab_size": 512},
+    "features": {"choice": "medusa", "num_heads": 4, "vocab_size": 512},
     "cascade": {"choice": "cascade", "inner": {"choice": "causal", "num_layers": 1}, "helper": "ngram", "ahead": 2},
 }
 
@@ -116,6 +116,16 @@ def test_deeper_than_the_handover_the_helper_speaks(shallow: Target, prompts: li
     assert not torch.allclose(both[2].exp(), mine[2].exp())
 
 
+def test_the_helper_takes_over_where_inner_ends(shallow: Target, prompts: list[list[int]]) -> None:
+    """Two heads draft two tokens: with a later handover the chain is that of a handover at their end."""
+    heads = {"choice": "medusa", "num_heads": 2, "vocab_size": 512}
+    drafters = [made(shallow, inner=heads, helper=INNER, ahead=0, handover=depth) for depth in (2, 4)]
+    drafters[1].load_state_dict(drafters[0].state_dict())
+    builder = Chain(5)
+    found = [proposed(drafter, begun(shallow, prompts[:1], drafter, builder), builder) for drafter in drafters]
+    assert found[0].tokens.shape == (1, 6) and torch.equal(found[0].tokens, found[1].tokens)
+
+
 @pytest.mark.parametrize("rule", [Greedy(), Match(seed=3)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize(
     "settings", [{"handover": 2}, {"qualify": 0.01}, {"handover": 1, "ahead": 0, "inner": "medusa"}], ids=str
@@ -156,8 +166,11 @@ def test_the_qualifier_lets_good_guesses_pass(shallow: Target, prompts: list[lis
         ({"ahead": -1}, "drafter.ahead=-1: use 0 or more"),
         ({"handover": 0}, "drafter.handover=0: use 1 or more"),
         ({"qualify": 0.0}, "drafter.qualify=0.0: use more than 0"),
-        ({"helper": "early_exit"}, "drafter.helper=early_exit: it runs parts of the target"),
-        ({"helper": {"choice": "hybrid", "inner": EAGLE3}}, "drafter.helper=hybrid: it runs parts of the target or adds nodes"),
+        ({"helper": "early_exit"}, "drafter.helper=early_exit: it runs the target"),
+        ({"helper": {"choice": "hybrid", "inner": EAGLE3}}, "drafter.helper=hybrid: it runs the target, .* or adds nodes"),
+        ({"ahead": 0, "handover": 2, "inner": "self"}, "drafter.inner=self: it runs the target"),
+        ({"ahead": 0, "handover": 2, "inner": "jacobi"}, "drafter.inner=jacobi: it runs the target"),
+        ({"ahead": 0, "handover": 2, "inner": "chosen"}, "drafter.inner=chosen: it runs the target"),
     ],
 )
 def test_cascades_refuse(shallow: Target, settings: dict[str, Any], said: str) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.chosen import PATIENCE, TRIALS, Chosen
 from spectrain.drafters.context import Context
+from spectrain.drafters.shared.arms import Arm
 from spectrain.drafters.shared.voting import Voting
 from spectrain.errors import UserError
 from spectrain.models.target import Target
@@ -212,6 +214,16 @@ def test_votes_are_counted(shallow: Target, prompts: list[list[int]]) -> None:
     assert silent.closed is not None and silent.closed.all()
 
 
+def test_nothing_is_promised_deeper_than_a_drafter_drafts() -> None:
+    """Heads that are always right promise as many tokens as there are heads, however deep the tree is."""
+    arm = Arm(0.9, 3)
+    arm.limit, arm.right, arm.wrong = 2, np.full(2, 1e9), np.zeros(2)
+    assert arm.rates(5).round(3).tolist() == [1, 1, 0, 0, 0]
+    assert arm.drawn(np.random.default_rng(0), 5).round(3).tolist() == [1, 1, 0, 0, 0]
+    arm.limit = None
+    assert (arm.rates(5) > 0).all()
+
+
 def test_drawn_drafts_of_the_chosen_can_be_weighed(shallow: Target, prompts: list[list[int]]) -> None:
     """A drawn chain of whichever drafter has the q that it was drawn from, copies too: rules that weigh p against q take it."""
     drafter = made(shallow, ["ngram", *EVERY[1:3]])
@@ -237,7 +249,8 @@ def test_each_is_taken_by_its_directory(shallow: Target, tmp_path: Path) -> None
     "settings, said",
     [
         ({"inner": ["ngram"]}, "drafter.inner: name two drafters or more"),
-        ({"inner": ["ngram", "lookahead"]}, "drafter.inner=lookahead: it runs parts of the target"),
+        ({"inner": ["ngram", "lookahead"]}, "drafter.inner=lookahead: it runs the target"),
+        ({"inner": ["ngram", "self"]}, "drafter.inner=self: it runs the target"),
         ({"score_every": 0}, "drafter.score_every=0: use 1 or more"),
         ({"memory": 0}, "drafter.memory=0: use 1 or more"),
     ],

@@ -19,6 +19,7 @@ from spectrain.features.base import BatchRequest
 from spectrain.features.live import Live
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_weights, save_drafter
+from spectrain.runs.fresh import learns
 from spectrain.runs.places import SHIPPED
 from spectrain.settings.build import build
 from spectrain.training.state import trained_groups
@@ -136,14 +137,16 @@ def trained(name: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Drafte
     """A drafter after three steps, and the target that it was trained for."""
     target = copy.deepcopy(whole())
     drafter, dataset = prepared(name, target)
-    if trainable(drafter):
+    if learns(drafter):
         trainer = Trainer(lr=3e-3, max_steps=3, batch_tokens=512)
         trainer.fit(drafter, target, dataset, Live(), tmp_path_factory.mktemp("contract"))
     return drafter, target
 
 
-def trainable(drafter: Drafter) -> bool:
-    return any(True for group in drafter.stages[0].groups for _ in group["params"])
+def test_what_looks_at_verification_drafts_alone(name: str) -> None:
+    """Within another drafter nobody asks it to verify, so what does anything of its own there says that it is not plain."""
+    drafter = make(name, whole())
+    assert not drafter.abilities.plain or type(drafter).verify is Drafter.verify
 
 
 def stages(drafter: Drafter, num_steps: int) -> list[int]:
@@ -154,7 +157,7 @@ def stages(drafter: Drafter, num_steps: int) -> list[int]:
 def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target) -> None:
     """In every stage the loss is finite, and every parameter of its groups, and no other, gets a gradient."""
     drafter, dataset = prepared(name, target)
-    if not trainable(drafter):
+    if not learns(drafter):
         return
     for stage in sorted(set(stages(drafter, 8))):
         trained_groups(drafter, target, stage)
@@ -176,7 +179,7 @@ def test_gradients_reach_exactly_the_named_parameters(name: str, target: Target)
 def test_loss_falls(name: str, target: Target, tmp_path: Path) -> None:
     """Twenty steps on a few sequences lower the loss, in every stage by itself."""
     drafter, dataset = prepared(name, target)
-    if not trainable(drafter):
+    if not learns(drafter):
         return
     seen: dict[int, list[float]] = {}
     of_step = stages(drafter, 20)

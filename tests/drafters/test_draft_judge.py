@@ -87,6 +87,15 @@ def test_a_loss_without_anything_to_judge_is_nothing(target: Target) -> None:
     assert float(losses.total.detach()) == 0 and judge.probe.weight.grad is not None
 
 
+def test_a_training_that_judges_nothing_says_so(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A window longer than every answer leaves nothing to learn from, which a loss of 0 alone would not tell."""
+    trainer = Trainer(max_steps=1, batch_tokens=512)
+    for window, said in ((2, False), (200, True)):
+        dataset = Dataset(answered(target), 3, 0, 0)
+        trainer.fit(DraftJudge(target, window=window), target, dataset, Live(), tmp_path / str(window))
+        assert ("training: nothing was judged up to step 1" in capsys.readouterr().err) == said
+
+
 def saved(folder: Path, weight: torch.Tensor, bias: float = 0.0) -> str:
     folder.mkdir(parents=True)
     save_file({"probe.weight": weight[None], "probe.bias": torch.tensor([bias])}, folder / "model.safetensors")
@@ -199,8 +208,9 @@ def test_what_is_no_judge_is_refused(target: Target, tmp_path: Path) -> None:
             Judge(given)
     with pytest.raises(UserError, match=r"^acceptance\.threshold=1\.1: it is a probability"):
         Judge(other, 1.1)
-    for key, value in (("window", 0), ("places", 0), ("alternatives", 0), ("wrong_weight", 0.0)):
-        with pytest.raises(UserError, match=rf"^drafter\.{key}={value}: use "):
+    for key, value in (("window", 0), ("places", 0), ("alternatives", 0), ("wrong_weight", 0.0),
+                       ("alternatives", target.head.vocab_size)):  # fmt: skip
+        with pytest.raises(UserError, match=rf"^drafter\.{key}={value}: .*use "):
             DraftJudge(target, **{key: value})
 
 

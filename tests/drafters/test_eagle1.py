@@ -130,3 +130,5 @@ def test_an_untrained_one_repeats_the_feature(shallow: Target) -> None:
     torch.testing.assert_close(drafter.inputs(torch.tensor([[3, 4, 5, 6]]), hidden), hidden)
     with pytest.raises(UserError, match=r"drafter\.top_k_weight"):
         Eagle1(shallow, loss="cross_entropy", top_k_weight=1.0)
+    with pytest.raises(UserError, match=r"drafter\.token_weight=0.*: every term of the loss weighs 0"):
+        Eagle1(shallow, regression_weight=0.0, token_weight=0.0)

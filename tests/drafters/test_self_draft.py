@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from spectrain.bench.traffic import verification_reads
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.loop import Eager, asked, decode
+from spectrain.drafters.base import TrainingState
 from spectrain.drafters.context import Context
 from spectrain.drafters.self_draft import SelfDraft
 from spectrain.errors import UserError
+from spectrain.features.batch import Batch
 from spectrain.models import attention
 from spectrain.models.codes import CodedLinear
 from spectrain.models.forward_plan import ForwardPlan
@@ -292,6 +294,13 @@ def test_a_window_layer_reads_what_it_reaches(tiny: Target) -> None:
 def test_mistakes_are_named(shallow: Target, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         SelfDraft(shallow, **options)
+
+
+def test_it_is_told_apart_from_its_class(shallow: Target) -> None:
+    """What has nothing to train says so by the name that a command would use."""
+    nothing = torch.zeros(1, 0, dtype=torch.int64)
+    with pytest.raises(UserError, match="^drafter=self: it has nothing to train; score it with spectrain eval drafter=self$"):
+        SelfDraft(shallow).loss(Batch(nothing, nothing.bool()), shallow, TrainingState())
 
 
 @pytest.mark.parametrize(("name", "reason"), [("lfm2", "keep a state"), ("llama4_text", "see chunks")])

@@ -24,7 +24,6 @@ from spectrain.decoding.acceptance import Block, Greedy, Match, Recursive, Specu
 from spectrain.decoding.acceptance.walking import Walking
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import check
-from spectrain.drafters.base import TrainingState
 from spectrain.drafters.shared.spelling import Retokenised
 from spectrain.drafters.shared.warping import carried, uncommon, warped
 from spectrain.drafters.universal import Path as DraftedPath
@@ -342,12 +341,6 @@ def test_rules_that_weigh_refuse_matched_texts(shallow: Target, speakers: dict[s
 def test_bad_settings_are_refused(shallow: Target, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Universal(shallow, **options)
-
-
-def test_there_is_nothing_to_train(shallow: Target, speakers: dict[str, str]) -> None:
-    """It says where such a model is trained."""
-    with pytest.raises(UserError, match="recipe=gkd"):
-        Universal(shallow, speakers["bytes"]).loss(None, shallow, TrainingState())  # type: ignore[arg-type]
 
 
 # As an assistant of transformers' own

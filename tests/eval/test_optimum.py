@@ -26,6 +26,16 @@ def test_what_is_not_drawn_is_kept_at_best(shallow: Target, tmp_path: Path, rule
         assert found["best_by_depth"] == summary["acceptance_by_depth"]
 
 
+def test_copies_are_not_drawn_whatever_the_tree_asks(shallow: Target, tmp_path: Path) -> None:
+    """A tree of drawn children holds copies as they are: what is said of them is what is said of likeliest ones."""
+    scored = evaluation(tmp_path, check=False, optimum=True)
+    found = [
+        scored.score(Candidate(shallow, Ngram(shallow), builder, Match(0.5, seed=3), SETTING), tmp_path / "out")["optimum"]
+        for builder in (Chain(3), Chain(3, "sampled"))
+    ]
+    assert found[0] == found[1] and found[0]["children"] == "deterministic"
+
+
 @pytest.mark.parametrize(
     "rule, builder, judged",
     [

@@ -16,9 +16,10 @@ from spectrain.features.live import Live
 from spectrain.models.attention import causal_attention, unrolled_attention
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.target import Target
+from spectrain.runs.fresh import learns
 from spectrain.training.job import trained_groups
 from spectrain.training.on_policy import Generated
-from tests.drafters.test_contract import VARIANTS, each, make, stages, trainable
+from tests.drafters.test_contract import VARIANTS, each, make, stages
 from tests.models.test_target import ARCHITECTURES, EVERY, LAYERS, VOCAB, build
 from tests.targets import cut_tiny
 
@@ -74,7 +75,7 @@ def test_loss_and_gradients_of_packed_documents_are_those_of_padded_ones(name: s
     if name == "early exit dropping":
         monkeypatch.setitem(VARIANTS, name, ("early_exit", {"max_dropout": 0.8, "self_distillation": True}))
     probe = make(name, cut_tiny(3))
-    if not trainable(probe) and not probe.abilities.target_training:  # a family without training
+    if not learns(probe):  # a family without training
         return
     for stage in sorted(set(stages(probe, 8))):
         padded, expected = gradients(name, cut_tiny(3), stage, packed=False)

@@ -40,6 +40,18 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+def test_what_has_nothing_to_train_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused by the name that the command line knows, before a folder is made."""
+    for name in ("self", "universal", "chosen"):
+        run = tmp_path / name
+        assert command(monkeypatch, "train", f"drafter={name}", "target=tiny", "data.limit=4", f"run={run}") == 2
+        said = capsys.readouterr().err
+        assert f"drafter={name}: it has nothing to train; score it with spectrain eval drafter={name}" in said
+        assert not run.exists()
+
+
 def test_a_run_leaves_what_the_readme_says(finished: Path) -> None:
     """Configuration, provenance, metrics, a checkpoint, the drafter and its score, each readable."""
     for name in ("config.yaml", "provenance.json", "metrics.jsonl", "checkpoints/step-000002/progress.json",

@@ -157,6 +157,15 @@ def test_a_policy_explores_first_and_then_decides(children: Children) -> None:
     assert found != full and all(short == long[: len(short)] for short, long in zip(found, full))
 
 
+def test_a_short_memory_is_enough_to_decide() -> None:
+    """A policy that remembers less than it would first look at decides once its memory is full."""
+    builder = prepared(Policy(3, memory=4))
+    for _ in range(2):
+        builder.expand(context(), Table(random_scores))
+        observed(builder, [3, 3], [1, 0])
+    assert builder.drawing
+
+
 def test_a_drafters_own_estimate_ends_a_chain() -> None:
     """Where the rollout says how likely tokens are kept, `stop` weighs that: the chain ends where 1 - prod(c) > 1 - stop."""
     said = {0: 0.9, 1: 0.8, 2: 0.5, 3: 0.9, 4: 0.9}

@@ -96,8 +96,8 @@ class ImportanceSampling(Walking):
         sharpness: int = 2,  # 1: the importance weights p / q themselves; more prefers what the target wants more strongly
     ) -> None:
         super().__init__(temperature, top_k, top_p, seed)
-        if sharpness < 1:
-            raise UserError(f"acceptance.sharpness={sharpness}: use 1 or more")
+        if not 1 <= sharpness <= STEEPEST:
+            raise UserError(f"acceptance.sharpness={sharpness}: use 1 to {STEEPEST}; beyond it all drafts would be alike")
         self.sharpness = sharpness
 
     def judge(self, tree: VerifiedTree, dice: Dice) -> tuple[list[int], int]:

@@ -105,6 +105,7 @@ class Arm:
         self.round = 0  # drafts that it made in this decoding
         self.right, self.wrong = np.zeros(0), np.zeros(0)  # [D] fading, where it was right at the depths above
         self.asked: Noted | None = None  # its draft in this round
+        self.limit: int | None = None  # how deep it can draft; None for any depth
 
     @property
     def behind(self) -> int:
@@ -126,15 +127,14 @@ class Arm:
             view = replace(context, fresh=_of_layers(fresh, drafter.layers), counts=counts, round=self.round, waiting=[])
             rollout = as_rollout(drafter.draft(view), view)
         self.unread, self.round = [], self.round + 1
-        self.asked = Noted(rollout, watch)
+        self.asked, self.limit = Noted(rollout, watch), rollout.depth_limit
         self.asked.start()
 
     def learn(self, context: Context, path: Tensor, logits: Tensor | None) -> None:
         """Judge it along the tokens that every row has emitted; by sum_v min(p, q) where `logits` [B, N, V] of the tree are
         given, of which `path` [B, P] was kept, else by its first choice."""
         assert self.asked is not None
-        depth = context.builder.depth if self.asked.depth_limit is None else self.asked.depth_limit
-        depth = min(depth, context.builder.depth)
+        depth = self._reach(context.builder.depth)
         self._widen(context.builder.depth)
         emitted = context.following
         self.asked.lead(emitted[:, : min(depth, emitted.shape[1]) - 1])
@@ -156,17 +156,22 @@ class Arm:
         return float(torch.minimum(p, log_q.softmax(-1)).sum())
 
     def rates(self, depth: int) -> np.ndarray:
-        """[D] how often each depth is kept where those above are; where little is known, as often as the one above."""
+        """[D] how often each depth is kept where those above are; where little is known, as often as the one above, and never
+        where it cannot draft."""
         self._widen(depth)
         found, before = np.zeros(depth), GUESS
-        for place in range(depth):
+        for place in range(self._reach(depth)):
             before = found[place] = (self.right[place] + before) / (self.right[place] + self.wrong[place] + 1)
         return found
 
     def drawn(self, source: np.random.Generator, depth: int) -> np.ndarray:
         """[D] the same, drawn from what is believed."""
         self._widen(depth)
-        return source.beta(self.right[:depth] + 1, self.wrong[:depth] + 1)
+        return source.beta(self.right[:depth] + 1, self.wrong[:depth] + 1) * (np.arange(depth) < self._reach(depth))
+
+    def _reach(self, depth: int) -> int:
+        """How deep it drafts where trees are so deep."""
+        return depth if self.limit is None else min(depth, self.limit)
 
     def _widen(self, depth: int) -> None:
         if len(self.right) < depth:

@@ -47,8 +47,8 @@ def plain_drafter(given: str | dict[str, Any], key: str, target: Target) -> tupl
     drafter, description = inner_drafter(given, key, target)
     if not drafter.abilities.plain:
         raise UserError(
-            f"drafter.{key}={description['choice']}: it runs parts of the target or adds nodes of its own, so it drafts "
-            "alone; name one that does not, such as causal, eagle3 or ngram"
+            f"drafter.{key}={description['choice']}: it runs the target, looks at how its drafts are "
+            "verified or adds nodes of its own, so it drafts alone; name one that does not, such as causal, eagle3 or ngram"
         )
     return drafter, description
 

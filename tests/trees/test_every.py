@@ -1,0 +1,43 @@
+"""Every tree builder of conf/tree as its yaml has it: what holds for all of them holds for a new one by itself."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from spectrain.settings.build import build
+from spectrain.trees import TreeBuilder
+from spectrain.trees.measurements import Calibration, Latency
+from tests.trees.tables import assert_rows_alone, grown, random_scores, shared_scores
+
+FILES = sorted((Path(__file__).parents[2] / "conf" / "tree").glob("*.yaml"))
+MEASURED = Calibration(  # whatever a builder may ask for: chances of children, and times at which drafting pays
+    [[0.6, 0.2, 0.1], [0.5, 0.2, 0.1]], [30, 20], Latency({0: {1: 1.0, 64: 2.0}}, {0: {1: 0.1, 64: 0.2}}, 0.1)
+)
+
+
+def made(file: Path, temperature: float | None = None) -> TreeBuilder | None:
+    """Prepared; with a temperature the one that grows the same trees drawn at it, None where there is none."""
+    builder: TreeBuilder | None = build(OmegaConf.load(file))  # type: ignore[arg-type]
+    if builder is not None and temperature is not None:
+        builder = builder.drawn(temperature)
+    if builder is not None and builder.needs:
+        builder.prepare(MEASURED)
+    return builder
+
+
+@pytest.mark.parametrize("temperature", [None, 0.8], ids=["as it is", "drawn"])
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_choice_grows_trees(file: Path, temperature: float | None) -> None:
+    """Trees are whole, no larger and deeper than is said of them, hold what they were drawn from, and repeat. A row's is the
+    one that it has alone, but for builders that weigh the whole batch, to which all of its rows look alike here."""
+    builder, make = made(file, temperature), partial(made, file, temperature)
+    if builder is None:
+        assert temperature is not None
+        return
+    assert builder.name == file.stem
+    tree = grown(make)  # type: ignore[arg-type]
+    assert (tree.q is None) == (builder.children == "deterministic")
+    assert temperature is None or tree.q is not None
+    assert_rows_alone(make, shared_scores if builder.goes_by_clock else random_scores)  # type: ignore[arg-type]
