@@ -188,7 +188,7 @@ def multiprocessors(device: torch.device) -> int:
 def choose_config(num_rows: int, head_size: int, dtype: torch.dtype, roomy: bool = True) -> AttentionTiles:
     """The first block that holds all rows, or the largest."""
     if dtype == torch.float32:
-        return CONFIGS_FLOAT32[num_rows > 16]
+        return CONFIGS_FLOAT32[num_rows > 16 and head_size <= 256]
     table = ROOMY_CONFIGS if roomy else CONFIGS
     configs = table[min(size for size in table if size >= head_size)]
     return configs[(num_rows > 16) + (num_rows > 64)]
