@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from spectrain.kernels.linear_divergence import BLOCKS
 from spectrain.kernels.tree_attention import COMBINED_ROWS, CONFIGS, choose_config
 from tests.kernels import aot
 
@@ -99,6 +100,31 @@ def test_every_configuration_fits_sm90(head_size: int, num_rows: int, dtype: tor
         {"split": True, "softcap": True},
     ):
         assert_fits(attention(dtype, head_size, num_rows, **options))
+
+
+@pytest.mark.sweep(1, free=("raw", "log_z", "kernel"))
+@pytest.mark.parametrize(
+    "kernel, raw, log_z",
+    [
+        ("_row_kl_kernel", False, False),
+        ("_row_kl_kernel", True, False),
+        ("_row_kl_kernel", True, True),
+        ("_row_best_kernel", 0, 0),
+    ],
+)
+def test_the_rows_of_a_loss_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
+    """So do the row kernels of the fused loss, over a whole vocabulary; the target's products are read as they are."""
+    types = {"product_ptr": "*bf16", "log_p_ptr": "*bf16" if raw else "*fp32", "row_weight_ptr": "*fp32", "loss_ptr": "*fp32"}
+    types |= dict.fromkeys(("best_ptr", "labels_ptr"), "*i64") | dict.fromkeys(("log_z_ptr", "their_log_z_ptr"), "*fp32")
+    types |= dict.fromkeys(("scale", "softcap", "their_scale", "their_softcap"), "fp32")
+    block, warps = BLOCKS[-1][1:]
+    constants: dict[str, Any] = {"VOCAB": 128256, "BLOCK": block, "SOFTCAPPED": False}
+    if kernel == "_row_kl_kernel":
+        constants |= {"KEPT": 0, "BLOCK_KEPT": 1, "THEIRS_SOFTCAPPED": False, "RAW": raw, "WITH_GRAD": True}
+        constants |= dict.fromkeys(["ids_ptr", "p_ptr", *([] if log_z else ["their_log_z_ptr"])])
+    usage = aot.compile_for(aot.Request("spectrain.kernels.linear_divergence", kernel, types, constants, warps, 3))
+    print(usage)  # with pytest -s
+    assert usage.stack == 0 and usage.registers <= 128 and usage.wide > 0, usage
 
 
 @pytest.mark.slow
