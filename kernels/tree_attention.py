@@ -2,8 +2,9 @@
 
 Shapes: B batch, N query nodes, M appended nodes (the N new ones last), W 64-bit words of M bits, T key slots, H query heads,
 K key-value heads, D head size. First the reference in torch, which is also the path on a CPU; then the Triton kernels:
-- a program takes BLOCK_M rows, each a (node, query head) pair of one key-value head, over one split of the key blocks: a row's
-  prefix, which all of its nodes see, then the appended nodes, which they see as the packed words say;
+- a program takes BLOCK_M rows, each a (node, query head) pair of one key-value head, over one split of the key blocks: whole
+  blocks of the prefix, which all nodes see, in a loop without a mask; then what must be masked, the ends of a window and of
+  the prefix, and the appended nodes, which are seen as the packed words say;
 - where the keys are split, each split leaves its normalised output and the base-2 logarithm of its sum of weights, and
   a second kernel averages them. Scores are in base 2 throughout.
 Lengths stay on the device. `tree_attention` chooses the path; SPECTRAIN_KERNELS=reference or =triton overrules it.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -171,69 +173,117 @@ class AttentionTiles:
     """How a kernel is cut: rows and keys a block, warps a program, blocks of keys in flight."""
 
     block_m: int
-    block_n: int  # divides 64, so that a block of appended nodes lies in one word
+    block_n: int  # keys of a block that is masked; divides 64, so that a block of appended nodes lies in one word
     warps: int
     stages: int
+    block_p: int  # keys of a block that every row sees whole; a multiple of block_n
 
 
-# The largest blocks that compile for sm_90 without spilling a register and fit the 99 KB of consumer GPUs (sm_89, sm_120),
-# with Triton 3.6 and 3.9, windows and softcaps included; tests/kernels/test_compiled.py holds them to it. Not yet timed.
+# The largest blocks that compile for sm_90 without spilling a register, windows and softcaps included, and fit the 99 KB of
+# consumer GPUs (sm_89, sm_120); tests/kernels/test_compiled.py holds them to it. Not yet timed.
 # Head size at most -> for 16 rows, for 64 rows, for more.
 CONFIGS = {
-    64: (AttentionTiles(16, 64, 4, 3), AttentionTiles(64, 64, 4, 3), AttentionTiles(128, 64, 8, 3)),
-    128: (AttentionTiles(16, 32, 4, 4), AttentionTiles(64, 32, 4, 4), AttentionTiles(128, 64, 8, 3)),
-    256: (AttentionTiles(16, 32, 4, 3), AttentionTiles(64, 32, 8, 2), AttentionTiles(64, 32, 8, 2)),
+    64: (AttentionTiles(16, 32, 4, 3, 64), AttentionTiles(64, 64, 4, 2, 128), AttentionTiles(128, 64, 8, 2, 128)),
+    128: (AttentionTiles(16, 32, 4, 3, 64), AttentionTiles(64, 32, 4, 2, 64), AttentionTiles(128, 64, 8, 3, 64)),
+    256: (AttentionTiles(16, 32, 4, 2, 64), AttentionTiles(64, 32, 8, 2, 32), AttentionTiles(64, 32, 8, 2, 32)),
+    512: (AttentionTiles(16, 16, 4, 2, 32), AttentionTiles(32, 32, 8, 2, 32), AttentionTiles(32, 32, 8, 2, 32)),
+}
+# The same where a program may have 227 KB: on an H100 or H200.
+ROOMY_CONFIGS = CONFIGS | {
+    64: (*CONFIGS[64][:2], AttentionTiles(128, 64, 8, 3, 128)),
+    128: (CONFIGS[128][0], AttentionTiles(64, 32, 4, 3, 64), AttentionTiles(128, 64, 8, 2, 128)),
+    256: (CONFIGS[256][0], AttentionTiles(64, 32, 8, 2, 64), AttentionTiles(64, 32, 8, 2, 64)),
 }
 # Exact float32 products have no tensor cores, and keep whole rows of both operands in registers; larger blocks spill a lot.
-CONFIGS_FLOAT32 = (AttentionTiles(16, 16, 4, 2), AttentionTiles(32, 16, 8, 2))
+CONFIGS_FLOAT32 = (AttentionTiles(16, 16, 4, 2, 16), AttentionTiles(32, 16, 8, 2, 16))
 
-WANTED_PROGRAMS = 120  # about one for each of the 132 multiprocessors of an H200
-KEYS_A_SPLIT = 256  # at 64 nodes, 32 heads and 8 key-value heads a split's output is as many bytes, both ways, as 512 keys
+MULTIPROCESSORS = 132  # of an H100 or H200; what splits are chosen for where there is no GPU
 MOST_SPLITS = 64
+FEWEST_KEYS = 64  # a split, where rows are few
 COMBINED_ROWS = 8  # of 256 float32 at most a program of 128 threads: 16 registers for the sum, as many for a split
 
 
-def choose_config(num_rows: int, head_size: int, dtype: torch.dtype) -> AttentionTiles:
+@cache
+def is_roomy(device: torch.device) -> bool:
+    """Whether it is an H100 or H200, or stands for one."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
+
+
+def choose_config(num_rows: int, head_size: int, dtype: torch.dtype, roomy: bool = True) -> AttentionTiles:
     """The first block that holds all rows, or the largest."""
     if dtype == torch.float32:
-        return CONFIGS_FLOAT32[num_rows > 16]
-    configs = CONFIGS[min(size for size in CONFIGS if size >= head_size)]
+        return CONFIGS_FLOAT32[num_rows > 16 and head_size <= 256]
+    table = ROOMY_CONFIGS if roomy else CONFIGS
+    configs = table[min(size for size in table if size >= head_size)]
     return configs[(num_rows > 16) + (num_rows > 64)]
 
 
-def choose_splits(num_programs: int, num_keys: int) -> int:
-    """The fewest splits, a power of two, that occupy the device without cutting the keys too finely.
+@lru_cache(1024)
+def choose_splits(
+    config: AttentionTiles, num_rows: int, num_groups: int, num_keys: int, processors: int = MULTIPROCESSORS
+) -> int:
+    """The number of splits, any, with which the last wave of programs is through first; of equal ones the fewest.
 
-    It follows from shapes alone, so the order of additions, and with it the output, is the same from run to run.
+    `num_groups` are rows of the batch times key-value heads, each with `num_rows` rows. A program takes as long as its keys,
+    in whole blocks, and a key more for every row of its own, which it reads, writes and leaves to be averaged (by bytes, ten a
+    dimension of a row, four of a key with its value), or a block where these are few. Two of 16 rows share a multiprocessor:
+    one computes while the other waits for memory. No split is left fewer keys than the rows whose outputs it writes, up to
+    256. All of it follows from shapes, so the order of additions, and with it the output, is the same from run to run.
     """
-    splits = 1
-    while splits < MOST_SPLITS and num_programs * splits < WANTED_PROGRAMS and num_keys >= 2 * splits * KEYS_A_SPLIT:
-        splits *= 2
-    return splits
+    num_programs, own = -(-num_rows // config.block_m) * num_groups, max(min(num_rows, config.block_m), config.block_p)
+    slots, blocks = processors * (2 if config.block_m <= 16 else 1), max(num_keys // config.block_p, 1)
+
+    def duration(splits: int) -> int:
+        return -(-num_programs * splits // slots) * (-(-blocks // splits) * config.block_p + own)
+
+    most = num_keys // min(max(num_rows, FEWEST_KEYS), 256)
+    return min(range(1, max(1, min(most, MOST_SPLITS)) + 1), key=duration)
 
 
 @jit
 def _attend_block(  # type: ignore[no-untyped-def]
-    q, best, total, summed, k_ptr, v_ptr, slot, present, seen, dims, k_stride, v_stride, scale, softcap,
-    HEAD_SIZE: tl.constexpr,
+    q, best, total, summed, k_ptr, v_ptr, slot, present, seen, dims, value_dims, k_stride, v_stride, scale, softcap,
+    BLOCK: tl.constexpr, HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Fold the block of keys and values at `slot` into a running softmax: its maximum, sum and weighted sum of values."""
-    loaded = present[:, None]  # what lies in the other slots may be NaN
-    if dims.shape[0] != HEAD_SIZE:
-        loaded = loaded & (dims < HEAD_SIZE)[None, :]
-    steps = tl.arange(0, present.shape[0])[:, None]
+    """Fold the BLOCK keys and values at `slot` into a running softmax: its maximum, sum and weighted sum of values. Without
+    `present` all of them are there, and every row sees them."""
+    steps = tl.arange(0, BLOCK)[:, None]
     slot = tl.cast(slot, tl.int64)  # a long row may have more than 2^31 elements
-    k = tl.load(k_ptr + slot * k_stride + (steps * k_stride + dims[None, :]), mask=loaded, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    k_ptrs = k_ptr + slot * k_stride + (steps * k_stride + dims[None, :])
+    v_ptrs = v_ptr + slot * v_stride + (steps * v_stride + value_dims[None, :])
+    k = _load_block(k_ptrs, present, dims, HEAD_SIZE)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if softcap is not None:
-        scores = softcap * (1 - 2 / (1 + tl.exp2(scores)))  # softcap * tanh(x): scores are 2 x in base 2
-    scores = tl.where(seen, scores, float("-inf"))
-    new_best = tl.maximum(best, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_best[:, None])
+        scores = softcap * (1 - 2 / (1 + tl.exp2(scores * scale)))  # softcap * tanh(x): scores are 2 x in base 2
+        scale = 1.0
+    if seen is not None:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1) * scale)
+    weights = tl.exp2(scores * scale - new_best[:, None])  # one multiply-add an entry
     fade = tl.exp2(best - new_best)
-    v = tl.load(v_ptr + slot * v_stride + (steps * v_stride + dims[None, :]), mask=loaded, other=0.0)
+    v = _load_block(v_ptrs, present, value_dims, VALUE_SIZE)
     summed = tl.dot(weights.to(v.dtype), v, summed * fade[:, None], input_precision="ieee")
     return new_best, total * fade + tl.sum(weights, 1), summed
+
+
+@jit
+def _load_block(ptrs, present, dims, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[BLOCK, D] of keys or values, 0 where none is: what lies in the other slots may be NaN."""
+    if present is not None:
+        mask = present[:, None]
+        if dims.shape[0] != SIZE:
+            mask = mask & (dims < SIZE)[None, :]
+        block = tl.load(ptrs, mask=mask, other=0.0)
+    elif dims.shape[0] != SIZE:
+        block = tl.load(ptrs, mask=(dims < SIZE)[None, :], other=0.0)
+    else:
+        block = tl.load(ptrs)
+    return block
 
 
 @jit
@@ -241,7 +291,8 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, out_ptr, logs_ptr, words_ptr, lengths_ptr, query_positions_ptr, key_positions_ptr,
     q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     num_kv_heads, num_nodes, num_appended, num_splits, scale, softcap, window,
-    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows over one split of the keys; grid [tiles, B * K, splits]. Writes [splits, B, N, H, D]."""
     tile, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -249,7 +300,7 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     node = tl.minimum(row // GROUP, num_nodes - 1)  # rows past the end repeat the last node and are not stored
     head = kv_head * GROUP + row % GROUP
-    dims = tl.arange(0, BLOCK_D)
+    dims, value_dims = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     q_ptr += tl.cast(batch, tl.int64) * q_stride_b
     q_ptrs = q_ptr + (node[:, None] * q_stride_n + head[:, None] * q_stride_h + dims[None, :])
     q = tl.load(q_ptrs) if BLOCK_D == HEAD_SIZE else tl.load(q_ptrs, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
@@ -257,43 +308,51 @@ def _split_kernel(  # type: ignore[no-untyped-def]
     v_ptr += tl.cast(batch, tl.int64) * v_stride_b + kv_head * v_stride_h
     words_ptrs = words_ptr + (batch * num_nodes + node) * tl.cdiv(num_appended, 64)
 
-    # Blocks of the prefix, from the first that a window reaches, are followed by blocks of appended nodes.
+    # Whole blocks of the prefix, which all rows see, need no mask. Masked are, in smaller blocks: those at the edge of a
+    # window, the rest of the prefix, and the appended nodes. Splits share out both kinds, by their keys.
     length = tl.load(lengths_ptr + batch).to(tl.int32)
-    prefix_end = tl.cdiv(length, BLOCK_N)
-    first = 0
+    num_lead, first, rest = 0, 0, length // BLOCK_P * BLOCK_P
+    lead = 0
     if window is not None:
         here = tl.load(query_positions_ptr + batch * num_nodes + node).to(tl.int32)
-        first = tl.minimum(tl.maximum(tl.min(here, 0) - window + 1, 0) // BLOCK_N, prefix_end)
-    end = prefix_end + tl.cdiv(num_appended, BLOCK_N)
-    share = tl.cdiv(end - first, num_splits)
-    start = first + split * share
-    stop = tl.minimum(start + share, end)
+        lead = tl.maximum(tl.min(here, 0) - window + 1, 0) // BLOCK_N * BLOCK_N
+        first = tl.minimum(tl.cdiv(tl.maximum(tl.max(here, 0) - window + 1, 0), BLOCK_P), rest // BLOCK_P)
+        num_lead = tl.maximum(first * BLOCK_P - lead, 0) // BLOCK_N
+        rest = tl.maximum(rest, tl.minimum(lead, length))
+    num_whole = tl.maximum(length // BLOCK_P - first, 0)
+    num_before = num_lead + tl.cdiv(length - rest, BLOCK_N)
+    num_masked = num_before + tl.cdiv(num_appended, BLOCK_N)
+    num_units = num_whole * (BLOCK_P // BLOCK_N) + num_masked
+    begin, end = num_units * split // num_splits, num_units * (split + 1) // num_splits
+    whole_begin = tl.minimum(begin // (BLOCK_P // BLOCK_N), num_whole)
+    whole_end = tl.minimum(end // (BLOCK_P // BLOCK_N), num_whole)
 
     best = tl.full([BLOCK_M], -1e30, tl.float32)  # finite, so that a row that has seen nothing yet is no inf - inf
     total = tl.zeros([BLOCK_M], tl.float32)
-    summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for block in range(start, tl.minimum(stop, prefix_end)):
-        slots = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        present = slots < length
-        seen = present[None, :]
-        if window is not None:
-            seen = seen & (here[:, None] - slots[None, :] < window)
+    summed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    for block in range(first + whole_begin, first + whole_end):
         best, total, summed = _attend_block(
-            q, best, total, summed, k_ptr, v_ptr, block * BLOCK_N, present, seen, dims, k_stride_t, v_stride_t, scale, softcap,
-            HEAD_SIZE,
+            q, best, total, summed, k_ptr, v_ptr, block * BLOCK_P, None, None, dims, value_dims, k_stride_t, v_stride_t,
+            scale, softcap, BLOCK_P, HEAD_SIZE, VALUE_SIZE,
         )  # fmt: skip
-    for block in range(tl.maximum(start, prefix_end), stop):
-        column = (block - prefix_end) * BLOCK_N
+    num_units = num_whole * (BLOCK_P // BLOCK_N)
+    for block in range(tl.maximum(begin - num_units, 0), tl.maximum(end - num_units, 0)):
+        is_node = block >= num_before
+        column = tl.maximum(block - num_before, 0) * BLOCK_N
+        slot = tl.where(block < num_lead, lead + block * BLOCK_N, rest + (block - num_lead) * BLOCK_N)
+        slot = tl.where(is_node, length + column, slot)
+        slots = slot + tl.arange(0, BLOCK_N)
+        present = slots < tl.where(is_node, length + num_appended, length)
         columns = column + tl.arange(0, BLOCK_N)
-        present = columns < num_appended
-        word = tl.load(words_ptrs + column // 64)
-        seen = ((word[:, None] >> (columns % 64)[None, :]) & 1) != 0
+        word = tl.where(is_node, tl.load(words_ptrs + column // 64), -1)  # of the prefix a row sees all
+        seen = (((word[:, None] >> (columns % 64)[None, :]) & 1) != 0) & present[None, :]
         if window is not None:
-            there = tl.load(key_positions_ptr + batch * num_appended + columns, mask=present, other=0).to(tl.int32)
-            seen = seen & (here[:, None] - there[None, :] < window)
+            there_ptrs = key_positions_ptr + batch * num_appended + columns
+            there = tl.load(there_ptrs, mask=columns < num_appended, other=0).to(tl.int32)
+            seen = seen & (here[:, None] - tl.where(is_node, there, slots)[None, :] < window)
         best, total, summed = _attend_block(
-            q, best, total, summed, k_ptr, v_ptr, length + column, present, seen, dims, k_stride_t, v_stride_t, scale, softcap,
-            HEAD_SIZE,
+            q, best, total, summed, k_ptr, v_ptr, slot, present, seen, dims, value_dims, k_stride_t, v_stride_t,
+            scale, softcap, BLOCK_N, HEAD_SIZE, VALUE_SIZE,
         )  # fmt: skip
 
     stored = row < num_nodes * GROUP
@@ -304,9 +363,9 @@ def _split_kernel(  # type: ignore[no-untyped-def]
         tl.store(logs_ptr + place, best + tl.log2(total), mask=stored)
     out = summed / total[:, None]
     stored = stored[:, None]
-    if BLOCK_D != HEAD_SIZE:
-        stored = stored & (dims < HEAD_SIZE)[None, :]
-    tl.store(out_ptr + place[:, None] * HEAD_SIZE + dims[None, :], out, mask=stored)
+    if BLOCK_V != VALUE_SIZE:
+        stored = stored & (value_dims < VALUE_SIZE)[None, :]
+    tl.store(out_ptr + place[:, None] * VALUE_SIZE + value_dims[None, :], out, mask=stored)
 
 
 @jit
@@ -345,24 +404,25 @@ def _attend(
     query_positions: Tensor | None,
     key_positions: Tensor | None,
     num_appended: int,
-    num_splits: int,
+    num_keys: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Launch the kernels; [B, H, N, D]."""
+    """Launch the kernels; [B, H, N, D]. No row has more than `num_keys` to read: they decide the number of splits."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    (batch, num_heads, num_nodes, head_size), num_kv_heads = q.shape, k.shape[1]
+    (batch, num_heads, num_nodes, head_size), num_kv_heads, value_size = q.shape, k.shape[1], v.shape[-1]
     group = num_heads // num_kv_heads
-    block_d = max(16, triton.next_power_of_2(head_size))
-    config = choose_config(num_nodes * group, head_size, q.dtype)
+    block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_size, value_size))
+    config = choose_config(num_nodes * group, max(head_size, value_size), q.dtype, is_roomy(q.device))
+    splits = choose_splits(config, num_nodes * group, batch * num_kv_heads, num_keys, multiprocessors(q.device))
     out = _unfilled(q, k, v).transpose(1, 2)
     parts, logs = out, None
-    if num_splits > 1:
-        parts = out.new_empty(num_splits, *out.shape, dtype=torch.float32)
-    if num_splits > 1 or sinks is not None:
-        logs = out.new_empty(num_splits, *out.shape[:3], dtype=torch.float32)
+    if splits > 1:
+        parts = out.new_empty(splits, *out.shape, dtype=torch.float32)
+    if splits > 1 or sinks is not None:
+        logs = out.new_empty(splits, *out.shape[:3], dtype=torch.float32)
     if window is None:
         query_positions = key_positions = None
     else:
@@ -372,18 +432,19 @@ def _attend(
     if softcap is not None:
         scale, softcap = 2 * scale / softcap, softcap * math.log2(math.e)
     strides = [x.stride(dim) for x in (q, k, v) for dim in range(3)]
-    grid = (triton.cdiv(num_nodes * group, config.block_m), batch * num_kv_heads, num_splits)
+    grid = (triton.cdiv(num_nodes * group, config.block_m), batch * num_kv_heads, splits)
     with torch.cuda.device_of(q):
         _split_kernel[grid](
             q, k, v, parts, logs, words, lengths, query_positions, key_positions, *strides,
-            num_kv_heads, num_nodes, num_appended, num_splits, scale, softcap, window,
-            GROUP=group, HEAD_SIZE=head_size, BLOCK_D=block_d, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            num_kv_heads, num_nodes, num_appended, splits, scale, softcap, window,
+            GROUP=group, HEAD_SIZE=head_size, VALUE_SIZE=value_size, BLOCK_D=block_d, BLOCK_V=block_v,
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_P=config.block_p,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
-        if num_splits > 1:
+        if splits > 1:
             num_rows = batch * num_nodes * num_heads
             _combine_kernel[(triton.cdiv(num_rows, COMBINED_ROWS),)](
-                parts, logs, out, num_rows, num_splits, HEAD_SIZE=head_size, BLOCK_D=block_d, BLOCK_M=COMBINED_ROWS
+                parts, logs, out, num_rows, splits, HEAD_SIZE=value_size, BLOCK_D=block_v, BLOCK_M=COMBINED_ROWS
             )
     if sinks is not None:  # what falls to a sink is taken from all keys alike: 1 - sigmoid(sink - log of the sum of weights)
         assert logs is not None
@@ -395,16 +456,14 @@ def _attend(
 @_attend.register_fake
 def _unfilled(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """The output before it is written: laid out as [B, N, H, D], so that the output projection reads it as it is."""
-    batch, num_heads, num_nodes, head_size = q.shape
-    return q.new_empty(batch, num_nodes, num_heads, head_size).transpose(1, 2)
+    batch, num_heads, num_nodes, _ = q.shape
+    return q.new_empty(batch, num_nodes, num_heads, v.shape[-1]).transpose(1, 2)
 
 
 def _runs_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels can run here and are wanted; they have no backward pass."""
-    if (
-        q.shape[-1] > max(CONFIGS)
-        or v.shape[-1] != k.shape[-1]
-        or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    if max(q.shape[-1], v.shape[-1]) > max(CONFIGS) or (
+        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     ):
         return False
     if q.dtype == torch.bfloat16 and q.device.type == "cpu":  # interpreted, it comes out wrong without a word (Triton 3.9)
@@ -423,21 +482,16 @@ def tree_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """What `tree_attention_reference` gives, by the kernels where they run: on a GPU, or interpreted for tests. They know no
-    chunks, and no values of another size than the keys. Keys may be held wider than queries come: then both are so."""
+    chunks, and no scale that turns the order of scores around. Keys may be held wider than queries come: then both are so."""
     if q_BHND.dtype != k_BKTD.dtype:
         wide = tree_attention(q_BHND.to(k_BKTD.dtype), k_BKTD, v_BKTD, visibility, scale, window, softcap, sinks)
         return wide.to(q_BHND.dtype)
-    if visibility.chunk is not None or not _runs_kernel(q_BHND, k_BKTD, v_BKTD):
+    if visibility.chunk is not None or scale <= 0 or not _runs_kernel(q_BHND, k_BKTD, v_BKTD):
         return tree_attention_reference(q_BHND, k_BKTD, v_BKTD, visibility, scale, window, softcap, sinks)
     longest, num_appended = visibility.longest, visibility.tree.shape[2]
     if window is not None and longest + num_appended <= window:
         window = None
-    batch, num_heads, num_nodes, head_size = q_BHND.shape
-    num_kv_heads = k_BKTD.shape[1]
-    num_rows = num_nodes * num_heads // num_kv_heads
-    tiles = -(-num_rows // choose_config(num_rows, head_size, q_BHND.dtype).block_m)
     num_keys = num_appended + (longest if window is None else min(longest, window))
-    splits = choose_splits(tiles * batch * num_kv_heads, num_keys)
     positions = visibility.query_positions, visibility.key_positions
-    rules = num_appended, splits, scale, window, softcap, sinks
+    rules = num_appended, num_keys, scale, window, softcap, sinks
     return _attend(q_BHND, k_BKTD, v_BKTD, visibility.words(), visibility.lengths, *positions, *rules)

@@ -4,7 +4,11 @@ Shapes: B batch, N nodes, V vocabulary, U draft vocabulary, S parts of a row. Fi
 the path on a CPU; then the Triton kernels:
 - greedy and match: every node's argmax is found at once, a part of a row a program, because one program that walked from row
   to row would read at a 132nd of an H200's bandwidth; Gumbel noise is made once for nodes in a row at the same position;
-- one program for each tree then visits the kept nodes. Only there are top-k and top-p cut: without sorting, by bisection;
+- one program for each tree then visits the kept nodes;
+- where top-k or top-p cut, two launches before that find candidates at all nodes, a part of a row a program: the largest logit
+  and the mass of every part, then the tokens above the k-th largest of these maxima, of which there are at least k and few
+  more. The program that visits a node sorts its candidates; where they are too many, or a flat distribution reaches beyond
+  them, it bisects the row instead;
 - recursive: one program for each tree visits, normalises and rejects; the residual is written where a child was rejected. The
   token that follows is drawn by Gumbel-max, a part of a row a program.
 The size of the vocabulary is compiled in as far as 16 divides it: only then are loads of a row vectors.
@@ -214,6 +218,9 @@ DRAWN = VerifyTiles(1024, 4)  # 8 numbers a thread
 SHARED = 16  # nodes a program of DRAWN: trees lie level by level, so its noise is made two or three times, not sixteen
 WALK = VerifyTiles(16, 1)  # reads no row; a tree's nodes lie in one warp, whose reductions need no barrier
 CUT = VerifyTiles(4096, 16)  # a row on one multiprocessor: 8 tokens a thread, and 4 counts of each
+PARTS = VerifyTiles(1024, 4)  # what candidates are looked for in: of 128k tokens 126 parts, more than any usual top-k
+CANDIDATES = 256  # a node, sorted by one program; a power of two
+WANTED = 64  # parts of at least so large a maximum where there is no top-k: most of a usual nucleus is in them
 
 
 @jit
@@ -297,6 +304,105 @@ def _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT: tl.constex
 
 
 @jit
+def _parts_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, top_ptr, mass_ptr, found_ptr, logits_stride_b, logits_stride_n, num_nodes, vocabulary, temperature,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest logit of one part of a node's row, and the sum of its chances beside that; grid [S, N, B]."""
+    part, node, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + tl.cast(node, tl.int64) * logits_stride_n
+    x, _ = _read(row_ptr, part * BLOCK, vocabulary, BLOCK)
+    top = tl.max(x, 0)
+    slot = (batch * num_nodes + node) * tl.num_programs(0) + part
+    tl.store(top_ptr + slot, top)
+    tl.store(mass_ptr + slot, tl.sum(tl.exp((x - tl.maximum(top, -3e38)) / temperature), 0))  # of -inf alone it is 0
+    if part == 0:
+        tl.store(found_ptr + batch * num_nodes + node, 0)  # candidates, which the next launch counts
+
+
+@jit
+def _candidates_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, top_ptr, found_ptr, candidates_ptr, logits_stride_b, logits_stride_n, num_nodes, vocabulary, num_wanted,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Note the tokens of one part of a node's row from the `num_wanted`-th largest maximum of all parts on; grid [S, N, B].
+
+    A candidate is its order and, the first on top, its token. More than CANDIDATES are counted but not kept.
+    """
+    part, node, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    place = batch * num_nodes + node
+    parts = tl.arange(0, BLOCK_S)
+    tops = tl.load(top_ptr + place * tl.num_programs(0) + parts, mask=parts < tl.num_programs(0), other=float("-inf"))
+    tops = tl.sort(tops, descending=True)
+    least = tl.max(tl.where(parts >= num_wanted - 1, tops, float("-inf")), 0)
+    mine = tl.load(top_ptr + place * tl.num_programs(0) + part)
+    if mine >= least:
+        row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + tl.cast(node, tl.int64) * logits_stride_n
+        x, columns = _read(row_ptr, part * BLOCK, vocabulary, BLOCK)
+        kept = (x >= least) & (columns < vocabulary)
+        before = tl.atomic_add(found_ptr + place, tl.sum(kept.to(tl.int32), 0))
+        slot = before + tl.cumsum(kept.to(tl.int32), 0) - 1
+        candidate = (_order(x, SHIFT).to(tl.int64) << 32) + (0x7FFFFFFF - columns)
+        candidates_ptr += tl.cast(place, tl.int64) * CANDIDATES
+        tl.store(candidates_ptr + slot, candidate, mask=kept & (slot < CANDIDATES))
+
+
+@jit
+def _cut_of(  # type: ignore[no-untyped-def]
+    row_ptr, top_ptr, mass_ptr, found_ptr, candidates_ptr, place, vocabulary, num_parts, temperature, top_k, top_p,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """What `_shape_row` gives, from a node's candidates where they suffice; and whether they did."""
+    parts, rank = tl.arange(0, BLOCK_S), tl.arange(0, CANDIDATES)
+    tops = tl.load(top_ptr + tl.cast(place, tl.int64) * num_parts + parts, mask=parts < num_parts, other=float("-inf"))
+    top = tl.max(tops, 0)
+    num_found = tl.load(found_ptr + place)
+    suffices = num_found <= CANDIDATES
+    cut = _order(top, SHIFT)
+    if suffices:
+        candidates_ptr += tl.cast(place, tl.int64) * CANDIDATES
+        candidate = tl.load(candidates_ptr + rank, mask=rank < num_found, other=-0x7FFFFFFF00000000)
+        candidate = tl.sort(candidate, descending=True)
+        order = (candidate >> 32).to(tl.int32)
+        real = rank < num_found
+        if top_k is not None:
+            suffices = num_found >= top_k
+            real = real & (order >= tl.max(tl.where(rank >= top_k - 1, order, -0x7FFFFFFF), 0))
+        if top_p is not None:
+            token = tl.where(real, 0x7FFFFFFF - (candidate & 0xFFFFFFFF), 0)
+            x = tl.load(row_ptr + token, mask=real, other=float("-inf")).to(tl.float32)
+            chance = tl.where(real, tl.exp((x - top) / temperature), 0.0)
+            above = tl.cumsum(chance, 0) - chance
+            if top_k is not None:
+                limit = top_p * tl.sum(chance, 0)
+            else:
+                masses = tl.load(mass_ptr + tl.cast(place, tl.int64) * num_parts + parts, mask=parts < num_parts, other=0.0)
+                limit = top_p * tl.sum(masses * tl.exp((tl.maximum(tops, -3e38) - top) / temperature), 0)
+                suffices = tl.sum(chance, 0) >= limit
+            real = real & (above < limit)
+        cut = tl.min(tl.where(real, order, 0x7FFFFFFF), 0)
+    if suffices == 0:
+        top, cut = _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT, BLOCK)
+    return top, cut, suffices
+
+
+@jit
+def _draw_candidate(  # type: ignore[no-untyped-def]
+    row_ptr, found_ptr, candidates_ptr, place, cut, key, temperature, CANDIDATES: tl.constexpr
+):  # fmt: skip
+    """The token drawn from a node's candidates that are not cut."""
+    rank = tl.arange(0, CANDIDATES)
+    candidates_ptr += tl.cast(place, tl.int64) * CANDIDATES
+    real = rank < tl.load(found_ptr + place)
+    candidate = tl.load(candidates_ptr + rank, mask=real, other=0)
+    kept = real & ((candidate >> 32).to(tl.int32) >= cut)
+    token = tl.where(kept, 0x7FFFFFFF - (candidate & 0xFFFFFFFF), 0).to(tl.int32)
+    x = tl.load(row_ptr + token, mask=kept, other=0.0).to(tl.float32)
+    scores = tl.where(kept, x / temperature + gumbel_in_kernel(key, token), float("-inf"))
+    return tl.min(tl.where(scores == tl.max(scores, 0), token, 0x7FFFFFFF), 0)
+
+
+@jit
 def _choose_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, best_ptr, place_ptr, rows_ptr, positions_ptr, logits_stride_b, logits_stride_n,
     num_nodes, vocabulary, num_shared, key, temperature,
@@ -328,31 +434,32 @@ def _choose_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _draw_kept(  # type: ignore[no-untyped-def]
-    row_ptr, vocabulary, choice, key, temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+    row_ptr, vocabulary, cut, key, temperature, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The token drawn from a row, given the one that would be drawn were nothing cut."""
-    _, cut = _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT, BLOCK)
-    if _order(tl.load(row_ptr + choice).to(tl.float32), SHIFT) < cut:
-        best = tl.cast(float("-inf"), tl.float32)
-        for start in range(0, vocabulary, BLOCK):
-            x, columns = _read(row_ptr, start, vocabulary, BLOCK)
-            kept = (_order(x, SHIFT) >= cut) & (columns < vocabulary)
-            if tl.max(kept.to(tl.int32), 0) > 0:  # few blocks hold one, and noise costs more than all else
-                scores = tl.where(kept, x / temperature + gumbel_in_kernel(key, columns), float("-inf"))
-                score, place = tl.max(scores, 0, return_indices=True)
-                choice = tl.where(score > best, start + place, choice)
-                best = tl.maximum(best, score)
+    """The token drawn from what a row keeps, read whole."""
+    best = tl.cast(float("-inf"), tl.float32)
+    choice = 0
+    for start in range(0, vocabulary, BLOCK):
+        x, columns = _read(row_ptr, start, vocabulary, BLOCK)
+        kept = (_order(x, SHIFT) >= cut) & (columns < vocabulary)
+        if tl.max(kept.to(tl.int32), 0) > 0:  # few blocks hold one, and noise costs more than all else
+            scores = tl.where(kept, x / temperature + gumbel_in_kernel(key, columns), float("-inf"))
+            score, place = tl.max(scores, 0, return_indices=True)
+            choice = tl.where(score > best, start + place, choice)
+            best = tl.maximum(best, score)
     return choice
 
 
 @jit
 def _walk_kernel(  # type: ignore[no-untyped-def]
-    tokens_ptr, parents_ptr, allowed_ptr, best_ptr, place_ptr, path_ptr, counts_ptr, bonus_ptr,
+    tokens_ptr, parents_ptr, allowed_ptr, best_ptr, place_ptr, found_ptr, candidates_ptr, path_ptr, counts_ptr, bonus_ptr,
     logits_ptr, rows_ptr, positions_ptr, logits_stride_b, logits_stride_n,
     num_nodes, num_parts, num_levels, vocabulary, key, temperature, top_k, top_p,
     CUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):  # fmt: skip
-    """Visit the kept nodes of one tree; grid [B]."""
+    """Visit the kept nodes of one tree; grid [B]. `best` and `place` are of parts: the best score and its token, or, where
+    tokens are cut, the largest logit and the mass."""
     batch = tl.program_id(0)
     index, parts = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_S)
     inside = index < num_nodes
@@ -364,15 +471,25 @@ def _walk_kernel(  # type: ignore[no-untyped-def]
     pending = index == 0
     node = 0
     while node < num_nodes:
-        slot = tl.cast(batch * num_nodes + node, tl.int64) * num_parts
-        best = tl.load(best_ptr + slot + parts, mask=parts < num_parts, other=float("-inf"))
-        _, part = tl.max(best, 0, return_indices=True)
-        choice = tl.load(place_ptr + slot + part)
         if CUT:
             row_ptr = logits_ptr + tl.cast(batch, tl.int64) * logits_stride_b + tl.cast(node, tl.int64) * logits_stride_n
             row_key = fold_in_kernel(key, tl.load(rows_ptr + batch))
             node_key = fold_in_kernel(row_key, tl.load(positions_ptr + batch * num_nodes + node))
-            choice = _draw_kept(row_ptr, vocabulary, choice, node_key, temperature, top_k, top_p, SHIFT, BLOCK)
+            _, cut, suffices = _cut_of(
+                row_ptr, best_ptr, place_ptr, found_ptr, candidates_ptr, batch * num_nodes + node, vocabulary, num_parts,
+                temperature, top_k, top_p, SHIFT, BLOCK, BLOCK_S, CANDIDATES,
+            )  # fmt: skip
+            if suffices:
+                choice = _draw_candidate(
+                    row_ptr, found_ptr, candidates_ptr, batch * num_nodes + node, cut, node_key, temperature, CANDIDATES
+                )
+            else:
+                choice = _draw_kept(row_ptr, vocabulary, cut, node_key, temperature, SHIFT, BLOCK)
+        else:
+            slot = tl.cast(batch * num_nodes + node, tl.int64) * num_parts
+            best = tl.load(best_ptr + slot + parts, mask=parts < num_parts, other=float("-inf"))
+            _, part = tl.max(best, 0, return_indices=True)
+            choice = tl.load(place_ptr + slot + part)
         wanted = tl.where(index == node, choice, wanted)
         kept = (parents == node) & (tokens == choice) & allowed
         depth = tl.where(kept, tl.sum(tl.where(index == node, depth, 0), 0) + 1, depth)
@@ -411,27 +528,73 @@ def _match(
     """Launch the kernels; greedy without `rows`."""
     (batch, num_nodes), vocabulary = tokens.shape, logits.shape[-1]
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    cut = top_k is not None or top_p is not None
+    if cut:
+        parts, walk = _find_candidates(logits, temperature, top_k), CUT
+    else:
+        parts, walk = _find_best(logits, rows, positions, key, temperature), WALK
+    path, counts, bonus = _unfilled(tokens, parents, allowed, logits, height)
+    with torch.cuda.device_of(logits):
+        _walk_kernel[(batch,)](
+            tokens, parents, allowed, *parts, path, counts, bonus,
+            logits, rows, positions, logits.stride(0), logits.stride(1),
+            num_nodes, parts.num, height + 1, vocabulary, key, temperature, top_k, top_p,
+            CUT=cut, SHIFT=EMPTY_BITS[logits.dtype], BLOCK_N=_block_of(num_nodes),
+            BLOCK_S=triton.next_power_of_2(parts.num), BLOCK=walk.block, CANDIDATES=CANDIDATES, num_warps=walk.warps,
+        )  # fmt: skip
+    return path, counts, bonus
+
+
+class _Parts(NamedTuple):
+    """What the parts of every node's row say: [B, N, S] the best score and its token, or with candidates, of which there are
+    `found` [B, N], the largest logit and the mass."""
+
+    best: Tensor
+    place: Tensor
+    found: Tensor | None = None
+    candidates: Tensor | None = None  # [B, N, CANDIDATES] int64
+
+    @property
+    def num(self) -> int:
+        return self.best.shape[-1]
+
+
+def _find_best(logits: Tensor, rows: Tensor | None, positions: Tensor | None, key: int, temperature: float) -> _Parts:
+    """The best scores of all nodes; without `rows` there is no noise."""
+    batch, num_nodes, vocabulary = logits.shape
     config, shared = (ARGMAX, 1) if rows is None else (DRAWN, SHARED)
     num_parts = triton.cdiv(vocabulary, config.block)
     best = logits.new_empty(batch, num_nodes, num_parts, dtype=torch.float32)
     place = torch.empty_like(best, dtype=torch.int32)
-    path, counts, bonus = _unfilled(tokens, parents, allowed, logits, height)
-    cut = top_k is not None or top_p is not None
-    walk = CUT if cut else WALK
     with torch.cuda.device_of(logits):
         _choose_kernel[(num_parts, triton.cdiv(num_nodes, shared), batch)](
             logits, best, place, rows, positions, logits.stride(0), logits.stride(1),
             num_nodes, vocabulary, shared, key, temperature,
             NOISE=rows is not None, BLOCK=config.block, num_warps=config.warps,
         )  # fmt: skip
-        _walk_kernel[(batch,)](
-            tokens, parents, allowed, best, place, path, counts, bonus,
-            logits, rows, positions, logits.stride(0), logits.stride(1),
-            num_nodes, num_parts, height + 1, vocabulary, key, temperature, top_k, top_p,
-            CUT=cut, SHIFT=EMPTY_BITS[logits.dtype], BLOCK_N=_block_of(num_nodes),
-            BLOCK_S=triton.next_power_of_2(num_parts), BLOCK=walk.block, num_warps=walk.warps,
+    return _Parts(best, place)
+
+
+def _find_candidates(logits: Tensor, temperature: float, top_k: int | None) -> _Parts:
+    """The tokens of all nodes that top-k and top-p may keep, as far as they are few."""
+    batch, num_nodes, vocabulary = logits.shape
+    num_parts = triton.cdiv(vocabulary, PARTS.block)
+    top = logits.new_empty(batch, num_nodes, num_parts, dtype=torch.float32)
+    mass = torch.empty_like(top)
+    found = torch.empty(batch, num_nodes, dtype=torch.int32, device=logits.device)
+    candidates = torch.empty(batch, num_nodes, CANDIDATES, dtype=torch.int64, device=logits.device)
+    wanted = min(WANTED, -(-num_parts // 2)) if top_k is None else top_k
+    strides = logits.stride(0), logits.stride(1)
+    with torch.cuda.device_of(logits):
+        _parts_kernel[(num_parts, num_nodes, batch)](
+            logits, top, mass, found, *strides, num_nodes, vocabulary, temperature, BLOCK=PARTS.block, num_warps=PARTS.warps
+        )
+        _candidates_kernel[(num_parts, num_nodes, batch)](
+            logits, top, found, candidates, *strides, num_nodes, vocabulary, wanted,
+            SHIFT=EMPTY_BITS[logits.dtype], BLOCK=PARTS.block, BLOCK_S=triton.next_power_of_2(num_parts),
+            CANDIDATES=CANDIDATES, num_warps=PARTS.warps,
         )  # fmt: skip
-    return path, counts, bonus
+    return _Parts(top, mass, found, candidates)
 
 
 @_match.register_fake
@@ -489,9 +652,11 @@ def _drawn_from(q_ptr, places_ptr, tokens, inside):  # type: ignore[no-untyped-d
 @jit
 def _reject_kernel(  # type: ignore[no-untyped-def]
     tokens_ptr, parents_ptr, allowed_ptr, logits_ptr, q_ptr, places_ptr, rows_ptr, positions_ptr, residual_ptr,
-    path_ptr, counts_ptr, state_ptr, logits_stride_b, logits_stride_n, q_stride_b, q_stride_n,
-    num_nodes, vocabulary, num_levels, key, temperature, top_k, top_p,
-    WITHOUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+    top_ptr, mass_ptr, found_ptr, candidates_ptr, path_ptr, counts_ptr, state_ptr,
+    logits_stride_b, logits_stride_n, q_stride_b, q_stride_n,
+    num_nodes, num_parts, vocabulary, num_levels, key, temperature, top_k, top_p,
+    WITHOUT: tl.constexpr, SHIFT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
 ):  # fmt: skip
     """Walk one tree; grid [B]. Leaves, for the last node, whether P is in `residual` and otherwise where it is cut."""
     batch = tl.program_id(0)
@@ -509,7 +674,13 @@ def _reject_kernel(  # type: ignore[no-untyped-def]
         tl.store(path_ptr + depth, tl.cast(node, tl.int64))
         row_ptr = logits_ptr + tl.cast(node, tl.int64) * logits_stride_n
         q_row_ptr = q_ptr + tl.cast(node, tl.int64) * q_stride_n
-        top, cut = _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT, BLOCK)
+        if candidates_ptr is not None:
+            top, cut, _ = _cut_of(
+                row_ptr, top_ptr, mass_ptr, found_ptr, candidates_ptr, tree + node, vocabulary, num_parts, temperature, top_k,
+                top_p, SHIFT, BLOCK, BLOCK_S, CANDIDATES,
+            )  # fmt: skip
+        else:
+            top, cut = _shape_row(row_ptr, vocabulary, temperature, top_k, top_p, SHIFT, BLOCK)
         node_key = fold_in_kernel(row_key, tl.load(positions_ptr + tree + node))
         children = (parents == node) & allowed
         child = tl.min(tl.where(children, index, num_nodes), 0)
@@ -594,21 +765,24 @@ def _recursive(
     if draft_ids is not None:
         places = torch.full([vocabulary], -1, dtype=torch.int32, device=logits.device)
         places[draft_ids] = torch.arange(len(draft_ids), dtype=torch.int32, device=logits.device)
-    num_parts = triton.cdiv(vocabulary, DRAWN.block)
+    parts: tuple[Tensor | None, ...] = (None,) * 4
+    if top_k is not None or top_p is not None:
+        parts = _find_candidates(logits, temperature, top_k)
+    num_parts, num_drawn = triton.cdiv(vocabulary, PARTS.block), triton.cdiv(vocabulary, DRAWN.block)
     residual = logits.new_empty(batch, vocabulary, dtype=torch.float32)
     state = tokens.new_empty(batch, 2, dtype=torch.int32)
-    best, place = residual.new_empty(batch, num_parts), tokens.new_empty(batch, num_parts)
+    best, place = residual.new_empty(batch, num_drawn), tokens.new_empty(batch, num_drawn)
     path, counts, _ = _unfilled(tokens, parents, allowed, logits, height)
     shift = EMPTY_BITS[logits.dtype]
     with torch.cuda.device_of(logits):
         _reject_kernel[(batch,)](
             tokens, parents, allowed, logits, q, places, rows, positions, residual,
-            path, counts, state, logits.stride(0), logits.stride(1), q.stride(0), q.stride(1),
-            num_nodes, vocabulary, height + 1, key, temperature, top_k, top_p,
+            *parts, path, counts, state, logits.stride(0), logits.stride(1), q.stride(0), q.stride(1),
+            num_nodes, num_parts, vocabulary, height + 1, key, temperature, top_k, top_p,
             WITHOUT=without_replacement, SHIFT=shift, BLOCK_N=_block_of(num_nodes),
-            BLOCK=CUT.block, num_warps=CUT.warps,
+            BLOCK_S=triton.next_power_of_2(num_parts), BLOCK=CUT.block, CANDIDATES=CANDIDATES, num_warps=CUT.warps,
         )  # fmt: skip
-        _bonus_kernel[(num_parts, batch)](
+        _bonus_kernel[(num_drawn, batch)](
             logits, residual, path, state, rows, positions, best, place,
             logits.stride(0), logits.stride(1), num_nodes, vocabulary, height + 1, key, temperature,
             SHIFT=shift, BLOCK=DRAWN.block, num_warps=DRAWN.warps,

@@ -33,7 +33,11 @@ ROOMS = (
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 PLAIN = {"abilities", "base", "context", "__init__"}  # modules in drafters/ that are no family
 
-ONE_PROGRAM = {"kernels/linear_divergence.py:_row_kl_kernel", "kernels/tree_attention.py:_split_kernel"}
+ONE_PROGRAM = {
+    "kernels/linear_divergence.py:_row_kl_kernel",
+    "kernels/tree_attention.py:_split_kernel",
+    "kernels/tree_verify.py:_reject_kernel",
+}
 """Triton kernels of more than 60 lines: one program for the device is one function here."""
 IMPOSED = {
     "models/attention.py:layer_attention",  # transformers calls it, by these names

@@ -65,6 +65,7 @@ class ForwardPlan:
 
     layers: tuple[Layer, ...] = ()  # features to keep; "final" is the final norm of whatever layer ran last
     logits: bool = False
+    upcast: bool = True  # the logits in float32; else in the output layer's dtype, where float32 would hold the same numbers
     grad: bool = False
     recompute: bool = False  # gradient checkpointing: layers that train are run again in the backward pass
     positions: Tensor | None = None  # [B, N]; None: in the order of the tokens

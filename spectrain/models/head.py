@@ -61,14 +61,15 @@ class Head:
         """Of every token, [V, D], looked up on a device, for some models scale what they look up."""
         return self.embed(torch.arange(self.vocab_size, device=device))
 
-    def logits(self, final: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Logits [..., V] in float32 from "final" features; with `rows`, of these vocabulary entries only."""
+    def logits(self, final: Tensor, rows: Tensor | None = None, upcast: bool = True) -> Tensor:
+        """Logits [..., V] in float32 from "final" features; with `rows`, of these vocabulary entries only. Without `upcast`
+        they stay as the output layer gives them where nothing scales or caps them."""
         if rows is None:
             logits = self.output(final)
         else:
             bias = self.output.bias
             logits = F.linear(final, self.output.weight[rows], None if bias is None else bias[rows])
-        return self.capped(logits.float())
+        return logits if not upcast and self.scale == 1 and self.softcap is None else self.capped(logits.float())
 
     def capped(self, product: Tensor) -> Tensor:
         """Products of the output layer [..., V], in float32, scaled and capped."""

@@ -20,13 +20,15 @@ from spectrain.decoding.generation import PARTS
 from spectrain.decoding.loop import Request
 
 # Of our own operations, one where nothing is said. Attention splits keys and combines; a verdict chooses and walks; rejection
-# walks, draws and, beside kernels, looks the draft vocabulary up and picks the best part; a commit advances the lengths.
+# walks, draws and, beside kernels, looks the draft vocabulary up and picks the best part; a commit advances the lengths. Where
+# top-k or top-p cut, candidates take two launches: for a verdict one more than choosing, for rejection two.
 LAUNCHES = {
     "spectrain::tree_attention": 2,
     "spectrain::tree_match": 2,
     "spectrain::tree_recursive": 7,
     "spectrain::kv_commit": 2,
 }
+CUTTING = {"spectrain::tree_match": 1, "spectrain::tree_recursive": 2}  # more where a cut, one of the last two, is given
 SILENT = {"aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided"}
 
 
@@ -50,7 +52,8 @@ class LaunchCounter(TorchDispatchMode):
         made = [tensor for tensor in given if tensor.untyped_storage()._cdata not in held]
         writes = func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
         if (made or writes) and name not in SILENT:
-            self.launches[name] += LAUNCHES.get(name, 1)
+            cuts = name in CUTTING and any(cut is not None for cut in args[-2:])
+            self.launches[name] += LAUNCHES.get(name, 1) + cuts * CUTTING.get(name, 0)
         self.bytes += sum(tensor.numel() * tensor.element_size() for tensor in made)
         return out
 

@@ -46,6 +46,7 @@ class Usage:
     mma: int  # HMMA instructions: a warp's
     copies: int  # LDGSTS instructions: asynchronous copies into shared memory
     wide: int  # loads of 16 bytes
+    loops: tuple[int, ...]  # instructions of each innermost loop that multiplies, in the order of the code
 
 
 @cache
@@ -67,7 +68,7 @@ def compile_for(request: Request) -> Usage:
     assert answer, "the process that compiles has died; what it said is on stderr"
     found = json.loads(answer)
     assert "failure" not in found, found["failure"]
-    return Usage(**found)
+    return Usage(**found | {"loops": tuple(found["loops"])})
 
 
 @cache
@@ -107,7 +108,21 @@ def compile_one(request: Request) -> Usage:
     assert found is not None, resources.stdout
     names = (r"HGMMA\b", r"HMMA\b", r"LDGSTS\b", r"LDG\.\S*128\b")
     counts = [len(re.findall(rf"\b{name}", assembly)) for name in names]
-    return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, *counts)
+    return Usage(int(found[1]), int(found[2]), compiled.metadata.shared, *counts, loops_in(assembly))
+
+
+def loops_in(assembly: str) -> tuple[int, ...]:
+    """Instructions of every loop with a product and no other such loop inside; a loop is what a branch goes back over."""
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", assembly)]
+    product = [at for at, text in lines if re.search(r"\b(HGMMA|HMMA|FFMA)\b", text)]
+    spans = []
+    for at, text in lines:
+        branch = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", text)
+        if branch is not None and int(branch[1], 16) < at:
+            spans.append((int(branch[1], 16), at))
+    spans = [(start, end) for start, end in spans if any(start <= at <= end for at in product)]
+    inner = [(a, b) for a, b in spans if not any((c, d) != (a, b) and a <= c and d <= b for c, d in spans)]
+    return tuple(sum(start <= at <= end for at, _ in lines) for start, end in sorted(inner))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from spectrain.kernels.linear_divergence import BLOCKS
 from spectrain.kernels.tree_attention import COMBINED_ROWS, CONFIGS, choose_config
 from tests.kernels import aot
 
@@ -21,16 +22,24 @@ ROWS = (64, 16, 256)  # for each of them another configuration
 
 
 def attention(
-    dtype: torch.dtype, head_size: int, num_rows: int, split: bool = True, window: bool = False, softcap: bool = False
+    dtype: torch.dtype,
+    head_size: int,
+    num_rows: int,
+    split: bool = True,
+    window: bool = False,
+    softcap: bool = False,
+    roomy: bool = True,
 ) -> Any:
     """The request for what a launch with these tensors would compile."""
-    config = choose_config(num_rows, head_size, dtype)
+    config = choose_config(num_rows, head_size, dtype, roomy)
     pointer, positions = f"*{TYPES[dtype]}", "*i64"
     types = dict.fromkeys(["q_ptr", "k_ptr", "v_ptr", "out_ptr"], pointer) | {"scale": "fp32", "softcap": "fp32"}
     types |= dict.fromkeys(["words_ptr", "lengths_ptr", "query_positions_ptr", "key_positions_ptr"], positions)
     types |= {"logs_ptr": "*fp32", "out_ptr": "*fp32" if split else pointer}
-    constants: dict[str, Any] = {"GROUP": 4, "HEAD_SIZE": head_size, "BLOCK_D": max(16, 1 << (head_size - 1).bit_length())}
-    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    block_d = max(16, 1 << (head_size - 1).bit_length())
+    constants: dict[str, Any] = {"GROUP": 4, "HEAD_SIZE": head_size, "VALUE_SIZE": head_size}
+    constants |= {"BLOCK_D": block_d, "BLOCK_V": block_d}
+    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_P": config.block_p}
     absent = [] if split else ["logs_ptr"]
     absent += [] if window else ["window", "query_positions_ptr", "key_positions_ptr"]
     absent += [] if softcap else ["softcap"]
@@ -79,7 +88,7 @@ def test_combining_fits_sm90(head_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("num_rows", ROWS)
-@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256, 512])
 def test_every_configuration_fits_sm90(head_size: int, num_rows: int, dtype: torch.dtype) -> None:
     """So does every other launch: odd head sizes, windows, softcaps, one split or several."""
     for options in (
@@ -93,11 +102,44 @@ def test_every_configuration_fits_sm90(head_size: int, num_rows: int, dtype: tor
         assert_fits(attention(dtype, head_size, num_rows, **options))
 
 
+@pytest.mark.sweep(1, free=("raw", "log_z", "kernel"))
+@pytest.mark.parametrize(
+    "kernel, raw, log_z",
+    [
+        ("_row_kl_kernel", False, False),
+        ("_row_kl_kernel", True, False),
+        ("_row_kl_kernel", True, True),
+        ("_row_best_kernel", 0, 0),
+    ],
+)
+def test_the_rows_of_a_loss_fit_sm90(kernel: str, raw: bool, log_z: bool) -> None:
+    """So do the row kernels of the fused loss, over a whole vocabulary; the target's products are read as they are."""
+    types = {"product_ptr": "*bf16", "log_p_ptr": "*bf16" if raw else "*fp32", "row_weight_ptr": "*fp32", "loss_ptr": "*fp32"}
+    types |= dict.fromkeys(("best_ptr", "labels_ptr"), "*i64") | dict.fromkeys(("log_z_ptr", "their_log_z_ptr"), "*fp32")
+    types |= dict.fromkeys(("scale", "softcap", "their_scale", "their_softcap"), "fp32")
+    block, warps = BLOCKS[-1][1:]
+    constants: dict[str, Any] = {"VOCAB": 128256, "BLOCK": block, "SOFTCAPPED": False}
+    if kernel == "_row_kl_kernel":
+        constants |= {"KEPT": 0, "BLOCK_KEPT": 1, "THEIRS_SOFTCAPPED": False, "RAW": raw, "WITH_GRAD": True}
+        constants |= dict.fromkeys(["ids_ptr", "p_ptr", *([] if log_z else ["their_log_z_ptr"])])
+    usage = aot.compile_for(aot.Request("spectrain.kernels.linear_divergence", kernel, types, constants, warps, 3))
+    print(usage)  # with pytest -s
+    assert usage.stack == 0 and usage.registers <= 128 and usage.wide > 0, usage
+
+
+@pytest.mark.slow
+def test_narrow_values_fit_sm90() -> None:
+    """So do keys of 192 with values of 128, as DeepSeek's latent attention expands them."""
+    for num_rows in ROWS:
+        request = attention(torch.bfloat16, 192, num_rows)
+        assert_fits(replace(request, constants=request.constants | {"VALUE_SIZE": 128, "BLOCK_V": 128}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [89, 120])
 def test_every_configuration_fits_a_consumer_gpu(architecture: int) -> None:
     """The largest launch of every configuration has the shared memory it needs on GeForce cards too."""
     for choice in product(TYPES, CONFIGS, ROWS):
-        usage = aot.compile_for(replace(attention(*choice, window=True), architecture=architecture))
+        usage = aot.compile_for(replace(attention(*choice, window=True, roomy=False), architecture=architecture))
         assert usage.shared <= aot.SHARED_MEMORY[architecture], (choice, usage)
         assert (usage.mma > 0) == (choice[0] != torch.float32), (choice, usage)

@@ -18,9 +18,11 @@ from spectrain.kernels.linear_divergence import (
     HeadTarget,
     Judged,
     Projection,
+    Said,
     TopK,
     linear_divergence,
     most_likely,
+    row_best,
     row_kl,
     row_kl_reference,
     target_over,
@@ -417,6 +419,69 @@ def test_the_kernel_equals_its_reference(
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     assert torch.equal(found, product) != with_grad
+
+
+@pytest.mark.sweep(4, free=("dtype", "vocab", "rules", "own_mass"))
+@pytest.mark.parametrize("own_mass", [True, False])
+@pytest.mark.parametrize("rules", [(1.0, None), (0.7, None), (1.3, 4.0)])
+@pytest.mark.parametrize("vocab", [3, 1500])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_kernel_normalises_what_a_target_says(
+    dtype: torch.dtype, vocab: int, rules: tuple[float, float | None], own_mass: bool
+) -> None:
+    """Given products instead of log p, scaled and capped, of all its mass or a part: the same loss, gradient and labels."""
+    product, theirs, weight = (3 * torch.randn(4, vocab)).to(dtype), (3 * torch.randn(4, vocab)).to(dtype), torch.rand(4)
+    theirs[0, 1] = float("-inf") if rules[1] is None else 0.0
+    said = Said(theirs, *rules)
+    if own_mass:  # of a larger vocabulary
+        said = said._replace(log_z=said._replace(log_z=torch.zeros(4)).log_p().logsumexp(-1) + torch.rand(4))
+    expected, by_log_p, found = (product.clone() for _ in range(3))
+    arguments = None, None, weight, 0.9, 2.0, True
+    results = (
+        row_kl_reference(expected, said.log_p(), *arguments),
+        row_kl(by_log_p, said.log_p(), *arguments),
+        row_kl(found, said.product, *arguments, *said[1:]),
+    )
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    for result, gradient in zip(results[1:], (by_log_p, found)):
+        torch.testing.assert_close(result[0], results[0][0], rtol=2e-5, atol=2e-5)
+        assert torch.equal(result[1], results[0][1]) and torch.equal(result[2], results[0][2])
+        torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(row_kl_reference(product.clone(), said.product, *arguments, *said[1:])[0], results[0][0])
+
+
+@pytest.mark.parametrize("rules", [(1.0, None), (1.3, 4.0)])
+def test_the_best_kernel_equals_torch(rules: tuple[float, float | None]) -> None:
+    """The likeliest entry, of equal ones the first, and the log-sum-exp, in one sweep over several blocks."""
+    product = (2 * torch.randn(3, 1500)).half()
+    product[1] = 0.5
+    best, log_z = row_best(product, *rules)
+    logits = Said(product, *rules, log_z=torch.zeros(3)).log_p()
+    assert torch.equal(best, logits.argmax(-1))
+    torch.testing.assert_close(log_z, logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    torch.library.opcheck(row_best, (product, *rules), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("own_mass", [True, False])
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_a_target_read_raw_teaches_as_one_that_is_normalised(
+    chunk: int, own_mass: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target of more entries than the drafter has: by the kernels no log p is ever made, and loss, labels and gradients are
+    those of torch, whether its rows are one chunk or several."""
+    case = Case(torch.float32, scale=0.7)
+    results = []
+    for setting in ("triton", "reference"):
+        monkeypatch.setenv("SPECTRAIN_KERNELS", setting)
+        with Seen() as seen:
+            best, target = target_over(case.final, case.target, case.ids, own_mass, chunk)
+            found = linear_divergence(case.hidden, case.head, target, chunk=chunk)
+        by_kernel = setting == "triton"
+        assert ("spectrain.row_best.default" in seen.names) == by_kernel
+        assert ("aten.logsumexp.default" in seen.names) != by_kernel
+        results.append((best, found.labels, found.loss, case.gradients(found.loss)))
+    for left, right in zip(*results):
+        torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("which", ["tokens", "dense"])

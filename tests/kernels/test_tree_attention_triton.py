@@ -27,8 +27,8 @@ from spectrain.kernels import kv_append, kv_commit, tree_verify
 from spectrain.kernels import tree_attention as module
 from spectrain.kernels.tree_attention import (
     CONFIGS,
-    AttentionTiles,
     Visibility,
+    choose_config,
     choose_splits,
     tree_attention,
     tree_attention_reference,
@@ -49,7 +49,7 @@ pytestmark = pytest.mark.skipif(
 
 AXES: dict[str, tuple[Any, ...]] = {
     "num_new": (1, 2, 5, 16, 63, 64, 65, 100, 256),
-    "prefix": (0, 1, 63, 64, 65, 300),
+    "prefix": (0, 1, 63, 64, 128, 300),
     "splits": (1, 3, 8),
     "group": (1, 2, 4, 8),
     "head_size": (32, 64, 96, 128),
@@ -120,7 +120,7 @@ def inputs_of(case: Case, poison: float = float("nan")) -> tuple[tuple[Tensor, T
 def agree(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' answer from a poisoned cache is the reference's in float64 from a clean one."""
     inputs, keys, values = inputs_of(case)
-    monkeypatch.setattr(module, "choose_splits", lambda programs, num_keys: case.splits)
+    monkeypatch.setattr(module, "choose_splits", lambda *sizes: case.splits)
     actual = tree_attention(*inputs, scale=case.head_size**-0.5, window=case.window, softcap=case.softcap)
     wide = (inputs[0].double(), keys.double(), values.double(), inputs[3])
     expected = tree_attention_reference(*wide, scale=case.head_size**-0.5, window=case.window, softcap=case.softcap)
@@ -141,7 +141,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def large_blocks(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The half-precision blocks for float32 too: the interpreter takes as long for a small block as for a large one."""
     choose = module.choose_config
-    monkeypatch.setattr(module, "choose_config", lambda rows, head_size, dtype: choose(rows, head_size, torch.float16))
+    monkeypatch.setattr(module, "choose_config", lambda rows, size, dtype, roomy: choose(rows, size, torch.float16))
     monkeypatch.setattr(module, "COMBINED_ROWS", 256)
 
 
@@ -182,10 +182,32 @@ def test_float32_blocks_equal_the_reference(
     agree(Case(num_new, splits=3, group=group, head_size=48, earlier=13, ragged=True, window=window), monkeypatch)
 
 
-@pytest.mark.parametrize("head_size", [16, 80, 256])
+@pytest.mark.parametrize("head_size", [16, 80, 512])
 def test_other_head_sizes_equal_the_reference(head_size: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Head sizes that are padded to a power of two, and the largest one."""
     agree(Case(30, splits=3, head_size=head_size, dtype=torch.float16), monkeypatch)
+
+
+@pytest.mark.parametrize("sizes", [(48, 32), (32, 80)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_values_of_another_size_equal_the_reference(
+    splits: int, sizes: tuple[int, int], large_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Narrower values than keys, as latent attention has them, and wider ones."""
+    (query, _, _, visibility), keys, values = inputs_of(Case(9, prefix=140, head_size=80, ragged=True))
+    inputs = query[..., : sizes[0]], keys[..., : sizes[0]], values[..., : sizes[1]]
+    monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
+    expected = tree_attention_reference(*(x.double() for x in inputs), visibility, 0.2)
+    actual = tree_attention(*inputs, visibility, 0.2)
+    assert actual.shape == (*query.shape[:3], sizes[1])
+    torch.testing.assert_close(actual.double(), expected, atol=5e-6, rtol=5e-6)
+
+
+def test_a_scale_below_zero_is_the_references(large_blocks: None) -> None:
+    """The kernels scale the largest score, which a negative scale would make the smallest."""
+    (query, _, _, visibility), keys, values = inputs_of(Case())
+    expected = tree_attention_reference(query, keys, values, visibility, -0.2)
+    assert torch.equal(tree_attention(query, keys, values, visibility, -0.2), expected)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -193,11 +215,11 @@ def test_nothing_before_the_window_is_read(splits: int, large_blocks: None, monk
     """NaN in every block of keys that lies before the first node's window changes nothing."""
     case = Case(9, prefix=300, head_size=32, window=50, shape="chain")
     (query, keys, values, visibility), clean_keys, clean_values = inputs_of(case)
-    (block,) = {config.block_n for config in CONFIGS[64]}
+    block = choose_config(18, 32, torch.float16).block_n
     edge = (int(visibility.query_positions.min()) - 50 + 1) // block * block
     assert edge > block
     keys[:, :, :edge] = values[:, :, :edge] = float("nan")
-    monkeypatch.setattr(module, "choose_splits", lambda programs, num_keys: splits)
+    monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
     actual = tree_attention(query, keys, values, visibility, 0.2, window=50)
     expected = tree_attention_reference(query, clean_keys, clean_values, visibility, 0.2, window=50)
     torch.testing.assert_close(actual, expected, atol=5e-6, rtol=5e-6)
@@ -217,7 +239,7 @@ def test_sinks_equal_the_reference(splits: int, large_blocks: None, monkeypatch:
     """What falls to a sink is taken from all splits together."""
     (query, _, _, visibility), keys, values = inputs_of(Case(ragged=True))
     sinks = torch.linspace(-4, 4, query.shape[1])
-    monkeypatch.setattr(module, "choose_splits", lambda programs, num_keys: splits)
+    monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
     expected = tree_attention_reference(query.double(), keys.double(), values.double(), visibility, 0.2, sinks=sinks.double())
     actual = tree_attention(query, keys, values, visibility, 0.2, sinks=sinks)
     torch.testing.assert_close(actual.double(), expected, atol=5e-6, rtol=5e-6)
@@ -237,7 +259,7 @@ def test_any_strides_equal_contiguous_ones(large_blocks: None) -> None:
 def test_a_row_equals_itself_in_a_batch(splits: int, large_blocks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same number of splits, a row's output is bit for bit the same whatever rows are beside it."""
     (query, _, _, seen), keys, values = inputs_of(Case(prefix=130, ragged=True))
-    monkeypatch.setattr(module, "choose_splits", lambda programs, num_keys: splits)
+    monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
     together = tree_attention(query, keys, values, seen, 0.2)
     for row, length in enumerate(seen.lengths.tolist()):
         one, end = slice(row, row + 1), length + seen.tree.shape[2]
@@ -247,18 +269,34 @@ def test_a_row_equals_itself_in_a_batch(splits: int, large_blocks: None, monkeyp
 
 
 def test_splits_are_as_many_as_pay() -> None:
-    """A power of two: 1 for short prefixes or many programs, never above 64, and 256 keys each where there are several."""
-    for programs, keys in product((1, 2, 8, 60, 119, 120, 1000), (1, 255, 511, 512, 1024, 5000, 131072)):
-        splits = choose_splits(programs, keys)
-        assert splits in (1, 2, 4, 8, 16, 32, 64)
-        assert splits == 1 or (keys >= 256 * splits and programs * splits // 2 < 120)
-        assert splits == 64 or programs * splits >= 120 or keys < 512 * splits
+    """One for short prefixes or many programs, at most 64, 64 keys each where there are several and as many as rows or 256."""
+    for rows, groups, keys in product((1, 4, 64, 256), (1, 8, 40, 132, 1000), (1, 63, 64, 127, 512, 1024, 5000, 131072)):
+        config = choose_config(rows, 128, torch.float16)
+        splits = choose_splits(config, rows, groups, keys)
+        assert 1 <= splits <= 64 and (splits == 1 or keys >= splits * min(max(rows, 64), 256))
+        assert splits == 1 or keys >= 128
+        assert splits == 1 or groups < 1000 or -(-rows // config.block_m) * groups % 132
 
 
-def test_a_block_of_nodes_lies_in_one_word() -> None:
-    """Every configured block of keys divides 64, and holds the 16 that a product needs."""
-    configs: list[AttentionTiles] = [*sum(CONFIGS.values(), ()), *module.CONFIGS_FLOAT32]
-    assert all(64 % config.block_n == 0 and config.block_n >= 16 and config.block_m >= 16 for config in configs)
+@pytest.mark.parametrize("batch", range(1, 13))
+@pytest.mark.parametrize("nodes", [1, 16, 64])
+def test_splits_fill_the_last_wave(nodes: int, batch: int) -> None:
+    """Behind a long prefix nine programs of ten slots run in every wave, whatever the batch; behind 1,024 tokens one node has
+    a program for all but a few multiprocessors."""
+    rows = 4 * nodes  # four query heads to each of eight key-value heads
+    config = choose_config(rows, 128, torch.float16)
+    programs = choose_splits(config, rows, 8 * batch, 8192 + nodes) * batch * 8 * -(-rows // config.block_m)
+    assert programs / (132 * -(-programs // 132)) > 0.9
+    assert choose_splits(choose_config(4, 128, torch.float16), 4, 8, 1025) * 8 == 128
+
+
+def test_blocks_of_nodes_lie_in_one_word() -> None:
+    """Every configured block of masked keys divides 64 and what is read without a mask, and holds the 16 that a product
+    needs."""
+    tables = [*CONFIGS.values(), *module.ROOMY_CONFIGS.values(), module.CONFIGS_FLOAT32]
+    for config in [config for table in tables for config in table]:
+        assert 64 % config.block_n == 0 and config.block_p % config.block_n == 0
+        assert config.block_n >= 16 and config.block_m >= 16
 
 
 @pytest.mark.parametrize("num_nodes", [1, 7, 63, 64, 65, 200])
@@ -278,12 +316,15 @@ def test_words_hold_the_tree(num_nodes: int) -> None:
 @pytest.mark.sweep(2)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("window", [None, 30])
-def test_operator_keeps_its_promises(splits: int, window: int | None, large_blocks: None) -> None:
+def test_operator_keeps_its_promises(
+    splits: int, window: int | None, large_blocks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The operator's schema holds, it changes no input, and its fake gives the shape and strides of what it gives."""
     (query, _, _, seen), keys, values = inputs_of(Case(splits=splits))
     positions = seen.query_positions, seen.key_positions
     num_nodes = seen.tree.shape[2]
-    arguments = (query, keys, values, seen.words(), seen.lengths, *positions, num_nodes, splits, 0.2, window, None, None)
+    monkeypatch.setattr(module, "choose_splits", lambda *sizes: splits)
+    arguments = (query, keys, values, seen.words(), seen.lengths, *positions, num_nodes, 65, 0.2, window, None, None)
     torch.library.opcheck(module._attend, arguments)
 
 

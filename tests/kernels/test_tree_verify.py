@@ -49,6 +49,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     for name in ("ARGMAX", "DRAWN", "CUT"):
         monkeypatch.setattr(module, name, VerifyTiles(64, 4))
+    monkeypatch.setattr(module, "PARTS", VerifyTiles(8, 4))
+    monkeypatch.setattr(module, "CANDIDATES", 16)  # which some rows have more of
     yield
 
 
@@ -231,6 +233,51 @@ def test_bisection_keeps_what_sorting_keeps(top_k: int, top_p: float, dtype: tor
     _kept_kernel[(len(logits),)](logits, kept, num_tokens, *settings, SHIFT=EMPTY_BITS[dtype], BLOCK=64)
     draws = Draws(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
     assert torch.equal(kept, draws.shape(logits) > float("-inf"))
+
+
+@triton.jit
+def _candidate_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr, kept_ptr, enough_ptr, top_ptr, mass_ptr, found_ptr, candidates_ptr, num_tokens, num_parts,
+    temperature, top_k, top_p, SHIFT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr, CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    """Which tokens of one row are kept, and whether its candidates were enough to tell."""
+    row = tl.program_id(0)
+    logits_ptr += row * num_tokens
+    _, cut, enough = module._cut_of(
+        logits_ptr, top_ptr, mass_ptr, found_ptr, candidates_ptr, row, num_tokens, num_parts, temperature, top_k, top_p,
+        SHIFT, BLOCK, BLOCK_S, CANDIDATES,
+    )  # fmt: skip
+    tl.store(enough_ptr + row, enough)
+    for start in range(0, num_tokens, BLOCK):
+        x, columns = module._read(logits_ptr, start, num_tokens, BLOCK)
+        kept = (module._order(x, SHIFT) >= cut) & (x > float("-inf"))
+        tl.store(kept_ptr + row * num_tokens + columns, kept, mask=columns < num_tokens)
+
+
+@interpreter
+@pytest.mark.sweep(2, free=("dtype", "top_k", "top_p"))
+@pytest.mark.filterwarnings("ignore:overflow")  # of -inf beside what stands for a part's largest logit
+@pytest.mark.parametrize(
+    "dtype, top_k, top_p",
+    [(torch.float32, 5, 1.0), (torch.bfloat16, 0, 0.6), (torch.float32, 7, 0.8), (torch.float16, 50, 0.9)],
+)
+def test_candidates_keep_what_sorting_keeps(dtype: torch.dtype, top_k: int, top_p: float, interpreted: None) -> None:
+    """Peaked rows are cut by their candidates alone, flat ones and large top-k by bisection; all as the reference cuts."""
+    temperature, num_tokens = 0.8, 60
+    peaked = torch.randn(2, num_tokens) * 4
+    few = torch.randn(1, num_tokens).masked_fill(torch.arange(num_tokens) > 12, float("-inf"))
+    logits = torch.cat([peaked, few, torch.zeros(1, num_tokens)])[None].to(dtype)
+    kept = torch.zeros(logits.shape[1:], dtype=torch.bool)
+    enough = torch.zeros(len(kept), dtype=torch.int32)
+    settings = temperature, top_k or None, top_p if top_p < 1 else None
+    parts = module._find_candidates(logits, temperature, top_k or None)
+    _candidate_kernel[(len(kept),)](
+        logits, kept, enough, *parts, num_tokens, parts.num, *settings,
+        SHIFT=EMPTY_BITS[dtype], BLOCK=64, BLOCK_S=8, CANDIDATES=module.CANDIDATES,
+    )  # fmt: skip
+    draws = Draws(0, torch.zeros(1), torch.zeros(1, 1), temperature, top_k, top_p)
+    assert torch.equal(kept, draws.shape(logits[0]) > float("-inf"))
+    assert enough.tolist()[:2] == [top_k < 50] * 2 and not enough[3]
 
 
 def drawn(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from spectrain.kernels.tree_verify import ARGMAX, CUT, DRAWN, EMPTY_BITS, WALK, VerifyTiles
+from spectrain.kernels.tree_verify import ARGMAX, CANDIDATES, CUT, DRAWN, EMPTY_BITS, PARTS, WALK, VerifyTiles
 from tests.kernels import aot
 
 pytest.importorskip("triton", reason="triton is not installed, so there is nothing to compile")
@@ -21,6 +21,9 @@ def request(kernel: str, dtype: torch.dtype, config: VerifyTiles, constants: dic
     """The request for what a launch would compile; a constant of None is an argument that is left out."""
     types = dict.fromkeys(LONG, "*i64") | {"logits_ptr": TYPES[dtype], "allowed_ptr": "*i1", "key": "i64"}
     types |= {"best_ptr": "*fp32", "place_ptr": "*i32", "temperature": "fp32", "top_p": "fp32"}
+    types |= {"top_ptr": "*fp32", "mass_ptr": "*fp32", "found_ptr": "*i32", "candidates_ptr": "*i64"}
+    if constants.get("CUT"):
+        types["place_ptr"] = "*fp32"
     types |= {"q_ptr": "*fp32", "places_ptr": "*i32", "residual_ptr": "*fp32", "state_ptr": "*i32"}
     return aot.Request(
         "spectrain.kernels.tree_verify",
@@ -40,15 +43,18 @@ def choosing(dtype: torch.dtype, noise: bool) -> Any:
 
 def walking(dtype: torch.dtype, top_k: bool, top_p: bool, num_nodes: int = 64, num_tokens: int = NUM_TOKENS) -> Any:
     cut = top_k or top_p
-    absent = ([] if top_k else ["top_k"]) + ([] if top_p else ["top_p"])
+    absent = ([] if top_k else ["top_k"]) + ([] if top_p else ["top_p"]) + ([] if cut else ["found_ptr", "candidates_ptr"])
     block_s = 1 << (num_tokens // DRAWN.block).bit_length()
-    constants = {"CUT": cut, "SHIFT": EMPTY_BITS[dtype], "BLOCK_N": num_nodes, "BLOCK_S": block_s, **dict.fromkeys(absent)}
+    constants = {"CUT": cut, "SHIFT": EMPTY_BITS[dtype], "BLOCK_N": num_nodes, "BLOCK_S": block_s, "CANDIDATES": CANDIDATES}
+    constants |= dict.fromkeys(absent)
     return request("_walk_kernel", dtype, CUT if cut else WALK, constants)
 
 
 def rejecting(dtype: torch.dtype, without: bool = True, cut: bool = True, subset: bool = True, num_nodes: int = 64) -> Any:
-    absent = ([] if cut else ["top_k", "top_p"]) + ([] if subset else ["places_ptr"])
+    found = ["top_k", "top_p", "top_ptr", "mass_ptr", "found_ptr", "candidates_ptr"]
+    absent = ([] if cut else found) + ([] if subset else ["places_ptr"])
     constants = {"WITHOUT": without, "SHIFT": EMPTY_BITS[dtype], "BLOCK_N": num_nodes, **dict.fromkeys(absent)}
+    constants |= {"BLOCK_S": 1 << (NUM_TOKENS // PARTS.block).bit_length(), "CANDIDATES": CANDIDATES}
     return request("_reject_kernel", dtype, CUT, constants)
 
 
@@ -70,6 +76,15 @@ BOTH = (True, False)
 def test_choosing_fits_sm90(dtype: torch.dtype, noise: bool) -> None:
     """The argmax of rows, with noise and without, spills nothing."""
     assert_nothing_spills(choosing(dtype, noise))
+
+
+@pytest.mark.sweep(1, free=("dtype", "kernel"))
+@pytest.mark.parametrize("kernel", ["_parts_kernel", "_candidates_kernel"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_finding_candidates_fits_sm90(dtype: torch.dtype, kernel: str) -> None:
+    """Nor do the two launches that find what may be kept."""
+    constants = {"SHIFT": EMPTY_BITS[dtype], "BLOCK_S": 128, "CANDIDATES": CANDIDATES}
+    assert_nothing_spills(request(kernel, dtype, PARTS, constants if kernel == "_candidates_kernel" else {}))
 
 
 @pytest.mark.sweep(1, free=("dtype", "cut"))

@@ -117,6 +117,22 @@ def test_a_tensor_from_the_host_fails() -> None:
         torch.tensor([1, 2, 3])
 
 
+def test_rounded_logits_are_not_widened() -> None:
+    """A target in half precision gives its logits as they are; were they scaled, a round would take a launch to widen them and
+    one to scale them, and twice their bytes in float32."""
+    counts = []
+    for scale in (1.0, 0.5):
+        engine = engine_of("eagle3, chain of 3")
+        engine.target.model.to(torch.bfloat16)
+        assert engine.drafter is not None
+        engine.drafter.to(torch.bfloat16)
+        engine.target.config.logit_scale = scale
+        counts.append(count_round(engine)["verify"])
+    plain, scaled = counts
+    assert scaled["launches"] == plain["launches"] + 2
+    assert scaled["bytes"] == plain["bytes"] + 2 * 4 * 4 * engine.target.head.vocab_size  # of a root and three drafted nodes
+
+
 def test_views_are_no_launches() -> None:
     """A product, a sum and a write in place are launches; views and empty tensors are none."""
     x = torch.zeros(4, 4, device="meta")

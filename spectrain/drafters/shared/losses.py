@@ -6,13 +6,14 @@ vocabulary; `log_p` is either renormalised over it or carries the target's own m
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from spectrain.kernels.linear_divergence import Judged, Projection, linear_divergence
+from spectrain.kernels.linear_divergence import Judged, Projection, Said, linear_divergence
 
 
 def acceptance_rate(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -121,26 +122,64 @@ def head_loss(
     return linear_divergence(hidden, head, theirs, chosen, row_weight)
 
 
+class Answering(Protocol):
+    """A target that answers for the rows of a slice: by log p [r, V], or as a kernel reads it."""
+
+    def __call__(self, rows: slice, /) -> Tensor: ...
+
+    def products(self, rows: slice, /) -> Said: ...
+
+
 class TargetLogProbs:
     """What a target says of its rows; those asked for last are kept, for several heads or draft steps ask for the same."""
 
-    def __init__(self, log_probs: Callable[[slice], Tensor]) -> None:
-        self.log_probs, self.first = log_probs, 0
-        self.kept: Tensor | None = None  # log p of the rows from `first` on
+    def __init__(self, source: Answering) -> None:
+        self.source, self.held = source, slice(0, 0)  # the rows whose answers are kept
+        self.kept: Tensor | None = None  # their log p [r, V]
+        self.said: Said | None = None  # the same before it is normalised, where it was asked for so
 
     def __call__(self, rows: slice) -> Tensor:
         """log p [r, V] of these rows."""
-        if self.kept is None or not self.first <= rows.start < rows.stop <= self.first + len(self.kept):
-            self.kept = None  # freed first, so that two chunks are never held
-            self.first, self.kept = rows.start, self.log_probs(rows)
-        return self.kept[rows.start - self.first : rows.stop - self.first]
+        if self.kept is None or not self._holds(rows):
+            self._forget(rows)
+            self.kept = self.source(rows)
+        return self.kept[rows.start - self.held.start : rows.stop - self.held.start]
 
-    def at(self, answers: Tensor) -> Callable[[slice], Tensor]:
-        """log p of the rows `answers` [R], ascending; repeated ones cost no work."""
+    def products(self, rows: slice) -> Said:
+        """What the target says of these rows, for a kernel to normalise."""
+        if self.said is None or not self._holds(rows):
+            self._forget(rows)
+            self.said = self.source.products(rows)
+        return self.said.at(slice(rows.start - self.held.start, rows.stop - self.held.start))
 
-        def log_p(rows: slice) -> Tensor:
-            asked = answers[rows]
-            first, last = asked[[0, -1]].tolist()
-            return self(slice(first, last + 1))[asked - first]
+    def _holds(self, rows: slice) -> bool:
+        return bool(self.held.start <= rows.start < rows.stop <= self.held.stop)
 
-        return log_p
+    def _forget(self, rows: slice) -> None:
+        self.kept = self.said = None  # freed first, so that two chunks are never held
+        self.held = rows
+
+    def at(self, answers: Tensor) -> Answering:
+        """What the target says of the rows `answers` [R], ascending; repeated ones cost no work."""
+        return _Chosen(self, answers)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Some rows of a target's, in this order."""
+
+    source: Answering
+    answers: Tensor
+
+    def __call__(self, rows: slice) -> Tensor:
+        around, places = self._around(rows)
+        return self.source(around)[places]
+
+    def products(self, rows: slice) -> Said:
+        around, places = self._around(rows)
+        return self.source.products(around).at(places)
+
+    def _around(self, rows: slice) -> tuple[slice, Tensor]:
+        asked = self.answers[rows]
+        first, last = asked[[0, -1]].tolist()
+        return slice(first, last + 1), asked - first
