@@ -11,11 +11,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain.errors import UserError, first_line
 from spectrain.trees.token_tree import TokenTree
@@ -25,9 +25,10 @@ from .decoder import cache_name
 from .features import Layer
 from .forward_plan import ForwardPlan
 from .images import Images
-from .kv_cache import KeyValueShape
+from .kv_cache import KeyValueShape, attended_dtype
 from .masks import Mask, masks_asked_for
-from .recurrent import Watching
+from .recurrent import Along
+from .recurrent_nodes import Stateful, Watching
 
 if TYPE_CHECKING:
     from .target import Target
@@ -36,6 +37,7 @@ LENGTH = 24  # tokens of the text
 TREE = 7  # nodes: every other one is the text's
 NEAR = {torch.float32: 1e-3}  # relative difference of a token's states; of shorter types sums are rounded in another order
 ROUNDED = 0.1
+SAME = {torch.float32: 1e-4}  # between two ways to compute a token's logits
 MOST = 1 << 20  # positions at which windows are looked for
 
 
@@ -57,8 +59,9 @@ class Attending:
     layers: tuple[int, ...] | None = None  # those that attend; None: all
     shapes: dict[int, KeyValueShape] | None = None  # of these, where they are not all alike or not all
     reaches: dict[int, Reach] | None = None  # of those that do not say themselves how far back they see
-    recurrent: dict[int, nn.Module] = field(default_factory=dict)  # what keeps a state in place of keys and values, by layer
+    recurrent: dict[int, Stateful] = field(default_factory=dict)  # what keeps a state in place of keys and values, by layer
     kept: dict[int, Attended] = field(default_factory=dict)  # by layer that attends
+    along: Along = "never"  # whether what keeps a state is run over several tokens behind one
 
 
 UNKNOWN = Attending()
@@ -165,6 +168,8 @@ def check_exact(target: Target) -> None:
         stepped = _stepped(model, tokens, target) if target.attending.recurrent else logits
     plain = Unmodified(tokens, logits, stepped, layers, captured)
     limit = NEAR.get(target.dtype, ROUNDED)
+    if target.attending.recurrent:
+        target.attending = replace(target.attending, along=_along(target, plain))
     with explaining(target):
         for what, gap in _gaps(target, plain):
             if not gap <= limit:
@@ -172,6 +177,21 @@ def check_exact(target: Target) -> None:
                     f"target {target.name}: its {what} differ by {gap:.1%} from what transformers computes, so drafts would be "
                     "judged by another model; use another target, and report this one"
                 )
+
+
+def _along(target: Target, plain: Unmodified) -> Along:
+    """Whether layers that keep a state make the same of several tokens behind one as of one after another. In half precision on
+    a CPU the same is bit by bit, which it is not."""
+    if attended_dtype(target.dtype, target.device) != target.dtype:
+        return "never"
+    tried, target.attending = target.attending, replace(target.attending, along="always")
+    try:
+        gap = max(_cached(target, plain.tokens, plain.stepped))
+    except Exception:  # of any kind: a module that knows no such call
+        return "never"
+    finally:
+        target.attending = tried
+    return "where cheaper" if gap <= SAME.get(target.dtype, ROUNDED) else "never"
 
 
 @dataclass(frozen=True)

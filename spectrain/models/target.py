@@ -364,8 +364,9 @@ class Target(nn.Module):
                 f"target {self.name}: its layers keep a state, which this drafter's trees without a cache, or over some of "
                 "the layers, do not; use another drafter, such as eagle3"
             )
-        for layer, module in self.attending.recurrent.items():
-            yield module, with_states(module, layer, plan.cache, visibility, plan.lengths)
+        for layer, stateful in self.attending.recurrent.items():
+            run = with_states(stateful, layer, plan.cache, visibility, plan.lengths, self.attending.along)
+            yield stateful.module, run
 
     def sublayer(self, layer: int, part: Part) -> nn.Module:
         """The module of a half of a layer."""
