@@ -35,6 +35,9 @@ as transformers gives them. Where only some of it is, the table names that.
 - **Layers that keep a state** (Qwen3-Next, Qwen3.5, Kimi Linear, Nemotron-H, LFM2, Granite 4 hybrid, Mamba 2) verify trees
   and chains, [at the cost of their tokens](#layers-that-keep-a-state). Drafters that run some of the layers only, or take
   committed tokens back, are refused.
+- **Layers that attend by themselves**, without transformers' attention interface (Falcon, GPT-J, CodeGen, StableLM, Nemotron,
+  BLOOM, MPT, GPT-Neo, XGLM), are told by masks what a token sees and get all keys of the cache; biases of keys (ALiBi) are
+  moved from slots to positions. Scores are then computed by the model's code, on a GPU too, and rounds are not captured.
 - **Gemma 3n** has several residual streams between its layers: drafters that read none but the final features work.
 - Of a **model of text and images** the text decoder is the target; [images](#images) come through the model's own code.
 

@@ -21,12 +21,13 @@ from spectrain.errors import UserError, first_line
 from spectrain.trees.token_tree import TokenTree
 
 from .attention import Call, Reach
-from .decoder import cache_name
+from .decoder import asks_for, cache_name
 from .features import Layer
 from .forward_plan import ForwardPlan
 from .images import Images
 from .kv_cache import KeyValueShape, attended_dtype
 from .masks import Mask, masks_asked_for
+from .own_attention import OWN, Holding, OwnAttention, own_attention
 from .recurrent import Along
 from .recurrent_nodes import Stateful, Watching
 
@@ -62,13 +63,16 @@ class Attending:
     recurrent: dict[int, Stateful] = field(default_factory=dict)  # what keeps a state in place of keys and values, by layer
     kept: dict[int, Attended] = field(default_factory=dict)  # by layer that attends
     along: Along = "never"  # whether what keeps a state is run over several tokens behind one
+    own: OwnAttention | None = None  # of layers that attend by themselves, and are told by masks
 
 
 UNKNOWN = Attending()
 
 
 def attending(target: Target) -> Attending:
-    """Refuse a model whose attention does not go through the interface, or not as a tree needs it."""
+    """What layers hand to attention; refuse a model where that is not as a tree needs it."""
+    if target.config._attn_implementation == OWN:
+        return _attending_by_masks(target)
     calls: list[Call] = []
     outputs: list[Any] = []
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
@@ -82,6 +86,9 @@ def attending(target: Target) -> Attending:
     finally:
         handle.remove()
     layers = [call.layer for call in calls]
+    if not calls and not watching.found:
+        target.config._attn_implementation = OWN
+        return _attending_by_masks(target)
     if (
         layers != sorted({*layers})
         or not {*layers} | {*watching.found}
@@ -106,6 +113,40 @@ def attending(target: Target) -> Attending:
     kept = {call.layer: Attended(call.shape, reaches.get(call.layer, Reach(call.window))) for call in calls}
     held = tuple(layers), None if alike else shapes, reaches or None, watching.found, kept
     return Attending(num_returned, states.dim() == 3, name, *held)
+
+
+def _attending_by_masks(target: Target) -> Attending:
+    """What layers that attend by themselves keep, and are to be told."""
+    holding, outputs, told = Holding(), list[Any](), dict[str, Any]()
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
+    layer, name = target.layers[0], cache_name(target.decoder)
+    handles = [
+        layer.register_forward_pre_hook(lambda module, args, kwargs: told.update(kwargs), with_kwargs=True),
+        layer.register_forward_hook(lambda module, args, output: outputs.append(output)),
+    ]
+    try:
+        with torch.no_grad(), explaining(target), masks_asked_for() as masks:
+            target.decoder(input_ids=tokens, use_cache=True, **{name: holding})
+    finally:
+        for handle in handles:
+            handle.remove()
+    places = _places(None, target.device)
+    causal = bool(masks) and all(torch.equal(mask.at(places, places), _seen(Reach(), places)) for _, mask in masks)
+    if sorted(holding.shapes) != [*range(target.num_layers)] or not causal:
+        what = "keep no keys in a cache of transformers" if causal or not holding.shapes else "make masks of their own"
+        raise UserError(
+            f"target {target.name}: its layers go past transformers' attention interface and {what}, so trees cannot be "
+            "verified with it; use a model whose layers are all ordinary attention"
+        )
+    shapes = holding.shapes
+    alike = len({*shapes.values()}) == 1 and all(shape.key_size == shape.value_size for shape in shapes.values())
+    num_returned = len(outputs[0]) if isinstance(outputs[0], tuple) else 0
+    own = own_attention(target.layers, told, asks_for(target.decoder, "position_ids"))
+    windows = [
+        next((own.kept[module].window for module in layer.modules() if module in own.kept), None) for layer in target.layers
+    ]
+    kept = {layer: Attended(shape, Reach(windows[layer])) for layer, shape in shapes.items()}
+    return Attending(num_returned, True, name, shapes=None if alike else shapes, kept=kept, own=own)
 
 
 @contextmanager

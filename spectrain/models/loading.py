@@ -17,6 +17,7 @@ from spectrain.errors import UserError, first_line
 
 from .attention import ATTENTION, attending_by
 from .check import check_exact
+from .own_attention import OWN
 from .prepacked import SMALL, has_alike_rows
 from .quantization import Quantization, is_plain_weight, is_quantised, loading_options, missing_package
 from .sharding import Sharding, auto_class, load_network
@@ -114,7 +115,7 @@ def load_hf(
         if network is load_network:
             options |= loading_options(model, config, quantization, kind, place)
         with naming_package(model, config, quantization):
-            made = network(model, config, place, sharding, **options)
+            made = _made(network, model, config, place, sharding, options)
     where = str(path.resolve()) if local else model
     target = Target(made, tokenizer, name or (path.name if local else model), where, sharding)
     target.sight.trust_remote_code = trust_remote_code
@@ -125,18 +126,23 @@ def load_hf(
     return target
 
 
+def _made(network: Network, model: str, config: Any, place: str, sharding: Sharding, options: dict[str, Any]) -> Any:
+    """A network that attends through the interface, or by masks where its classes know no attention but their own."""
+    try:
+        return network(model, config, place, sharding, **options)
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+    made = network(model, config, place, sharding, **options | {"attn_implementation": "eager"})
+    made.config._attn_implementation = OWN
+    return made
+
+
 @contextmanager
 def explained(model: str) -> Iterator[None]:
     """Say in a sentence why a model could not be loaded."""
     try:
         yield
-    except KeyError as error:
-        if error.args != (ATTENTION,):
-            raise
-        raise UserError(
-            f"target.model={model}: its attention does not go through transformers' attention interface, so trees "
-            "cannot be verified with it; use a model whose layers are all ordinary attention"
-        ) from error
     except UserError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError) as error:

@@ -186,7 +186,7 @@ def outcomes(name: str, folder: Path) -> dict[str, str]:
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "targets.md"
-SAMPLE = ("gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "doge", "qwen3_vl", "qwen3_next")
+SAMPLE = ("gpt_oss", "deepseek_v3", "gemma4_text", "llama4_text", "doge", "qwen3_vl", "qwen3_next", "bloom")
 
 
 def row(name: str, found: dict[str, str]) -> str:
