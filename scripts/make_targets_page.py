@@ -32,7 +32,7 @@ as transformers gives them. Where only some of it is, the table names that.
 - **Sinks** (gpt-oss) run in the kernel and in training; **chunks** (Llama 4), heads wider than 256 and **values of
   another size than keys** (DeepSeek) are exact but take the slower reference attention on a GPU. Latent attention caches
   expanded heads.
-- **Layers that keep a state** (Qwen3-Next, Qwen3.5, Kimi Linear, Nemotron-H, LFM2, Granite 4 hybrid, Mamba 2) verify trees
+- **Layers that keep a state** (Qwen3-Next, Qwen3.5, Kimi Linear, Nemotron-H, LFM2, MiniMax-01, Granite 4 hybrid, Mamba 2, ZAYA1) verify trees
   and chains, [at the cost of their tokens](#layers-that-keep-a-state). Drafters that run some of the layers only, or take
   committed tokens back, are refused.
 - **Layers that attend by themselves**, without transformers' attention interface (Falcon, GPT-J, CodeGen, StableLM, Nemotron,

@@ -57,7 +57,8 @@ class Attending:
     num_returned: int = 0  # a layer gives its states in a tuple of so many; 0: alone
     is_one_stream: bool = True  # between its layers there is one state for each token
     cache_name: str = "past_key_values"  # what the decoder calls the cache that it is given
-    layers: tuple[int, ...] | None = None  # those that attend; None: all
+    uses_cache: bool = True  # it may be told so; else it would take none but one of its own kind
+    inside: tuple[tuple[int, ...], ...] | None = None  # the numbers of what attends in each layer; None: its own
     shapes: dict[int, KeyValueShape] | None = None  # of these, where they are not all alike or not all
     reaches: dict[int, Reach] | None = None  # of those that do not say themselves how far back they see
     recurrent: dict[int, Stateful] = field(default_factory=dict)  # what keeps a state in place of keys and values, by layer
@@ -77,27 +78,23 @@ def attending(target: Target) -> Attending:
     outputs: list[Any] = []
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
     watching = Watching(target.config)
-    name = cache_name(target.decoder)
+    name, starts = cache_name(target.decoder), list[int]()
     cached: dict[str, Any] = {name: watching, "use_cache": True} if watching.is_recurrent else {"use_cache": False}
-    handle = target.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    handles = [layer.register_forward_pre_hook(lambda *given: starts.append(len(calls))) for layer in target.layers]
+    handles.append(target.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output)))
     try:
         with torch.no_grad(), explaining(target), masks_asked_for() as masks, watching.over(target.layers):
-            target.decoder(input_ids=tokens, calls=calls, **cached)
+            uses_cache = _run(target, cached | {"input_ids": tokens, "calls": calls})
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+    if len(watching.updated) == len(calls):  # modules that layers share have no number of their own
+        calls = [replace(call, layer=layer) for call, layer in zip(calls, watching.updated)]
     layers = [call.layer for call in calls]
     if not calls and not watching.found:
         target.config._attn_implementation = OWN
         return _attending_by_masks(target)
-    if (
-        layers != sorted({*layers})
-        or not {*layers} | {*watching.found}
-        or (not watching.found and len(layers) < target.num_layers)
-    ):
-        raise UserError(
-            f"target {target.name}: {len(calls)} of its {target.num_layers} layers go through transformers' attention "
-            "interface, so trees cannot be verified with it; use a model whose layers are all ordinary attention"
-        )
+    _check_calls(target, layers, {*watching.found})
     unheeded = sorted({name for call in calls for name in call.unheeded})
     if unheeded:
         raise UserError(
@@ -111,7 +108,9 @@ def attending(target: Target) -> Attending:
     num_returned = len(outputs[0]) if isinstance(outputs[0], tuple) else 0
     states = outputs[0][0] if num_returned else outputs[0]
     kept = {call.layer: Attended(call.shape, reaches.get(call.layer, Reach(call.window))) for call in calls}
-    held = tuple(layers), None if alike else shapes, reaches or None, watching.found, kept
+    ends = [*starts[1:], len(calls)]
+    inside = None if alike else tuple(tuple(layers[start:end]) for start, end in zip(starts, ends))
+    held = uses_cache, inside, None if alike else shapes, reaches or None, watching.found, kept
     return Attending(num_returned, states.dim() == 3, name, *held)
 
 
@@ -149,6 +148,35 @@ def _attending_by_masks(target: Target) -> Attending:
     return Attending(num_returned, True, name, shapes=None if alike else shapes, kept=kept, own=own)
 
 
+def _check_calls(target: Target, layers: list[int], recurrent: set[int]) -> None:
+    """Refuse layers that attend more than once, or of which nothing is known."""
+    if len({*layers}) < len(layers):
+        what = "its layers attend several times to keys of their own"
+    elif layers != sorted(layers) or not {*layers} | recurrent or (not recurrent and len(layers) < target.num_layers):
+        silent = [str(layer) for layer in range(target.num_layers) if layer not in layers]
+        what = (
+            f"layers {', '.join(silent)} neither attend by transformers' interface nor keep a state in a cache of transformers"
+        )
+    else:
+        return
+    raise UserError(
+        f"target {target.name}: {what}, so trees cannot be verified with it; use a model whose layers are all ordinary "
+        "attention"
+    )
+
+
+def _run(target: Target, told: dict[str, Any]) -> bool:
+    """Run the decoder, given a cache; whether it may be told that it has one."""
+    try:
+        target.decoder(**told)
+    except ValueError:
+        if not told["use_cache"]:
+            raise
+        target.decoder(**told | {"use_cache": False})
+        return False
+    return True
+
+
 @contextmanager
 def explaining(target: Target) -> Iterator[None]:
     """Say in a sentence that a model does not run here, whatever it stumbles over."""
@@ -157,6 +185,11 @@ def explaining(target: Target) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # of any kind: the model's code is transformers' or a stranger's
+        if "'NoneType' object" in str(error):
+            raise UserError(
+                f"target {target.name}: its layers compute with masks themselves, to choose by content what they see, and "
+                "trees have none; use a model whose layers are all ordinary attention"
+            ) from error
         raise UserError(
             f"target {target.name}: its layers do not run on spectrain's attention and cache "
             f"({type(error).__name__}: {first_line(error)}); use a model whose layers are all ordinary attention"

@@ -40,11 +40,13 @@ class Recurrence:
 
     def read(self, call: StateCall, hidden: Tensor, lengths: Tensor) -> Tensor:
         """Prompts [B, T, D], of which each row has its own length, into an empty recurrence."""
-        output, found, order = torch.zeros_like(hidden), [], []
+        output, found, order = hidden.new_zeros(0), list[States](), list[Tensor]()
         for length in lengths.unique().tolist():
             rows = (lengths == length).nonzero()[:, 0]
             states = States()
-            output[rows, :length] = call(hidden[rows, :length], states)
+            read = call(hidden[rows, :length], states)
+            output = read.new_zeros(*hidden.shape[:2], read.shape[-1]) if not found else output
+            output[rows, :length] = read
             found.append(states)
             order.append(rows)
         self._keep(taken(joined(found), torch.cat(order).argsort()))

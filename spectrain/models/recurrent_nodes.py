@@ -47,23 +47,38 @@ class StateCall:
     stateful: Stateful
     layer: int
     forward: Callable[..., Tensor]
-    name: str  # of the argument that is the cache
+    cache: Any  # what among the arguments it is given for its states
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    parts: list[torch.Size | None] = field(default_factory=list)  # what of a tuple it gives for each token; None: no such thing
 
     def __call__(self, hidden: Tensor, states: States) -> Tensor:
-        """[K, T, D] -> [K, T, D] behind the states of K rows, which it brings up to date."""
-        return self.forward(hidden, *self.args, **self.kwargs, **{self.name: _OneLayer(self.layer, states)})
+        """[K, T, D] -> [K, T, D] behind the states of K rows, which it brings up to date; several tensors become one."""
+        own = _OneLayer(self.layer, states)
+        args = [own if value is self.cache else value for value in self.args]
+        kwargs = {key: own if value is self.cache else value for key, value in self.kwargs.items()}
+        output = self.forward(hidden, *args, **kwargs)
+        if isinstance(output, Tensor):
+            return output
+        of_tokens = [isinstance(part, Tensor) and part.shape[:2] == hidden.shape[:2] for part in output]
+        self.parts[:] = [part.shape[2:] if each else None for part, each in zip(output, of_tokens)]
+        return torch.cat([part.flatten(2) for part, each in zip(output, of_tokens) if each], dim=-1)
+
+    def apart(self, output: Tensor) -> Tensor | tuple[Tensor | None, ...]:
+        """[B, N, ..] as the module gives it."""
+        if not self.parts:
+            return output
+        parts = iter(output.split([size.numel() for size in self.parts if size is not None], dim=-1))
+        return tuple(None if size is None else next(parts).unflatten(-1, size) for size in self.parts)
 
 
 def calling(stateful: Stateful, layer: int, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StateCall:
     """How a module is called again as it has just been; `cache` is what it was given for its states."""
     module: Any = stateful.module
-    name = next((key for key, value in kwargs.items() if value is cache), None)
-    if name is None:
+    if not any(value is cache for value in (*args, *kwargs.values())):
         raise UserError(f"target: the state of its layer {layer} is not asked for as other models do; use another target")
-    theirs = {key: value for key, value in kwargs.items() if key not in (*OURS, "hidden_states", name)}
-    return StateCall(stateful, layer, type(module).forward.__get__(module), name, args[1:], theirs)
+    theirs = {key: value for key, value in kwargs.items() if key not in (*OURS, "hidden_states")}
+    return StateCall(stateful, layer, type(module).forward.__get__(module), cache, args[1:], theirs)
 
 
 class StateNodes:
@@ -156,6 +171,13 @@ class _OneLayer(Cache):
         super().__init__(layers=[])
         self.layers = {layer: states}
 
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """As MiniMax asks for its state."""
+        return self.layers[layer_idx].recurrent_states[0]
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        self.layers[layer_idx].recurrent_states[0] = state
+
 
 # Which modules they are
 
@@ -177,6 +199,7 @@ class Watching(DynamicCache):
         super().__init__(config=config)
         self.running: list[_Running] = []
         self.found: dict[int, Stateful] = {}
+        self.updated: list[int] = []  # the numbers by which keys were given, one after another
 
     @property
     def is_recurrent(self) -> bool:
@@ -185,6 +208,16 @@ class Watching(DynamicCache):
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         self.found[layer_idx] = Stateful(self.running[-1].module)
         return super().get_conv_state(layer_idx, state_idx)
+
+    def get_linear_cache(self, layer_idx: int) -> None:
+        """As MiniMax asks for its state."""
+        self.found[layer_idx] = Stateful(self.running[-1].module)
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None: ...
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.updated.append(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @contextmanager
     def over(self, layers: nn.ModuleList) -> Iterator[None]:

@@ -186,7 +186,7 @@ class Target(nn.Module):
             output = self.decoder(
                 **self._called(tokens, positions, plan),
                 **{self.attending.cache_name: plan.cache},
-                use_cache=plan.cache is not None,
+                use_cache=plan.cache is not None and self.attending.uses_cache,
                 **self._told(visibility, plan),
             )
             final = captured["final"] = output.last_hidden_state
@@ -368,9 +368,14 @@ class Target(nn.Module):
             yield self.sublayer(index, part), adding_nothing(returns_tuple=part == "attention")
 
     def _attending(self, plan: ForwardPlan) -> list[int]:
-        """The layers whose attention runs."""
-        layers, known = plan.span.attending(self.num_layers), self.attending.layers
-        return layers if known is None else [layer for layer in layers if layer in known]
+        """The numbers of what attends, in the layers whose attention runs."""
+        layers, inside = plan.span.attending(self.num_layers), self.attending.inside
+        return layers if inside is None else [number for layer in layers for number in inside[layer]]
+
+    def places_below(self, layer: int) -> slice:
+        """Where a cache holds what the layers below this one give it."""
+        inside = self.attending.inside
+        return slice(0, layer if inside is None else sum(map(len, inside[:layer])))
 
     def _with_states(
         self, plan: ForwardPlan, visibility: Visibility | list[Visibility] | None
@@ -390,6 +395,6 @@ class Target(nn.Module):
     def sublayer(self, layer: int, part: Part) -> nn.Module:
         """The module of a half of a layer."""
         found = getattr(self.layers[layer], {"attention": "self_attn", "mlp": "mlp"}[part], None)
-        if not isinstance(found, nn.Module):
+        if not isinstance(found, nn.Module) or isinstance(found, nn.ModuleList):
             raise UserError(f"target {self.name}: its layers have no {part} of their own to skip; skip whole layers")
         return found
