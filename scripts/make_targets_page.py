@@ -32,11 +32,33 @@ as transformers gives them. Where only some of it is, the table names that.
 - **Sinks** (gpt-oss) run in the kernel and in training; **chunks** (Llama 4), heads wider than 256 and **values of
   another size than keys** (DeepSeek) are exact but take the slower reference attention on a GPU. Latent attention caches
   expanded heads.
-- **Layers that keep a state** (Qwen3-Next, Qwen3.5, Kimi Linear, Nemotron-H, LFM2, Granite 4 hybrid, Mamba 2) verify trees
-  and chains: each node has a state of its own, computed level by level, which takes as many steps as the tree is deep.
-  Drafters that run some of the layers only, or take committed tokens back, are refused.
+- **Layers that keep a state** (Qwen3-Next, Qwen3.5, Kimi Linear, Nemotron-H, LFM2, MiniMax-01, Granite 4 hybrid, Mamba 2,
+  ZAYA1) verify trees and chains, [at the cost of their tokens](#layers-that-keep-a-state). Drafters that run some of the
+  layers only, or take committed tokens back, are refused.
+- **Layers that attend by themselves**, without transformers' attention interface (Falcon, GPT-J, CodeGen, StableLM, Nemotron,
+  BLOOM, MPT, GPT-Neo, XGLM), are told by masks what a token sees and get all keys of the cache; biases of keys (ALiBi) are
+  moved from slots to positions. Scores are then computed by the model's code, on a GPU too, and rounds are not captured.
 - **Gemma 3n** has several residual streams between its layers: drafters that read none but the final features work.
 - Of a **model of text and images** the text decoder is the target; [images](#images) come through the model's own code.
+
+## Layers that keep a state
+
+The weights of such a layer lie in the linears at its ends, and these see all nodes of a round at once, in whatever way the
+states between them are computed: level by level, each node from its parent's state, or along whole paths in the module's own
+way over several tokens, which short convolutions always take, and recurrences where a chain fills a quarter of their chunk;
+then the accepted tokens are run once more, between the linears. Which modules make the same of several tokens behind a state
+as of one after another is found when a target is loaded. CPU milliseconds of a round, verify and commit, level by level with
+the linears of every level, as it was, and now (median of 14, in turn, one busy core, float32; four layers of width 1024, random
+weights, all but one of Qwen3-Next's and LFM2's keeping a state, all of Mamba 2's, two of Nemotron-H's):
+
+| | root alone | chain of 6, 3 kept | chain of 16, 8 kept | tree of 16 |
+|---|---|---|---|---|
+| Qwen3-Next | 23.6, 23.6 | 105, 72 | 243, 89 | 179, 118 |
+| LFM2 | 13.9, 13.9 | 44, 26 | 92, 33 | 84, 40 |
+| Mamba 2 | 17.4, 18.1 | 97, 66 | 263, 158 | 261, 186 |
+| Nemotron-H | 14.6, 14.2 | 58, 41 | 145, 91 | 107, 75 |
+
+`tree=auto` and the other measured trees time what a level costs on the machine they run on.
 
 ## Images
 
@@ -80,11 +102,19 @@ QUANTISED = """
 | int8, weights only | `target.quantization=int8` | torchao | identical to `generate` (torchao 0.18.0; float32, bfloat16) |
 | int4 of torchao | as found in a checkpoint | torchao | no: its kernels want a GPU |
 | GPTQ, AWQ | as found in a checkpoint | optimum, gptqmodel | refused, the package named |
-| compressed-tensors | as found in a checkpoint | compressed-tensors | refused without it, the package named |
-| FP8 (fine-grained) | as found in a checkpoint | | dequantised by transformers; not tried again |
+| int8 of torchao | as found in a checkpoint | torchao | identical to `generate` (torchao 0.18.0; float32, bfloat16) |
+| compressed-tensors | as found in a checkpoint | compressed-tensors, loguru | dequantised while it is loaded; identical \
+to `generate` (0.20.0; int8 and float8 with a scale a row, int4 in groups, inputs rounded token by token) |
+| FP8 (fine-grained) | as found in a checkpoint | | dequantised by transformers without a GPU; identical to `generate` |
+| MXFP4 (gpt-oss) | as found in a checkpoint | kernels, for 4 bits at work | \
+dequantised by transformers without it; identical to `generate` |
+| GGUF | `target.model=FILE.gguf` | | dequantised to float32, once, into the cache \
+directory, and used from there; identical to `generate` (Q8_0) |
 
 *Identical*: 32 greedy tokens of two prompts on the tiny target, alone and in a batch, autoregressively, with copied n-grams in
-a chain and with an untrained EAGLE-3 drafter's tree."""
+a chain and with an untrained EAGLE-3 drafter's tree; of checkpoints, 16 to 24 tokens in float32 with copied n-grams, chain
+and tree, on small random models in the layouts that people publish (`tests/models/checkpoints.py`). What was dequantised takes
+the memory of whole weights. What a GPU's kernels make of FP8 and MXFP4 was never run."""
 
 
 UNLIKE = """

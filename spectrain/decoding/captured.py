@@ -43,6 +43,8 @@ def why_not(target: Target, rule: AcceptanceRule, drafter: Drafter | None, build
         return f"target {target.name} has layers that see unlike far, known by their numbers, which compiled code does not see"
     if target.attending.recurrent:
         return f"target {target.name} has layers that keep a state, which is computed level by level of a tree"
+    if target.attending.own is not None:
+        return f"target {target.name} has layers that attend by themselves, by masks that are made anew in every round"
     if not rule.on_device:
         return f"acceptance={rule.name} judges on the host"
     if drafter is None or builder is None:

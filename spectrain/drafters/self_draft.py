@@ -219,6 +219,11 @@ def refuse_unlike(target: Target, cache: Cached) -> None:
             f"target {target.name}: processes hold it together, and what each drafts from would differ; leave out "
             "target.sharding"
         )
+    if target.attending.own is not None and cache != "full":
+        raise UserError(
+            f"target {target.name}: its layers attend by themselves, to all that is cached; use drafter.cache=full "
+            "drafter.weights=int8"
+        )
     chunked = any(kept.reach.chunk is not None for kept in target.attending.kept.values())
     if chunked and cache != "full":
         raise UserError(

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
+from spectrain.errors import UserError
 from spectrain.kernels.tree_attention import Visibility, attend_by_scores, tree_attention
 
 from .compiled_layers import attend_layer, passed
@@ -151,16 +152,22 @@ def layer_attention(  # transformers calls it, by these names
         unheeded = tuple(name for name in UNHEEDED if others.get(name) is not None)
         shape = KeyValueShape(key.shape[1], key.shape[3], value.shape[3])
         calls.append(Call(module.layer_idx, shape, attention_mask, sliding_window, unheeded))
-    chunk = None
-    if reaches is not None and module.layer_idx in reaches:
-        sliding_window, chunk = reaches[module.layer_idx].window, reaches[module.layer_idx].chunk
+    layer = module.layer_idx  # below 0 of a module that several layers share
+    layer, chunk = layer if layer >= 0 or tree_cache is None else tree_cache.updated, None
+    if reaches is not None and layer in reaches:
+        sliding_window, chunk = reaches[layer].window, reaches[layer].chunk
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rules = scale, sliding_window, softcap, s_aux
     if attends is not None:
         return attends(query, key, value, Rules(*rules)).transpose(1, 2).contiguous(), None
     if visibility is None:
+        if key.shape[2] != query.shape[2]:
+            raise UserError(
+                f"target: layer {layer} attends to keys that are no tokens, such as compressed ones, which trees cannot take "
+                "back; use another target"
+            )
         if tree_cache is not None:
-            tree_cache.append(module.layer_idx, key, value)
+            tree_cache.append(layer, key, value)
         lengths = lengths if chunk is None else in_chunks(lengths or (query.shape[2],), chunk)
         return causal_attention(query, key, value, lengths, *rules).transpose(1, 2).contiguous(), None
     if isinstance(visibility, list):
@@ -173,10 +180,10 @@ def layer_attention(  # transformers calls it, by these names
     if tree_cache is not None and torch.compiler.is_compiling():
         return attend_layer(query, key, value, *rules), None
     if tree_cache is not None:
-        passed(module.layer_idx)
+        passed(layer)
         if tree_cache.watcher is not None:
-            tree_cache.watcher(module.layer_idx, query, scale)
-        key, value = tree_cache.append(module.layer_idx, key, value)
+            tree_cache.watcher(layer, query, scale)
+        key, value = tree_cache.append(layer, key, value)
     visibility = visibility if chunk is None else visibility.in_chunks(chunk)
     return tree_attention(query, key, value, visibility, *rules).transpose(1, 2).contiguous(), None
 

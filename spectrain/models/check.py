@@ -11,23 +11,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spectrain.errors import UserError, first_line
 from spectrain.trees.token_tree import TokenTree
 
 from .attention import Call, Reach
-from .decoder import cache_name
+from .decoder import asks_for, cache_name
 from .features import Layer
 from .forward_plan import ForwardPlan
 from .images import Images
-from .kv_cache import KeyValueShape
+from .kv_cache import KeyValueShape, attended_dtype
 from .masks import Mask, masks_asked_for
-from .recurrent import Watching
+from .own_attention import OWN, Holding, OwnAttention, own_attention
+from .recurrent import Along
+from .recurrent_nodes import Stateful, Watching
 
 if TYPE_CHECKING:
     from .target import Target
@@ -36,6 +38,7 @@ LENGTH = 24  # tokens of the text
 TREE = 7  # nodes: every other one is the text's
 NEAR = {torch.float32: 1e-3}  # relative difference of a token's states; of shorter types sums are rounded in another order
 ROUNDED = 0.1
+SAME = {torch.float32: 1e-4}  # between two ways to compute a token's logits
 MOST = 1 << 20  # positions at which windows are looked for
 
 
@@ -54,40 +57,44 @@ class Attending:
     num_returned: int = 0  # a layer gives its states in a tuple of so many; 0: alone
     is_one_stream: bool = True  # between its layers there is one state for each token
     cache_name: str = "past_key_values"  # what the decoder calls the cache that it is given
-    layers: tuple[int, ...] | None = None  # those that attend; None: all
+    uses_cache: bool = True  # it may be told so; else it would take none but one of its own kind
+    inside: tuple[tuple[int, ...], ...] | None = None  # the numbers of what attends in each layer; None: its own
     shapes: dict[int, KeyValueShape] | None = None  # of these, where they are not all alike or not all
     reaches: dict[int, Reach] | None = None  # of those that do not say themselves how far back they see
-    recurrent: dict[int, nn.Module] = field(default_factory=dict)  # what keeps a state in place of keys and values, by layer
+    recurrent: dict[int, Stateful] = field(default_factory=dict)  # what keeps a state in place of keys and values, by layer
     kept: dict[int, Attended] = field(default_factory=dict)  # by layer that attends
+    along: Along = "never"  # whether what keeps a state is run over several tokens behind one
+    own: OwnAttention | None = None  # of layers that attend by themselves, and are told by masks
 
 
 UNKNOWN = Attending()
 
 
 def attending(target: Target) -> Attending:
-    """Refuse a model whose attention does not go through the interface, or not as a tree needs it."""
+    """What layers hand to attention; refuse a model where that is not as a tree needs it."""
+    if target.config._attn_implementation == OWN:
+        return _attending_by_masks(target)
     calls: list[Call] = []
     outputs: list[Any] = []
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
     watching = Watching(target.config)
-    name = cache_name(target.decoder)
+    name, starts = cache_name(target.decoder), list[int]()
     cached: dict[str, Any] = {name: watching, "use_cache": True} if watching.is_recurrent else {"use_cache": False}
-    handle = target.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output))
+    handles = [layer.register_forward_pre_hook(lambda *given: starts.append(len(calls))) for layer in target.layers]
+    handles.append(target.layers[0].register_forward_hook(lambda module, args, output: outputs.append(output)))
     try:
         with torch.no_grad(), explaining(target), masks_asked_for() as masks, watching.over(target.layers):
-            target.decoder(input_ids=tokens, calls=calls, **cached)
+            uses_cache = _run(target, cached | {"input_ids": tokens, "calls": calls})
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+    if len(watching.updated) == len(calls):  # modules that layers share have no number of their own
+        calls = [replace(call, layer=layer) for call, layer in zip(calls, watching.updated)]
     layers = [call.layer for call in calls]
-    if (
-        layers != sorted({*layers})
-        or not {*layers} | {*watching.found}
-        or (not watching.found and len(layers) < target.num_layers)
-    ):
-        raise UserError(
-            f"target {target.name}: {len(calls)} of its {target.num_layers} layers go through transformers' attention "
-            "interface, so trees cannot be verified with it; use a model whose layers are all ordinary attention"
-        )
+    if not calls and not watching.found:
+        target.config._attn_implementation = OWN
+        return _attending_by_masks(target)
+    _check_calls(target, layers, {*watching.found})
     unheeded = sorted({name for call in calls for name in call.unheeded})
     if unheeded:
         raise UserError(
@@ -101,8 +108,73 @@ def attending(target: Target) -> Attending:
     num_returned = len(outputs[0]) if isinstance(outputs[0], tuple) else 0
     states = outputs[0][0] if num_returned else outputs[0]
     kept = {call.layer: Attended(call.shape, reaches.get(call.layer, Reach(call.window))) for call in calls}
-    held = tuple(layers), None if alike else shapes, reaches or None, watching.found, kept
+    ends = [*starts[1:], len(calls)]
+    inside = None if alike else tuple(tuple(layers[start:end]) for start, end in zip(starts, ends))
+    held = uses_cache, inside, None if alike else shapes, reaches or None, watching.found, kept
     return Attending(num_returned, states.dim() == 3, name, *held)
+
+
+def _attending_by_masks(target: Target) -> Attending:
+    """What layers that attend by themselves keep, and are to be told."""
+    holding, outputs, told = Holding(), list[Any](), dict[str, Any]()
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=target.device)
+    layer, name = target.layers[0], cache_name(target.decoder)
+    handles = [
+        layer.register_forward_pre_hook(lambda module, args, kwargs: told.update(kwargs), with_kwargs=True),
+        layer.register_forward_hook(lambda module, args, output: outputs.append(output)),
+    ]
+    try:
+        with torch.no_grad(), explaining(target), masks_asked_for() as masks:
+            target.decoder(input_ids=tokens, use_cache=True, **{name: holding})
+    finally:
+        for handle in handles:
+            handle.remove()
+    places = _places(None, target.device)
+    causal = bool(masks) and all(torch.equal(mask.at(places, places), _seen(Reach(), places)) for _, mask in masks)
+    if sorted(holding.shapes) != [*range(target.num_layers)] or not causal:
+        what = "keep no keys in a cache of transformers" if causal or not holding.shapes else "make masks of their own"
+        raise UserError(
+            f"target {target.name}: its layers go past transformers' attention interface and {what}, so trees cannot be "
+            "verified with it; use a model whose layers are all ordinary attention"
+        )
+    shapes = holding.shapes
+    alike = len({*shapes.values()}) == 1 and all(shape.key_size == shape.value_size for shape in shapes.values())
+    num_returned = len(outputs[0]) if isinstance(outputs[0], tuple) else 0
+    own = own_attention(target.layers, told, asks_for(target.decoder, "position_ids"))
+    windows = [
+        next((own.kept[module].window for module in layer.modules() if module in own.kept), None) for layer in target.layers
+    ]
+    kept = {layer: Attended(shape, Reach(windows[layer])) for layer, shape in shapes.items()}
+    return Attending(num_returned, True, name, shapes=None if alike else shapes, kept=kept, own=own)
+
+
+def _check_calls(target: Target, layers: list[int], recurrent: set[int]) -> None:
+    """Refuse layers that attend more than once, or of which nothing is known."""
+    if len({*layers}) < len(layers):
+        what = "its layers attend several times to keys of their own"
+    elif layers != sorted(layers) or not {*layers} | recurrent or (not recurrent and len(layers) < target.num_layers):
+        silent = [str(layer) for layer in range(target.num_layers) if layer not in layers]
+        what = (
+            f"layers {', '.join(silent)} neither attend by transformers' interface nor keep a state in a cache of transformers"
+        )
+    else:
+        return
+    raise UserError(
+        f"target {target.name}: {what}, so trees cannot be verified with it; use a model whose layers are all ordinary "
+        "attention"
+    )
+
+
+def _run(target: Target, told: dict[str, Any]) -> bool:
+    """Run the decoder, given a cache; whether it may be told that it has one."""
+    try:
+        target.decoder(**told)
+    except ValueError:
+        if not told["use_cache"]:
+            raise
+        target.decoder(**told | {"use_cache": False})
+        return False
+    return True
 
 
 @contextmanager
@@ -113,6 +185,11 @@ def explaining(target: Target) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # of any kind: the model's code is transformers' or a stranger's
+        if "'NoneType' object" in str(error):
+            raise UserError(
+                f"target {target.name}: its layers compute with masks themselves, to choose by content what they see, and "
+                "trees have none; use a model whose layers are all ordinary attention"
+            ) from error
         raise UserError(
             f"target {target.name}: its layers do not run on spectrain's attention and cache "
             f"({type(error).__name__}: {first_line(error)}); use a model whose layers are all ordinary attention"
@@ -165,6 +242,8 @@ def check_exact(target: Target) -> None:
         stepped = _stepped(model, tokens, target) if target.attending.recurrent else logits
     plain = Unmodified(tokens, logits, stepped, layers, captured)
     limit = NEAR.get(target.dtype, ROUNDED)
+    if target.attending.recurrent:
+        target.attending = replace(target.attending, along=_along(target, plain))
     with explaining(target):
         for what, gap in _gaps(target, plain):
             if not gap <= limit:
@@ -172,6 +251,21 @@ def check_exact(target: Target) -> None:
                     f"target {target.name}: its {what} differ by {gap:.1%} from what transformers computes, so drafts would be "
                     "judged by another model; use another target, and report this one"
                 )
+
+
+def _along(target: Target, plain: Unmodified) -> Along:
+    """Whether layers that keep a state make the same of several tokens behind one as of one after another. In half precision on
+    a CPU the same is bit by bit, which it is not."""
+    if attended_dtype(target.dtype, target.device) != target.dtype:
+        return "never"
+    tried, target.attending = target.attending, replace(target.attending, along="always")
+    try:
+        gap = max(_cached(target, plain.tokens, plain.stepped))
+    except Exception:  # of any kind: a module that knows no such call
+        return "never"
+    finally:
+        target.attending = tried
+    return "where cheaper" if gap <= SAME.get(target.dtype, ROUNDED) else "never"
 
 
 @dataclass(frozen=True)

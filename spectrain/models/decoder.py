@@ -33,3 +33,8 @@ def layers_of(decoder: nn.Module) -> nn.ModuleList | None:
 def cache_name(decoder: nn.Module) -> str:
     """What a decoder calls the cache that it is given."""
     return "cache_params" if "cache_params" in inspect.signature(decoder.forward).parameters else "past_key_values"
+
+
+def asks_for(decoder: nn.Module, name: str) -> bool:
+    """Whether a decoder knows an argument of this name."""
+    return name in inspect.signature(decoder.forward).parameters

@@ -87,6 +87,8 @@ class TreeCache(Cache):
         self.storage: Tensor | None = None  # allocated when the first keys tell the shape and dtype
         self.reader: Reader | None = None  # while it is `read_through` something
         self.watcher: Watcher | None = None  # while it is `watched`
+        self.updated = -1  # the number by which a layer has given its keys last
+        self.gives_all = False  # to layers that attend by themselves
         super().__init__(layers=[_Layer(self) for _ in range(num_layers)])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TreeCache":
@@ -102,9 +104,16 @@ class TreeCache(Cache):
         self.offsets = None
         self.is_empty = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """What a layer of `transformers` calls; attention itself appends, so keys and values pass unchanged."""
-        return key_states, value_states
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int = 0, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """What a layer of `transformers` calls; attention itself appends, so keys and values pass unchanged, but for layers
+        that attend by themselves, which get all there are."""
+        self.updated = layer_idx
+        if not self.gives_all:
+            return key_states, value_states
+        keys, values = self.append(layer_idx, key_states, value_states)
+        return keys.to(key_states.dtype).contiguous(), values.to(value_states.dtype).contiguous()  # some view them
 
     def reach(self, num_nodes: int) -> int:
         """The most tokens that a row can hold when `num_nodes` more are appended behind the pending ones."""
@@ -311,7 +320,7 @@ class _Layer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.owner.update(key_states, value_states)
+        return self.owner.update(key_states, value_states, self.owner.updated)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0

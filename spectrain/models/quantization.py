@@ -19,10 +19,12 @@ Quantization = Literal["8bit", "4bit", "int8"]
 multiplied in the model's own type."""
 
 PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao", "gptq": "optimum gptqmodel", "awq": "gptqmodel",
-            "compressed-tensors": "compressed-tensors", "hqq": "hqq", "quanto": "optimum-quanto", "mxfp4": "triton kernels",
-            "fbgemm_fp8": "fbgemm-gpu", "auto-round": "auto-round", "aqlm": "aqlm", "vptq": "vptq", "eetq": "eetq"}  # fmt: skip
+            "compressed-tensors": "compressed-tensors loguru", "hqq": "hqq", "quanto": "optimum-quanto",
+            "mxfp4": "triton kernels", "fbgemm_fp8": "fbgemm-gpu", "auto-round": "auto-round", "aqlm": "aqlm", "vptq": "vptq",
+            "eetq": "eetq"}  # fmt: skip
 """What transformers needs for a checkpoint's method."""
 BLOCK = 64  # weights that share a scale in NF4
+DEQUANTISED = ("fp8", "mxfp4", "compressed-tensors")  # whose weights may become numbers while they are loaded
 DEQUANTISABLE = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit", "torchao")  # to which adapters can be added for good
 
 
@@ -68,7 +70,7 @@ def loading_options(model: str, config: Any, asked: Quantization | None, dtype: 
     """What `from_pretrained` is told, beside the device, of how weights are held."""
     stored = method_of(config)
     if asked is None:
-        return {} if stored is None or place == "cpu" else {"device_map": {"": place}}
+        return _as_stored(model, stored, place)
     if stored is not None:
         raise UserError(f"target.quantization={asked}: the weights of {model} are quantised already ({stored}); leave it out")
     package, make = WAYS[asked]
@@ -83,6 +85,30 @@ def loading_options(model: str, config: Any, asked: Quantization | None, dtype: 
         return {"quantization_config": make(dtype), "device_map": {"": place}}
     except ImportError as error:
         raise UserError(f"target.quantization={asked}: its package is missing; run pip install {package}") from error
+
+
+def _as_stored(model: str, stored: str | None, place: str) -> dict[str, Any]:
+    """For weights as a checkpoint has them."""
+    options: dict[str, Any] = {} if stored is None or place == "cpu" else {"device_map": {"": place}}
+    if stored == "compressed-tensors":  # else the first call of the whole model unpacks them, and here its decoder is called
+        from transformers import CompressedTensorsConfig
+
+        try:
+            options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
+        except ImportError as error:
+            raise UserError(
+                f"target.model={model}: its quantised weights need their package; run pip install compressed-tensors loguru"
+            ) from error
+    return options
+
+
+def of_one_type(network: Any, dtype: torch.dtype) -> None:
+    """Give weights that were dequantised, which takes the type of their scales or of the file, the type that was asked for."""
+    kept = {*(network._keep_in_fp32_modules or ()), *(network._keep_in_fp32_modules_strict or ())}
+    for name, weight in network.named_parameters():
+        plain = type(weight) is nn.Parameter and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if plain and not any(part in name for part in kept):
+            weight.data = weight.data.to(dtype)
 
 
 def missing_package(config: Any, asked: Quantization | None) -> str | None:

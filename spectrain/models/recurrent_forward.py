@@ -10,34 +10,40 @@ from torch import Tensor
 from spectrain.kernels.tree_attention import Visibility
 
 from .kv_cache import TreeCache
-from .recurrent import Recurrence, calling
+from .recurrent import Along, Recurrence
+from .recurrent_nodes import Stateful, calling
 from .replaced_forward import Forward
 
 
 def with_states(
-    module: Any,
+    stateful: Stateful,
     layer: int,
     cache: TreeCache | None,
     visibility: Visibility | list[Visibility] | None,
     lengths: tuple[int, ...] | None,
+    along: Along,
 ) -> Forward:
     """In a module's place: packed documents one by one, or prompts and nodes with the states of a cache."""
+    module: Any = stateful.module
     forward = type(module).forward.__get__(module)
 
-    def documents(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def documents(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         assert lengths is not None
-        return torch.cat([forward(part, *args, **kwargs) for part in hidden_states.split(lengths, dim=1)], dim=1)
+        parts = [forward(part, *args, **kwargs) for part in hidden_states.split(lengths, dim=1)]
+        if isinstance(parts[0], Tensor):
+            return torch.cat(parts, dim=1)
+        return tuple(torch.cat(those, dim=1) if those[0] is not None else None for those in zip(*parts))
 
-    def nodes(*args: Any, **kwargs: Any) -> Tensor:
+    def nodes(*args: Any, **kwargs: Any) -> Any:
         assert cache is not None
         hidden = args[0] if args else kwargs["hidden_states"]
-        run = calling(forward, cache, args, kwargs, layer)
-        recurrence = cache.recurrences.setdefault(layer, Recurrence())
+        call = calling(stateful, layer, cache, args, kwargs)
+        recurrence = cache.recurrences.setdefault(layer, Recurrence(along))
         if visibility is None:
             said = cache.prompt_lengths
             whole = torch.full_like(cache.lengths, hidden.shape[1])
-            return recurrence.read(run, hidden, whole if said is None else said)
+            return call.apart(recurrence.read(call, hidden, whole if said is None else said))
         assert isinstance(visibility, Visibility)
-        return recurrence.step(run, hidden, visibility.tree)
+        return call.apart(recurrence.step(call, hidden, visibility.tree))
 
     return documents if cache is None else nodes

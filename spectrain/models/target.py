@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from .images import Sight, called, images_of
 from .kv_cache import TreeCache
 from .lean_layers import lean_layers
 from .limits import longest_text, rope_switch
+from .own_attention import OWN, attending_by_masks, seen_by_masks
 from .prepacked import pack_linears, rows_alike
 from .recurrent_forward import with_states
 from .replaced_forward import Forward, adding_nothing, checkpointed, for_kept, passing_on, replaced
@@ -167,7 +168,8 @@ class Target(nn.Module):
 
     def run(self, tokens: Tensor, plan: ForwardPlan = TEXT) -> Features:
         """What the plan asks of one forward over tokens [B, N]."""
-        assert self.config._attn_implementation == ATTENTION, "another attention would neither see the tree nor fill the cache"
+        implementation = ATTENTION if self.attending.own is None else OWN
+        assert self.config._attn_implementation == implementation, "another attention would see no tree and fill no cache"
         assert plan.lengths is None or len(tokens) == 1, "documents are packed into one row"
         positions, visibility = self._seen(tokens, self._within_reach(tokens, plan))
         working = plan.span.working(self.num_layers)
@@ -184,14 +186,12 @@ class Target(nn.Module):
                 stack.enter_context(rows_alike())
             stack.enter_context(replaced(self._with_states(plan, visibility)))
             stack.enter_context(running(plan.cache, visibility, self._attending(plan)))
+            stack.enter_context(self._by_masks(positions, visibility, plan))
             output = self.decoder(
                 **self._called(tokens, positions, plan),
                 **{self.attending.cache_name: plan.cache},
-                use_cache=plan.cache is not None,
-                visibility=visibility,
-                tree_cache=plan.cache,
-                lengths=plan.lengths,
-                reaches=self.attending.reaches,
+                use_cache=plan.cache is not None and self.attending.uses_cache,
+                **self._told(visibility, plan),
             )
             final = captured["final"] = output.last_hidden_state
             states = [captured[layer] for layer in plan.layers]
@@ -200,6 +200,23 @@ class Target(nn.Module):
         if plan.cache is not None:
             plan.cache.advance(tokens.shape[1])
         return result
+
+    def _told(self, visibility: Visibility | list[Visibility] | None, plan: ForwardPlan) -> dict[str, Any]:
+        """What layers hand on to attention."""
+        if self.attending.own is not None:
+            return {}
+        told = {"visibility": visibility, "tree_cache": plan.cache, "lengths": plan.lengths}
+        return told | {"reaches": self.attending.reaches}
+
+    def _by_masks(
+        self, positions: Tensor, visibility: Visibility | list[Visibility] | None, plan: ForwardPlan
+    ) -> AbstractContextManager[None]:
+        """What layers that attend by themselves are told."""
+        own, heads = self.attending.own, getattr(self.config, "num_attention_heads", 1)
+        if own is None:
+            return nullcontext()
+        seen = seen_by_masks(positions, visibility, plan.lengths, plan.cache, heads)
+        return attending_by_masks(self.layers, own, seen, plan.cache)
 
     def normed(self, hidden: Tensor, grad: bool = False) -> Tensor:
         """The final norm of states [B, T, D] of any layer: what the head reads at an early exit."""
@@ -232,6 +249,8 @@ class Target(nn.Module):
         """What the decoder is called with for tokens: themselves, or with images what these come to."""
         offsets = None if plan.cache is None else plan.cache.offsets
         if not plan.texts:
+            if self.attending.own is not None and not self.attending.own.asks_positions:
+                return {"input_ids": tokens}
             return {"input_ids": tokens, "position_ids": positions if offsets is None else positions + offsets[:, None]}
         found = called(self, tokens, plan.texts, positions, plan.lengths)
         if plan.cache is not None:
@@ -353,9 +372,14 @@ class Target(nn.Module):
             yield self.sublayer(index, part), adding_nothing(returns_tuple=part == "attention")
 
     def _attending(self, plan: ForwardPlan) -> list[int]:
-        """The layers whose attention runs."""
-        layers, known = plan.span.attending(self.num_layers), self.attending.layers
-        return layers if known is None else [layer for layer in layers if layer in known]
+        """The numbers of what attends, in the layers whose attention runs."""
+        layers, inside = plan.span.attending(self.num_layers), self.attending.inside
+        return layers if inside is None else [number for layer in layers for number in inside[layer]]
+
+    def places_below(self, layer: int) -> slice:
+        """Where a cache holds what the layers below this one give it."""
+        inside = self.attending.inside
+        return slice(0, layer if inside is None else sum(map(len, inside[:layer])))
 
     def _with_states(
         self, plan: ForwardPlan, visibility: Visibility | list[Visibility] | None
@@ -368,12 +392,13 @@ class Target(nn.Module):
                 f"target {self.name}: its layers keep a state, which this drafter's trees without a cache, or over some of "
                 "the layers, do not; use another drafter, such as eagle3"
             )
-        for layer, module in self.attending.recurrent.items():
-            yield module, with_states(module, layer, plan.cache, visibility, plan.lengths)
+        for layer, stateful in self.attending.recurrent.items():
+            run = with_states(stateful, layer, plan.cache, visibility, plan.lengths, self.attending.along)
+            yield stateful.module, run
 
     def sublayer(self, layer: int, part: Part) -> nn.Module:
         """The module of a half of a layer."""
         found = getattr(self.layers[layer], {"attention": "self_attn", "mlp": "mlp"}[part], None)
-        if not isinstance(found, nn.Module):
+        if not isinstance(found, nn.Module) or isinstance(found, nn.ModuleList):
             raise UserError(f"target {self.name}: its layers have no {part} of their own to skip; skip whole layers")
         return found

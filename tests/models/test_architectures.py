@@ -30,7 +30,7 @@ from spectrain.trees.token_tree import TokenTree
 from .architectures import VOCAB, auto_class, names, save_small
 
 STATES_AFTER = ("mamba", "mamba2", "falcon_mamba")  # whose hidden states are told after each layer, not before it
-STEPS_APART = ("nemotron_h",)  # which in transformers too says up to 0.3 % otherwise when a text is read token by token
+STEPS_APART = ("nemotron_h", "zamba2")  # which in transformers too says up to 5 % otherwise when a text is read token by token
 IDENTICAL, ERROR = "identical", "error"
 NEW_TOKENS = 24
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -11,12 +12,15 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from spectrain.errors import UserError
 from spectrain.models.features import Layer
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.kv_cache import TreeCache
+from spectrain.models.loading import load_hf
 from spectrain.models.partial_forward import Level, PartialForward
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import Children, TokenTree
+from tests.models.architectures import save_small
 from tests.models.test_target import SIZE, VOCAB, WINDOW, build, words
 
 LAYERS = 4
@@ -274,3 +278,25 @@ def test_no_layer_runs_a_node_twice(target: Target, children: Children, deeper: 
         missing = [path for path in paths if path not in known]
         assert [sum(nodes) for nodes in calls[:2]] == [len(known) + len(missing)] * 2
         assert calls[2:] == [[NODES]] * 2
+
+
+def test_layers_that_attend_twice(tmp_path: Path, tiny: Target) -> None:
+    """LongCat's layers have two attentions each: what the first two layers ran in another order stays theirs."""
+    save_small("longcat_flash", tmp_path)
+    tiny.tokenizer.save_pretrained(tmp_path)
+    target = load_hf(str(tmp_path), "longcat", device="cpu")
+    caches = [target.new_cache(2, 32) for _ in range(2)]
+    prompts, tokens = words(2, 8), words(2, 4)
+    for cache in caches:
+        target.prefill(prompts, torch.tensor([8, 5]), cache, ())
+    part = PartialForward(target, caches[0], 2)
+    part.start(tokens[:, 0])
+    part.extend(tokens[:, [2, 1]], torch.zeros(2, 2, dtype=torch.int64))
+    part.extend(tokens[:, 3:], torch.full((2, 1), 2))
+    tree = TokenTree.of(tokens, torch.tensor([[-1, 0, 0, 1]] * 2))
+    close(part.finish(tree).logits, target.verify(tree, caches[1]).logits)
+    for cache in caches:
+        cache.commit(torch.tensor([[0, 1, 3]] * 2), torch.tensor([3, 2]))
+    close(*(target.verify(TokenTree.chain(tokens), cache).logits for cache in caches))
+    with pytest.raises(UserError, match="no attention of their own"):
+        target.sublayer(0, "attention")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from spectrain.models.loading import TINY, load_hf, load_tokenizer
 from spectrain.models.lora import TargetTraining
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.quantization import WAYS, method_of
+from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
+from tests.models.checkpoints import save_compressed, save_fp8, save_gguf_file, save_mxfp4
 from tests.targets import cut_tiny
 
 NEW_TOKENS = 16
@@ -42,14 +45,8 @@ def has(way: str) -> bool:
     return find_spec(WAYS[way][0]) is not None
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_decoding_is_generates_or_a_package_is_named(way: Any, small: Path) -> None:
+def decodes_as_generate(target: Target) -> None:
     """Chains and trees against the quantised model itself, alone and in a batch."""
-    if not has(way):
-        with pytest.raises(UserError, match=f"pip install {WAYS[way][0]}"):
-            load_hf(str(small), device="cpu", dtype="float32", quantization=way)
-        return
-    target = load_hf(str(small), device="cpu", dtype="float32", quantization=way)
     target.pack()
     prompts = [torch.randint(3, 60, (length,)).tolist() * 2 for length in (9, 6)]
     with plain_model(target) as model:
@@ -58,6 +55,45 @@ def test_decoding_is_generates_or_a_package_is_named(way: Any, small: Path) -> N
         session = Session(target, Greedy(), Ngram(target), builder)
         assert [one.output for one in session.decode(prompts, NEW_TOKENS)] == wanted
         assert session.decode(prompts[:1], NEW_TOKENS)[0].output == wanted[0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_decoding_is_generates_or_a_package_is_named(way: Any, small: Path) -> None:
+    if not has(way):
+        with pytest.raises(UserError, match=f"pip install {WAYS[way][0]}"):
+            load_hf(str(small), device="cpu", dtype="float32", quantization=way)
+        return
+    decodes_as_generate(load_hf(str(small), device="cpu", dtype="float32", quantization=way))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("save", [save_fp8, save_mxfp4, save_compressed])
+def test_checkpoints_in_few_bits(save: Callable[[Path], None], dtype: str, tmp_path: Path) -> None:
+    """What is dequantised as it is loaded has the type that was asked for, and decodes as the model that transformers loads."""
+    save(tmp_path)
+    if save is save_compressed and not find_spec("compressed_tensors"):
+        with pytest.raises(UserError, match="pip install compressed-tensors"):
+            load_hf(str(tmp_path), device="cpu", dtype=dtype)
+        return
+    target = load_hf(str(tmp_path), device="cpu", dtype=dtype)
+    assert {weight.dtype for weight in target.parameters()} == {getattr(torch, dtype)}
+    if dtype == "float32":  # in half precision random weights have too many ties
+        decodes_as_generate(target)
+
+
+def test_a_gguf_file_is_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Converted once, its weights are what the blocks come to."""
+    monkeypatch.setenv("SPECTRAIN_CACHE", str(tmp_path / "cache"))
+    path, weights = save_gguf_file(tmp_path)
+    target = load_hf(str(path), device="cpu", dtype="float32")
+    assert target.name == path.stem and Path(target.path).parent == tmp_path / "cache"
+    for name, weight in target.model.state_dict().items():
+        torch.testing.assert_close(weight, weights[name], atol=0.02, rtol=0)
+    decodes_as_generate(target)
+    written = (Path(target.path) / "model.safetensors").stat().st_mtime_ns
+    assert (Path(load_hf(str(path), device="cpu").path) / "model.safetensors").stat().st_mtime_ns == written
+    with pytest.raises(UserError, match="no such file"):
+        load_hf(str(tmp_path / "missing.gguf"))
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if has(way)])
@@ -79,6 +115,8 @@ def test_what_adapters_learnt_is_merged_into_whole_weights(way: Any, small: Path
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "hqq"])
 def test_a_quantised_checkpoint_names_its_package(method: str, small: Path, tmp_path: Path) -> None:
+    if find_spec(method.replace("-", "_")):
+        pytest.skip("its package is there")
     folder = tmp_path / "checkpoint"
     shutil.copytree(small, folder)
     config = json.loads((folder / "config.json").read_text())

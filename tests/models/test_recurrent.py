@@ -1,5 +1,10 @@
 """Layers that keep a state, over trees, packed documents and what is forgotten again: Qwen3-Next, three such layers of four."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -7,6 +12,8 @@ from spectrain.decoding.calibration import time_levels
 from spectrain.errors import UserError
 from spectrain.models.forward_plan import ForwardPlan, LayerSpan
 from spectrain.models.loading import load_hf, load_tiny
+from spectrain.models.recurrent import Along
+from spectrain.models.replaced_forward import replaced
 from spectrain.models.target import Target
 from spectrain.trees.token_tree import TokenTree
 from tests.models.architectures import VOCAB, save_small
@@ -57,9 +64,111 @@ def test_a_tree_in_stages_after_a_forgotten_one(target: Target, lengths: list[in
     torch.testing.assert_close(*after, atol=1e-4, rtol=1e-4)
 
 
+@contextmanager
+def run_along(target: Target, along: Along) -> Iterator[None]:
+    before = target.attending
+    target.attending = replace(before, along=along)
+    try:
+        yield
+    finally:
+        target.attending = before
+
+
+@contextmanager
+def runs_of(target: Target) -> Iterator[list[str]]:
+    """What runs meanwhile of the first layer's module that keeps a state: in, out, and what lies between."""
+    stateful, ran = target.attending.recurrent[0], list[str]()
+    assert stateful.giving is not None and len(stateful.reading) == 2
+    norm: Any = stateful.module.norm
+
+    def noted(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            ran.append(name)
+            return forward(*args)
+
+        return run
+
+    named = {"in": stateful.reading[0], "out": stateful.giving, "between": norm}
+    with replaced([(module, noted(name, module.forward)) for name, module in named.items()]):
+        yield ran
+
+
+ALONGS: tuple[Along, Along] = ("never", "always")
+PARENTS = ([-1, 0, 1, 2, 3, 4], [-1, 0, 0, 1, 2, 3], [-1, 0, 0, 0, 2, 2])
+
+
+def test_a_module_goes_on_from_a_state_as_transformers_does(target: Target) -> None:
+    """What loading found: several tokens behind a state are what they are one after another."""
+    assert target.attending.along == "where cheaper"
+
+
+@pytest.mark.parametrize("parents", PARENTS)
+@pytest.mark.parametrize("lengths", [[9], [4, 9]])
+def test_along_paths_is_level_by_level(target: Target, lengths: list[int], parents: list[int]) -> None:
+    """Two rounds, of which each row keeps another number of nodes, one of them all where the tree is a chain."""
+    batch, prompts = len(lengths), words(len(lengths), 9)
+    trees = [TokenTree.of(words(batch, 6), torch.tensor(parents).expand(batch, -1)) for _ in range(2)]
+    trees.append(TokenTree.chain(words(batch, 1)))
+    found = []
+    for along in ALONGS:
+        with run_along(target, along):
+            cache = target.new_cache(batch, 40)
+            target.prefill(prompts, torch.tensor(lengths), cache, ())
+            seen = []
+            for tree in trees:
+                seen.append(target.verify(tree, cache).logits)
+                kept = tree.ancestors[:, -1]  # down to the last node, which is a deepest one
+                counts = (kept.sum(1) - torch.arange(batch)).clamp(min=1)
+                cache.commit(kept.long().argsort(dim=1, descending=True, stable=True), counts)
+            found.append(torch.cat([one for one in seen if one is not None], dim=1))
+    torch.testing.assert_close(*found, atol=1e-3, rtol=1e-3)
+
+
+def test_paths_in_stages_and_another_order(target: Target) -> None:
+    """Nodes that were run along paths go on along paths, and by level where a stage asks for it."""
+    prompts, nodes = words(1, 8), words(1, 6)
+    whole = TokenTree.of(nodes, torch.tensor([[-1, 0, 0, 1, 2, 3]]))
+    found = []
+    never, always = ALONGS
+    for stages in ((never, never), (always, always), (always, never)):
+        cache = target.new_cache(1, 32)
+        target.prefill(prompts, torch.tensor([8]), cache, ())
+        positions = cache.lengths[:, None] + whole.depths
+        for along, new in zip(stages, (slice(0, 4), slice(4, 6))):
+            for recurrence in cache.recurrences.values():
+                recurrence.along = along
+            mask = whole.ancestors[:, new, : new.stop]
+            plan = ForwardPlan(logits=True, positions=positions[:, new], mask=mask, cache=cache)
+            seen = target.run(whole.tokens[:, new], plan).logits
+        cache.arrange(torch.tensor([[0, 2, 4, 1, 3, 5]]))
+        cache.commit(None, torch.tensor([3]))
+        after = target.verify(TokenTree.chain(nodes), cache).logits
+        assert seen is not None and after is not None
+        found.append(torch.cat([seen, after], dim=1))
+    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(found[2], found[0], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("along", "between"), [("never", 6), ("always", 1)])
+def test_weights_see_a_chain_once(target: Target, along: Along, between: int) -> None:
+    """The linears at both ends run once a round, however deep the tree; what lies between once a level, or once. The commit
+    of a part runs nothing but what lies between, and a commit of the whole nothing at all."""
+    with run_along(target, along), runs_of(target) as ran:
+        cache = target.new_cache(1, 32)
+        target.prefill(words(1, 5), torch.tensor([5]), cache, ())
+        for kept, again in ((4, 1), (6, 0)):
+            ran.clear()
+            target.verify(TokenTree.chain(words(1, 6)), cache)
+            assert ran.count("in") == ran.count("out") == 1 and ran.count("between") == between
+            cache.commit(None, torch.tensor([kept]))
+            assert ran.count("in") == ran.count("out") == 1
+            assert ran.count("between") == between + (again if along == "always" else 0)
+
+
 def test_a_level_costs_time_only_where_states_are_kept(target: Target) -> None:
     """What trees are shaped by."""
-    assert time_levels(target, words(6).tolist(), 6, 3) > 0
+    with run_along(target, "never"):
+        assert time_levels(target, words(6).tolist(), 6, 3) > 0
     assert time_levels(load_tiny(), [3, 4], 6) == 0
 
 

@@ -57,9 +57,8 @@ SCALED: dict[str, Any] = {  # their output layer's logits are multiplied by a se
     "cohere": hf.CohereConfig(**SIZE, logit_scale=0.25),
 }
 REFUSED: dict[str, tuple[Any, str]] = {
-    "bloom": (hf.BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "attention"),
     "doge": (hf.DogeConfig(**SIZE, keep_window_size=4), "features differ"),
-    "falcon": (hf.FalconConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4), "attention"),
+    "openai-gpt": (hf.OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4), "keep no keys"),
 }
 
 
