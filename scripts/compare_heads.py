@@ -1,4 +1,4 @@
-"""Heads, masks and their cousins on the tiny target: each trained on the same tokens and scored on the same prompts.
+"""Heads, masks, blocks and their cousins on the tiny target: each trained on the same tokens and scored on the same prompts.
 
     python scripts/compare_heads.py [--work DIR] [--out eval/results/heads-tiny.json] [RECIPE[+drafter.KEY=VALUE ..] ..]
 
@@ -19,7 +19,7 @@ from spectrain.provenance import provenance
 RECIPES = (
     "medusa1", "medusa1+drafter.head_rank=32", "amphista", "ctc", "transformer_heads", "hydra", "hydra+drafter.head_rank=32",
     "eagle3", "eagle3+drafter.head_rank=32", "gumiho", "mtp", "pard", "gated_lora", "ppd", "hidden_transfer",
-    "speculative_streaming", "uno",
+    "speculative_streaming", "uno", "dflash", "dspark", "dflash2", "peagle",
 )  # fmt: skip
 RESULTS = Path(__file__).parents[1] / "eval" / "results" / "heads-tiny.json"
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
