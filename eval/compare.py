@@ -181,10 +181,9 @@ class Contest:
     def settings(self, group: str, name: str) -> DictConfig:
         """The whole configuration of one, its tree and data those of all."""
         tree = HydraConfig.get().runtime.choices["tree"]
-        if group == "drafter":
-            able = constructor(compose("train", overrides=[f"drafter={name}"]).drafter).abilities
-            if able.copies_text:  # what is copied at no cost is best as long as it is sure, or where it knows how sure it is
-                tree = "auto" if able.undrawn else "chain"
+        able = constructor(compose("train", overrides=[f"{group}={name}"]).drafter).abilities
+        if able.copies_text:  # what is copied at no cost is best as long as it is sure, or where it knows how sure it is
+            tree = "auto" if able.undrawn else "chain"
         alike = ["++eval.baselines=[own,auto,copies,chain]", "++eval.oracle=false"]
         config = compose("train", overrides=[f"{group}={name}", f"tree={tree}", *alike, *self.passed])
         OmegaConf.set_struct(config, False)

@@ -7,7 +7,7 @@ same kernels, same cache, same stop handling. The reference of the lossless chec
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -18,10 +18,10 @@ from spectrain.data.images import text_of
 from spectrain.decoding.calibration import calibrate, settle
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.pruning import fit_early_heads
-from spectrain.decoding.session import Choice, check, ready, tune
+from spectrain.decoding.session import check, ready, tune
 from spectrain.errors import UserError
-from spectrain.eval.adversary import Adversary, Search
-from spectrain.eval.baselines import BESIDE, COPYING, OURS, OWN, TRANSFORMERS, Baselines, goes_by_clock
+from spectrain.eval.asked import Attacking, Learning, Scoring, Sweeping
+from spectrain.eval.baselines import OURS, OWN, TRANSFORMERS, Baselines, goes_by_clock
 from spectrain.eval.drafts import record_drafts
 from spectrain.eval.drift import rule_drift
 from spectrain.eval.exits import judge_target
@@ -30,7 +30,6 @@ from spectrain.eval.leaks import admit, refuse_answers
 from spectrain.eval.memory import extra_memory
 from spectrain.eval.metrics import Turn
 from spectrain.eval.noise import Noise, judge, load_of, spread
-from spectrain.eval.online import Learn, Online
 from spectrain.eval.optimum import Optimum
 from spectrain.eval.oracle import Oracle
 from spectrain.eval.overlap import Overlapping
@@ -47,14 +46,12 @@ from spectrain.eval.summary import (
     write_prompts,
     write_rounds,
 )
-from spectrain.eval.sweep import SWEPT, ExitSweep, LengthSweep, PrunedTrees, PruneSweep, TreeSweep
 from spectrain.eval.systems import Decoder, System, describe
 from spectrain.eval.tasks import Reference, check_execution, task_score
 from spectrain.eval.turns import ORACLE, Interleaving
 from spectrain.files import write_text
 from spectrain.models.target import Target
 from spectrain.runs.candidate import Candidate
-from spectrain.settings.values import Count, FolderName, Number, Seed, Share
 from spectrain.trees import Auto
 from spectrain.trees.measurements import Calibration, RuleForecast
 
@@ -62,91 +59,20 @@ ALIKE = ("shipped", "untrained", "static_drafter", "copies", "retrieval")  # who
 
 
 @dataclass
-class Evaluation:
-    """Which prompts, how long, and what else is decoded beside the drafter."""
-
-    name: FolderName = "heldout"  # the folder that the result goes to
-    prompts: str | None = None  # a file or a known benchmark; without it the held-out prompts that ship
-    categories: list[str] | None = None
-    limit: int | None = None
-    max_new_tokens: int = 128
-    batch_size: int = 1
-    baselines: tuple[str, ...] = BESIDE  # of OURS, in this engine, and TRANSFORMERS, in its own
-    measured: bool = False  # tree=auto comes first, and the tree that the drafter came with beside it: train, eval and compare
-    # do so where no tree= is asked for, rounds are not captured and one process drafts
-    store: str | None = OWN  # what copies and retrieval copy from besides the text: the answers of a run's own training data,
-    # a folder that spectrain data index wrote, or nothing
-    check: bool = True  # compare every output with its reference
-    quality: bool = False  # perplexity, agreement and the task's score, which lossy rules always show, for any rule
-    execute: bool = False  # run the programs that answer eval.prompts=humaneval, to score them: on this machine, as this user
-    oracle: bool = True  # decode once more with every draft right
-    report: bool = (
-        True  # report.html, the drafts that it shows, what drafting adds to memory, and what training did to the target
-    )
-    engine: Choice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
-    guard: bool = False  # decode autoregressively while drafting does not pay
-    repeats: int = 2  # times that pairs are decoded where times are unsteady: after the first, round by round in turn
-    overlap: Literal["post", "pearl"] | None = None  # beside it the same drafter in a process of its own,
-    # which drafts on while the target verifies; pearl: and the target steps on while a draft is made anew
-    online: bool = False  # the drafter goes on learning from what the target corrects, beside a copy that does not
-    online_lr: float = 1e-4
-    online_every: int = 8
-    online_learn: Learn = "corrections"
-    optimum: bool = False  # how much any lossless rule could keep of these drafts, beside what rules do keep, by depth
-    adversary: Count | None = None  # edits of every prompt that are tried, to find one that slows the drafter down,
-    adversary_words: Count = 4  # by putting in so many words at most,
-    adversary_same: Share = 0.9  # after which so many of the answer's tokens stay the target's likeliest
-    adversary_seed: Seed = 0  # of the edits
-    prune_layer: int | None = None  # drop branches that the target's first layers find unlikely: not among their
-    prune_top: int = 8  # likeliest tokens
-    prune_rank: Number = 64  # of the head that names them, fitted beforehand and used if it is as good; 0: the target's own
-    sweep: Literal["tree", "length", "exit", "prune"] | None = None  # many settings of one drafter side by side
-    trees: tuple[str, ...] | None = None  # sweep=tree: tree builders, all or these,
-    budgets: tuple[int, ...] = (8, 16, 32, 64)  # at these sizes
-    exits: tuple[int, ...] | None = None  # sweep=exit, sweep=prune: after so many layers, by default up to seven places,
-    depths: tuple[int, ...] = (2, 4, 6)  # sweep=exit: chains so long
-    tops: tuple[int, ...] = (1, 2, 4, 8, 16)  # sweep=prune: by so many likeliest tokens
-    calibration: str | None = None  # prompts that trees are searched and timed on; else openings of the embedded data
-    calibration_limit: int = 8
-    assistant: str | None = None  # a model's directory, for the baseline of that name
-    exit_layer: int | None = None  # for the baseline early_exit
+class Evaluation(Sweeping, Attacking, Learning, Scoring):
+    """Decodes what its settings ask for, which stand in asked.py by what they are for; all are keys of `eval`."""
 
     def __post_init__(self) -> None:
-        for key, least in (("limit", 1), ("max_new_tokens", 2), ("batch_size", 1), ("calibration_limit", 1), ("exit_layer", 1),
-                           ("online_every", 1), ("repeats", 1), ("prune_layer", 1), ("prune_top", 1)):  # fmt: skip
-            if (value := getattr(self, key)) is not None and value < least:
-                raise UserError(f"eval.{key}={value}: use {least} or more")
-        if not self.online_lr > 0:
-            raise UserError(f"eval.online_lr={self.online_lr}: use more than 0")
+        self.check_scoring()
+        self.check_learning()
+        self.check_attacking()
+        self.check_sweeping()
         if self.online and self.sweep is not None:
             raise UserError(f"eval.sweep={self.sweep}: a drafter that learns while it decodes gives no rows to compare; do one")
-        if self.prune_layer is not None and self.sweep is not None:
-            raise UserError(f"eval.sweep={self.sweep}: it needs no eval.prune_layer; use eval.sweep=prune with eval.exits")
-        if self.engine not in get_args(Choice):
-            raise UserError(f"eval.engine={self.engine}: choose from {', '.join(get_args(Choice))}")
-        if any(budget < 2 for budget in self.budgets):
-            raise UserError(f"eval.budgets={list(self.budgets)}: a tree has 2 nodes or more, the root included")
-        for key in ("exits", "depths", "tops"):
-            numbers = getattr(self, key)
-            if numbers is not None and (not numbers or any(number < 1 for number in numbers)):
-                raise UserError(f"eval.{key}={list(numbers)}: give numbers from 1 on")
-        for key, given, known in (("trees", self.trees or (), SWEPT), ("baselines", self.baselines, (*OURS, *TRANSFORMERS))):
-            if unknown := sorted(set(given) - set(known)):
-                raise UserError(f"eval.{key}: {unknown[0]!r} is unknown; choose from {', '.join(known)}")
-        if "assistant" in self.baselines and self.assistant is None:
-            raise UserError("eval.baselines: assistant needs a model, as in eval.assistant=DIR")
         read = read_prompts(self.prompts, self.limit, self.categories)
         self.chosen, self.skipped = read.prompts, dict(read.skipped)
         if self.execute:
             check_execution(list(self._references.values()))
-        self.search: Search | None = None
-        if self.adversary is not None:
-            self.search = Search(self.adversary, self.adversary_words, self.adversary_same, self.adversary_seed)
-
-    @property
-    def reads_data(self) -> bool:
-        """Whether it asks for what a run was trained on."""
-        return bool({"untrained", *(COPYING if self.store == OWN else ())} & {*self.baselines})
 
     def check_prompts(self, target: Target) -> None:
         """Leave out prompts that do not fit the target's context with their answer; stop where none does."""
@@ -167,26 +93,13 @@ class Evaluation:
         """What is decoded, checked and written beside the drafter."""
         ours = () if self.sweep is not None else tuple(name for name in self.baselines if name in OURS)
         theirs = tuple(name for name in self.baselines if name in TRANSFORMERS)
-        found: list[Part] = []
-        if self.sweep == "tree":
-            found.append(TreeSweep(self.trees or tuple(SWEPT), self.budgets))
-        if self.sweep == "length":
-            found.append(LengthSweep())
-        if self.sweep == "exit":
-            found.append(ExitSweep(self.exits, self.depths))
-        if self.sweep == "prune":
-            found.append(PruneSweep(self.exits, self.tops))
-        if self.prune_layer is not None:
-            found.append(PrunedTrees(self.prune_layer, self.prune_top))
-        if self.search is not None:
-            found.append(Adversary(self.search, self.chosen, self.max_new_tokens, self.check))
+        found = [*self.sweeping(), *self.attacking(self.chosen, self.max_new_tokens, self.check)]
         if self.optimum:
             found.append(Optimum(self.max_new_tokens))
         if self.overlap is not None:
             found.append(Overlapping(self.overlap == "pearl"))
-        if self.online:
-            found.append(Online(self.online_lr, self.online_every, self.online_learn))
-        return [*found, Baselines((*ours, *theirs), self.assistant, self.exit_layer, self.store, self.chosen)]
+        baselines = Baselines((*ours, *theirs), self.assistant, self.exit_layer, self.store, self.chosen)
+        return [*found, *self.learning(), baselines]
 
     def score(self, candidate: Candidate, folder: Path) -> dict[str, Any]:
         """Decode every prompt with every system, write what was found to `folder`, print the table."""

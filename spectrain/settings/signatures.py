@@ -121,7 +121,7 @@ def _keys_of(source: ParsedModule, node: ast.stmt, docs: str) -> list[Key]:
     body = getattr(node, "body", ())
     made = next((item for item in body if isinstance(item, ast.FunctionDef) and item.name == "__init__"), None)
     if isinstance(node, ast.ClassDef) and made is None:
-        found += [key for base in _bases(source, node) for key in _keys_of(*base, docs)]
+        found += [key for base in reversed(_bases(source, node)) for key in _keys_of(*base, docs)]  # as a dataclass has them
         is_data = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
         for item in body:
             if is_data and isinstance(item, ast.AnnAssign) and "init=False" not in ast.unparse(item):

@@ -19,6 +19,7 @@ from spectrain.decoding.acceptance import Greedy
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
+from spectrain.eval.compare import Contest
 from spectrain.eval.comparison import OTHERS, Scored, Way, check_same, join, ratio_interval, recommend, sampling
 from spectrain.eval.memory import HeldBytes, extra_memory, own_bytes
 from spectrain.eval.report import print_comparison
@@ -150,6 +151,26 @@ def test_mistakes_are_told(word: str, tmp_path: Path, monkeypatch: pytest.Monkey
     told = capsys.readouterr().err
     assert stopped.value.code == 2 and MISTAKES[word] in told and told.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_recipes_that_copy_text_are_scored_as_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree that is searched over a drafter's steps would be refused after their training."""
+    trees: dict[str, str] = {}
+    settings = Contest.settings
+
+    def noted(self: Contest, group: str, name: str) -> Any:
+        found = settings(self, group, name)
+        trees[name] = found.tree["_target_"].rpartition(".")[2]
+        return found
+
+    def stop(self: Contest) -> None:
+        raise UserError("seen enough")
+
+    monkeypatch.setattr(Contest, "settings", noted)
+    monkeypatch.setattr(Contest, "begin", stop)
+    words = "recipes=cllm,judge,medusa1", "compare.training_free=[ngram]", "tree=static"
+    assert command(*words, "target=tiny", f"run={tmp_path / 'out'}")[0] == 2
+    assert trees == {"cllm": "Chain", "judge": "Chain", "medusa1": "Static", "ngram": "Chain"}
 
 
 def changed(scored: Scored, setting: dict[str, Any]) -> Scored:
