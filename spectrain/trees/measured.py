@@ -26,6 +26,7 @@ class Measured(TreeBuilder):
 
     def prepare(self, calibration: Calibration) -> None:
         self.latency = calibration.latency
+        self.curves: dict[int, list[float]] = {}  # seconds of every size, by the context that they were measured behind
 
     def _known(self) -> Latency:
         if self.latency is None:
@@ -35,7 +36,10 @@ class Measured(TreeBuilder):
     def _verify_seconds(self, length: int) -> list[float]:
         """Of every size up to the budget, behind texts so long."""
         latency = self._known()
-        return [latency.verify(size, length) for size in range(1, self.budget + 1)]
+        context = latency.bucket(length)
+        if context not in self.curves:
+            self.curves[context] = [latency.verify(size, context) for size in range(1, self.budget + 1)]
+        return self.curves[context]
 
 
 class Cast(Measured):
@@ -131,7 +135,8 @@ class Auto(Measured):
     rounds changed the slope of such a fit, and trees grew three times too large.)
 
     Where copies are known besides, a drafter is asked only if the tokens that it added in earlier rounds, beside copies that
-    promised as much, would take longer to decode without it; every sixteenth time it is asked to see.
+    promised as much, would take longer to decode without it, the larger trees that they made counted; of the tokens promised
+    as many as came true. Every sixteenth time it is asked to see.
     """
 
     name = "auto"
@@ -148,7 +153,10 @@ class Auto(Measured):
         self.expected: Tensor | None = None  # [B, depth + 1] of the round that is being verified
         self.levels = 0  # that the drafter made in that round
         self.copy_seconds = 0.0  # of a round's draft that only copies
-        self.promised: float | None = None  # tokens of this round's copies alone
+        self.promised: float | None = None  # tokens of this round's copies alone ...
+        self.copied = 0.0  # ... and the seconds of verifying them
+        self.joined: float | None = None  # tokens of this round's tree, of a drafter and copies
+        self.hoped = self.kept = 1.0  # running means of such tokens beside the target's own, and of those that were kept
         self.added: dict[int, Added] = defaultdict(Added)  # by the drafter, by twice the tokens that copies promised
         self.sizes: list[int] = []  # of every round's tree
 
@@ -193,9 +201,9 @@ class Auto(Measured):
         if not weigh_chances(tries):
             return True
         size, tokens = self._fastest(expected_tokens(tries, self.depth, self.budget), self.copy_seconds)
-        self.promised, copied = tokens, self.copy_seconds + self._known().verify(size, self.length)
-        added = self.added[round(2 * tokens)]
-        drafting = self.start_seconds - self.copy_seconds + max(0.0, added.levels - 1) * self.step_seconds
+        self.promised, self.copied = tokens, self._known().verify(size, self.length)
+        copied, added = self.copy_seconds + self.copied, self.added[round(2 * tokens)]
+        drafting = self.start_seconds - self.copy_seconds + max(0.0, added.levels - 1) * self.step_seconds + added.verifying
         return added.wants_trial() or (tokens + added.tokens) * copied > tokens * (copied + drafting)
 
     def room(self, prefix: Prefix, tries: list[Trie]) -> int:
@@ -207,7 +215,9 @@ class Auto(Measured):
         spent = self.start_seconds + (self.levels - 1) * self.step_seconds if self.levels else self.copy_seconds
         size, tokens = self._fastest(chances, spent)
         if self.levels and self.promised is not None:
-            self.added[round(2 * self.promised)].learn(tokens - self.promised, self.levels, 1 / self.memory)
+            self.joined, longer = tokens, self._known().verify(size, self.length) - self.copied
+            gained = (tokens - self.promised) * min(1.0, self.kept / max(self.hoped, 1e-6))
+            self.added[round(2 * self.promised)].learn(gained, self.levels, longer, 1 / self.memory)
         self.expected = torch.from_numpy(chances[:, :, :size].sum(2))
         return size
 
@@ -221,6 +231,10 @@ class Auto(Measured):
 
     def observe(self, round: Round) -> None:
         rate, levels, self.levels = 1 / self.memory, self.levels, 0
+        joined, self.joined = self.joined, None
+        if joined is not None and int(round.counts.min()):  # a row that was done emits nothing
+            self.hoped += rate * (joined - 1 - self.hoped)
+            self.kept += rate * (float(round.counts.float().mean()) - 1 - self.kept)
         judged = (round.tree.valid & round.tree.emitted).sum(1)
         if int(judged.max()) == 1:
             return  # nothing was ready to draft
@@ -256,6 +270,7 @@ class Added:
 
     tokens: float = 0.0
     levels: float = 1.0
+    verifying: float = 0.0  # seconds that the larger tree took
     trials: int = 0
     since: int = 0  # rounds that went without it
 
@@ -264,8 +279,9 @@ class Added:
         self.since += 1
         return self.trials < 4 or self.since >= 16
 
-    def learn(self, tokens: float, levels: int, rate: float) -> None:
+    def learn(self, tokens: float, levels: int, verifying: float, rate: float) -> None:
         self.trials, self.since = self.trials + 1, 0
         rate = max(rate, 1 / self.trials)
         self.tokens += rate * (tokens - self.tokens)
         self.levels += rate * (levels - self.levels)
+        self.verifying += rate * (verifying - self.verifying)

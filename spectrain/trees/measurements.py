@@ -24,6 +24,10 @@ class Latency:
     def verify(self, nodes: float, context: int = 0) -> float:
         return _between(self.verify_seconds[_bucket(self.verify_seconds, context)], nodes)
 
+    def bucket(self, context: int) -> int:
+        """The measured context that stands for one."""
+        return _bucket(self.verify_seconds, context)
+
     def step(self, nodes: float, context: int = 0) -> float:
         return _between(self.step_seconds[_bucket(self.step_seconds, context)], nodes)
 

@@ -286,6 +286,32 @@ def test_auto_asks_a_drafter_as_long_as_it_adds() -> None:
     assert sum(asked[True][4:]) == len(asked[True][4:]) // 16
 
 
+@pytest.mark.parametrize("kept", [1, 3])
+def test_auto_leaves_a_drafter_out_none_of_whose_tokens_come_true(kept: int) -> None:
+    """It goes on promising 1.6 more than copies, which would pay."""
+    builder = prepared(Auto(depth=4, budget=12, top_k=3, memory=8), 0.2, 1.0, 0.01, 0.2)
+    tree = TokenTree.chain(torch.zeros(1, 3, dtype=torch.int64))
+    asked = []
+    for _ in range(60):
+        asked.append(builder.asks(context(), [copies([])]))
+        if asked[-1]:
+            builder.levels = 2
+            builder.room(context(), [copies([0.9, 0.8])])
+            seconds = {"draft": 0.4, "verify": 1.03, "accept": 0.0}
+            builder.observe(Round(tree, torch.zeros(0), torch.tensor([kept]), seconds))
+        builder.levels = 0
+    assert asked[-20:].count(True) == (20 if kept == 3 else 1)
+
+
+def test_auto_counts_the_time_of_a_larger_tree_against_a_drafter() -> None:
+    """Half a token more is worth half a round."""
+    for verifying, asks in ((0.0, True), (0.25, True), (0.4, False)):
+        builder = prepared(Auto(), 0.2, 1.0, 0.0, 0.2)
+        for _ in range(4):
+            builder.added[2].learn(0.5, 1, verifying, 1.0)
+        assert builder.asks(context(), [copies([])]) is asks
+
+
 def test_a_slow_spell_changes_no_tree() -> None:
     """Where drafting and verifying take four times as long for a while, trees are those of the steady machine."""
     sizes: list[list[int]] = []
