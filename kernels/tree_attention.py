@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import jit, runs_on
+from .fused_attention import fused_attention
 
 try:
     import triton
@@ -109,7 +110,7 @@ def tree_attention_reference(
     """softmax(q k^T * scale) v over the slots that each node sees, [B, H, N, D]."""
     mask = visibility.mask(window)
     if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(q_BHND, k_BKTD, v_BKTD, attn_mask=mask, scale=scale, enable_gqa=True)
+        return fused_attention(q_BHND, k_BKTD, v_BKTD, mask, scale=scale)
     return attend_by_scores(q_BHND, k_BKTD, v_BKTD, mask, scale, softcap, sinks)
 
 
