@@ -199,6 +199,8 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
             entry["engine"] = "captured" if why is None else "eager"
             if decoder.wants_capture and why is not None:
                 entry["label"], entry["eager_because"] = f"{system.label} (eager)", why
+            if decoder.fallback.failed:
+                entry["not_run"] = dict(decoder.fallback.failed)
             if system.pruning is not None:
                 entry["pruning"] = saved_by_pruning(mine, system.pruning, target)
         entries["drafter"]["noise"] = noise.summary()

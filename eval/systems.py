@@ -7,7 +7,7 @@ from spectrain.decoding.generation import Generation, Watch, in_turn, unwatched
 from spectrain.decoding.guard import Guard
 from spectrain.decoding.overlap import Overlap
 from spectrain.decoding.pruning import Pruning
-from spectrain.decoding.session import Choice, Session
+from spectrain.decoding.session import Choice, Session, fallback_of
 from spectrain.drafters.base import Drafter
 from spectrain.models.target import Target
 from spectrain.trees import TreeBuilder
@@ -33,6 +33,7 @@ class Decoder:
     def __init__(self, target: Target, rule: AcceptanceRule, choice: Choice = "eager") -> None:
         self.target, self.rule, self.choice = target, rule, choice  # the rule of autoregressive decoding
         self.sessions: dict[str, Session] = {}
+        self.fallback = fallback_of(target, choice)  # one for all: what is compared is compiled and captured alike, or not
 
     def __call__(
         self, system: System | None, prompts: list[list[int]], limit: int, sequence_ids: list[int], watch: Watch = unwatched
@@ -58,10 +59,10 @@ class Decoder:
     def session(self, system: System | None) -> Session:
         """How a system is decoded."""
         if system is None:
-            parts = Session(self.target, self.rule, engine=self.choice)
+            parts = Session(self.target, self.rule, engine=self.choice, fallback=self.fallback)
         else:
             how = system.rule, system.drafter, system.builder, system.guard, system.pruning
-            parts = Session(self.target, *how, engine=self.choice, overlap=system.overlap)
+            parts = Session(self.target, *how, engine=self.choice, overlap=system.overlap, fallback=self.fallback)
         return self.sessions.setdefault("" if system is None else f"{system.name} {system.builder.name}", parts)
 
     @property

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .dispatch import jit, runs_on
+from .fused_attention import fused_attention
 
 try:
     import triton
@@ -126,7 +127,7 @@ def tree_attention_reference(
         if batch == 1 and mask is not None and q_BHND.dtype == torch.float64 and num_scores <= WHOLE_SCORES:
             bias = visibility.bias(mask, window, num_heads // k_BKTD.shape[1])
             return _attend_at_once(q_BHND, k_BKTD, v_BKTD, bias, scale)
-        return F.scaled_dot_product_attention(q_BHND, k_BKTD, v_BKTD, attn_mask=mask, scale=scale, enable_gqa=True)
+        return fused_attention(q_BHND, k_BKTD, v_BKTD, mask, scale=scale)
     return attend_by_scores(q_BHND, k_BKTD, v_BKTD, mask, scale, softcap, sinks)
 
 

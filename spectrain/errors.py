@@ -27,6 +27,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
+def reason(error: BaseException) -> str:
+    """What went wrong, in one line, for a row or a word of ours."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The valid names closest to a wrong one, for an error message."""
     options = sorted(known)

@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from spectrain.errors import reason
 from spectrain.kernels.tree_attention import Visibility, tree_attention
 from spectrain.models.device import wait
 from spectrain.trees.token_tree import TokenTree
 
-from .measure import Rows, TimedWork, Work, check_alive, interleaved, paired_ratio, reason, relative_error, spread
+from .measure import Rows, TimedWork, Work, check_alive, interleaved, paired_ratio, relative_error, spread
 
 BEYOND_CACHE = 120_000_000  # bytes of keys and values in rotation, twice the L2 of an H200
 CONSTANTS = {"bytes_per_second": 4.3e12, "flops_per_second": 790e12}  # of an H200: copying, and bf16 products of random data

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spectrain.errors import reason
 from spectrain.kernels.linear_divergence import HeadTarget, Projection, linear_divergence
 
-from .measure import TimedWork, check_alive, interleaved, paired_ratio, reason, relative_error, spread
+from .measure import TimedWork, check_alive, interleaved, paired_ratio, relative_error, spread
 
 Gradients = tuple[Tensor, ...]
 

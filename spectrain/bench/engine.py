@@ -267,7 +267,7 @@ class EngineBench(Bench):
         works: dict[str, Callable[[], Sample]] = {name: self.course(name).sample for name in names}
         for name in names:
             maker = engine_maker(place, self.sizes.rounds, *self.drafting(name, self.models[1]))
-            works[f"{name}, eager"] = Course(maker(rounds.Ungraphed, None), place).sample
+            works[f"{name}, eager"] = Course(maker("eager"), place).sample
         samples = shuffled(works, max(2, self.sizes.repeats // 4))
         row = self.common(samples, names)
         row["times_ours"] = {

@@ -170,11 +170,6 @@ def paired_ratio(ours: list[float], theirs: list[float]) -> float:
     return median(b / a for a, b in zip(ours, theirs))
 
 
-def reason(error: Exception) -> str:
-    """What went wrong, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
 def check_alive(device: torch.device) -> None:
     """Raise where an error has left the GPU's context unusable: what follows would fail for no fault of its own."""
     wait(device)

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.captured import Captured, Marks, State, bucket
+from spectrain.decoding.fallback import BACKENDS, Fallback, Way
 from spectrain.decoding.generation import PARTS, Generation
 from spectrain.decoding.loop import Request
 from spectrain.drafters.abilities import Abilities, Capture
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.context import Context
+from spectrain.errors import reason
 from spectrain.models.device import wait
 from spectrain.models.target import Target
 from spectrain.trees import Static, TreeBuilder
 from spectrain.trees.base import Draft
 from spectrain.trees.token_tree import Accepted, TokenTree
-
-from .measure import check_alive, reason
 
 SHORT = 8  # tokens of the prompt that is read before the prefix is made up
 SPARE = 192  # slots behind the bound of a cache that several engines share: more than any of their rounds needs
@@ -234,27 +234,25 @@ class Course:
         return None
 
 
-Make = Callable[[type[Captured], str | None], Captured]
-WAYS: tuple[tuple[type[Captured], str | None], ...] = ((Captured, "auto"), (Captured, None), (Ungraphed, None))
+Make = Callable[[Way], Captured]
 
 
 def set_out(make: Make, place: Place, notes: dict[str, str]) -> Course:
     """A course of the best engine that runs here: compiled and captured, captured only, or neither, with the reason noted."""
-    for kind, backend in WAYS:
-        try:
-            return Course(make(kind, backend), place)
-        except Exception as error:
-            check_alive(place.target.device)
-            notes["not captured" if backend is None else "not compiled"] = failure = reason(error)
-    raise RuntimeError(failure)
+    fallback = Fallback(place.target.device, says=False)
+    try:
+        return fallback.run(lambda way: Course(make(way), place))
+    finally:
+        notes.update({f"not {way}": why for way, why in fallback.failed.items()})
 
 
 def engine_maker(place: Place, rounds: int, drafter: Drafter | None = None, builder: TreeBuilder | None = None) -> Make:
     """What makes an engine at a place: autoregressive, or with a drafter whose drafts are kept by script."""
     device = place.target.device
 
-    def make(kind: type[Captured], backend: str | None) -> Captured:
+    def make(way: Way) -> Captured:
+        kind = Ungraphed if way == "eager" else Captured
         rule = Greedy() if drafter is None else Scripted(place.bound + SPARE, device)
-        return kind(place.target, rule, copy(drafter), builder, rounds, backend)  # weights are shared, caches are not
+        return kind(place.target, rule, copy(drafter), builder, rounds, BACKENDS[way])  # weights are shared, caches are not
 
     return make

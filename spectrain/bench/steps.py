@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import torch
 from rich.console import Console
 
-from spectrain.errors import UserError
+from spectrain.errors import UserError, reason
 
 from .attention import CONSTANTS
-from .measure import Rows, TimedWork, check_alive, reason, setting
+from .measure import Rows, TimedWork, check_alive, setting
 
 MOST_ATTEMPTS = 2  # of a row that ends the process
 

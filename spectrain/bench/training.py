@@ -17,12 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spectrain.drafters.base import TrainingState
 from spectrain.drafters.eagle3 import Eagle3
+from spectrain.errors import reason
 from spectrain.features.batch import Batch
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 
 from .divergence import peak_memory
-from .measure import TimedWork, check_alive, interleaved, paired_ratio, reason, spread
+from .measure import TimedWork, check_alive, interleaved, paired_ratio, spread
 from .models import Model, random_drafter, random_target
 
 

@@ -191,6 +191,7 @@ class Captured:
             self._compiled = ProposedAtOnce(drafter, self.builder, self.backend)
         self._carried = () if capture is None else capture.carried
         self.states: dict[tuple[int, int], State] = {}
+        self.proved: set[tuple[int, int]] = set()  # sizes of batches that have run once
 
     def decode(
         self,
@@ -217,6 +218,19 @@ class Captured:
         """Whether such a batch would begin with what it is decoded with: no compilation, capture or allocation is to come."""
         state = self.states.get(self._size(prompts, max_new_tokens))
         return self.target.device.type != "cuda" or (state is not None and bool(state.graphs))
+
+    def prove(self, request: Request) -> None:
+        """Run a batch of a size that has not run here until it is compiled and captured: an error comes before anything is
+        emitted."""
+        size = self._size(request.prompts, request.max_new_tokens)
+        if size in self.proved or self.is_ready(request.prompts, request.max_new_tokens):
+            return
+        going = self.steps(request)
+        for _ in going:
+            if self.is_ready(request.prompts, request.max_new_tokens):
+                break
+        going.close()
+        self.proved.add(size)
 
     # What `loop.steps` asks of a runner
 
@@ -338,6 +352,8 @@ class Captured:
         cache = self.target.new_cache(batch, slots, bound)
         layers = layers_read(self.drafter, self.rule)
         plain = empty_context(self.target, self.builder, cache, layers, len(self.target.stop_ids))
+        if self.backend is not None:
+            torch._dynamo.maybe_mark_dynamic(plain.tokens, 1)  # one compilation serves every bound
         self.states[batch, bound] = State(HeldContext(**vars(plain), is_read=self.drafter is not None))
         for size in list(self.states)[:-KEPT]:
             del self.states[size]

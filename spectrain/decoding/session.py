@@ -17,6 +17,7 @@ from spectrain.trees.base import RootAlone, TreeBuilder
 from .acceptance import AcceptanceRule, Greedy
 from .calibration import calibrate, settle
 from .captured import Captured, why_not
+from .fallback import BACKENDS, Fallback, Way
 from .generation import Generation, Steps, Watch, unwatched, watched
 from .guard import Guard, GuardedBuilder, GuardedDrafter
 from .loop import Eager, asked, decode, steps
@@ -42,6 +43,7 @@ class Session:
     pruning: Pruning | None = None  # drop branches that the target's first layers find unlikely
     engine: Choice = "eager"
     overlap: Overlap | None = None  # another process drafts while the target verifies
+    fallback: Fallback | None = None  # shared with what this is compared with; otherwise one of its own
 
     @classmethod
     def prepare(
@@ -85,20 +87,40 @@ class Session:
         request = asked(self.target, prompts, max_new_tokens, sequence_ids, ignore_eos)
         if self.why_eager is not None or have_images(prompts):
             return steps(self._eager(max_new_tokens), request)
-        return self._captured.steps(request)
+
+        def begin(way: Way) -> Steps:
+            if way == "eager":
+                return steps(self._eager(max_new_tokens), request)
+            engine = self._captured(way)
+            engine.prove(request)
+            return engine.steps(request)
+
+        return self._fallback.run(begin)
 
     def warm_up(self, prompts: list[list[int]], max_new_tokens: int, sequence_ids: list[int] | None = None) -> None:
         """Compile and capture what such a batch runs, where that is to come, so that decoding it can be timed."""
-        if self.why_eager is None and not have_images(prompts) and not self._captured.is_ready(prompts, max_new_tokens):
-            self._captured.decode(prompts, max_new_tokens, sequence_ids, ignore_eos=True)
+        if self.why_eager is not None or have_images(prompts):
+            return
+
+        def warm(way: Way) -> None:
+            if way != "eager" and not self._captured(way).is_ready(prompts, max_new_tokens):
+                self._captured(way).decode(prompts, max_new_tokens, sequence_ids, ignore_eos=True)
+
+        self._fallback.run(warm)
 
     @property
     def wants_capture(self) -> bool:
         return self.engine == "captured" or (self.engine == "auto" and self.target.device.type == "cuda")
 
-    @cached_property
+    @property
     def why_eager(self) -> str | None:
         """Why rounds are run one by one; None where they are captured."""
+        if self._why_not is None and self._fallback.way == "eager":
+            return f"captured, they failed: {self._fallback.failed['captured']}"
+        return self._why_not
+
+    @cached_property
+    def _why_not(self) -> str | None:
         if not self.wants_capture:
             return "not asked for"
         if self.overlap is not None:
@@ -108,8 +130,19 @@ class Session:
         return why_not(self.target, self.rule, self.drafter, self.builder)
 
     @cached_property
-    def _captured(self) -> Captured:
-        return Captured(self.target, self.rule, self.drafter, self.builder)
+    def _fallback(self) -> Fallback:
+        return self.fallback or fallback_of(self.target, self.engine)
+
+    @cached_property
+    def _engines(self) -> dict[Way, Captured]:
+        return {}
+
+    def _captured(self, way: Way) -> Captured:
+        """The engine of this way; one that failed is let go, with what it holds of the device."""
+        if way not in self._engines:
+            self._engines.clear()
+            self._engines[way] = Captured(self.target, self.rule, self.drafter, self.builder, backend=BACKENDS[way])
+        return self._engines[way]
 
     @cached_property
     def _worker(self) -> Worker:
@@ -135,6 +168,11 @@ class Session:
             runner.plays, runner.builder = guarded, GuardedBuilder(self.builder or RootAlone(), guarded)
             runner.extra_slots = max_new_tokens  # a drafter that catches up writes as many slots as the text furthest behind
         return runner
+
+
+def fallback_of(target: Target, engine: Choice) -> Fallback:
+    """What decides how rounds run where one way fails; capture that was asked for by name is not given up."""
+    return Fallback(target.device, last="captured" if engine == "captured" else "eager")
 
 
 def check(drafter: Drafter, builder: TreeBuilder, rule: AcceptanceRule) -> None:

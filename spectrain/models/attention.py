@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from spectrain.errors import UserError
+from spectrain.kernels.fused_attention import fused_attention
 from spectrain.kernels.tree_attention import Visibility, attend_by_scores, tree_attention
 
 from .compiled_layers import attend_layer, passed
@@ -57,7 +57,7 @@ def causal_attention(
         if by_scores:
             return attend_by_scores(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
         causal = mask is None and length > 1
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=True)
+        return fused_attention(q, k, v, mask, causal, scale)
 
     return by_document(attend, lengths, q, k, v)
 
@@ -91,7 +91,7 @@ def unrolled_attention(
         k, v = torch.cat(parts[:steps], dim=2), torch.cat(parts[steps:], dim=2)
         if by_scores:
             return attend_by_scores(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
+        return fused_attention(q, k, v, mask, scale=scale)
 
     return by_document(attend, lengths, q, *keys, *values)
 

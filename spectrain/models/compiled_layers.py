@@ -97,7 +97,7 @@ def _attend_behind(
     v: Tensor,
     visible: Tensor,
     lengths: Tensor,
-    number: int,
+    number: Tensor,
     layer: int,
     pending: int,
     scale: float | None,
@@ -107,7 +107,7 @@ def _attend_behind(
     positions: Tensor | None,
 ) -> Tensor:
     """What the code writes to, lengths and pending nodes, comes as it is at this point: the cache itself is told at the end."""
-    held = known_caches[number]
+    held = known_caches[int(number)]
     before = held.lengths, held.pending
     held.lengths, held.pending = lengths, pending
     try:

@@ -72,9 +72,11 @@ class TreeCache(Cache):
         bound: int | None = None,
         shapes: Mapping[int, KeyValueShape] | None = None,
     ) -> None:
-        self.number = next(_numbers)  # what compiled code knows it by
-        known_caches[self.number] = self
+        number = next(_numbers)
+        known_caches[number] = self
+        self.number = torch.tensor(number, device="cpu")  # what compiled code knows it by: an input, no constant of one cache's
         self.max_length, self.bound, self.shapes = max_length, bound, shapes
+        self.is_bounded = bound is not None  # what compiled code asks, for which a bound would be a constant
         self.places = {layer: place for place, layer in enumerate(shapes or ())}  # in the storage, of layers of unlike shapes
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)  # committed tokens a row
         self.longest = bound or 0  # the largest of them, or its bound, known without asking the device
@@ -118,7 +120,7 @@ class TreeCache(Cache):
     def reach(self, num_nodes: int) -> int:
         """The most tokens that a row can hold when `num_nodes` more are appended behind the pending ones."""
         room = self.max_length - self.pending - num_nodes
-        assert room >= (self.longest if self.bound is None else 0), f"cache of {self.max_length} slots is {-room} too small"
+        assert room >= (self.longest if not self.is_bounded else 0), f"cache of {self.max_length} slots is {-room} too small"
         return min(self.longest, room)
 
     def slots(self, num_nodes: int) -> Tensor:
@@ -130,7 +132,7 @@ class TreeCache(Cache):
         Positions [B, N] and [B, M] are for sliding windows."""
         positions = self.lengths[:, None] if query_positions is None else query_positions
         return Visibility(
-            self.lengths, self.reach(tree.shape[2] - self.pending), tree, positions, key_positions, self.bound is None
+            self.lengths, self.reach(tree.shape[2] - self.pending), tree, positions, key_positions, not self.is_bounded
         )
 
     def place(self, positions: Tensor) -> None:
@@ -170,7 +172,7 @@ class TreeCache(Cache):
             store = self.storage[layer]
             if (len(keys), keys.shape[1], keys.shape[3]) != (store.shape[1], *store.shape[3:]) or values.shape != keys.shape:
                 raise UserError("target: its layers differ in key-value shape, which the static cache was not told")
-            if len(keys) == 1 and self.bound is None:
+            if len(keys) == 1 and not self.is_bounded:
                 store[0, :, end - num_nodes : end] = keys.transpose(1, 2)
                 store[1, :, end - num_nodes : end] = values.transpose(1, 2)
             else:
@@ -235,7 +237,7 @@ class TreeCache(Cache):
         source = self.lengths[:, None] + order
         target = self.lengths[:, None] + torch.arange(order.shape[1], device=order.device)
         target = target.clamp(max=self.max_length - 1)
-        if self.bound is not None or not torch.equal(source, target):
+        if self.is_bounded or not torch.equal(source, target):
             rows = torch.arange(order.shape[0], device=order.device)[:, None]
             self.storage[layers, :, rows, target] = self.storage[layers, :, rows, source]
 
@@ -246,13 +248,13 @@ class TreeCache(Cache):
         """
         for recurrence in self.recurrences.values():
             recurrence.commit(path, counts)
-        if path is not None and self.bound is not None and self.storage is not None:
+        if path is not None and self.is_bounded and self.storage is not None:
             kv_commit(self.storage, self.lengths, path, counts, hidden, fresh)
         else:
             if path is not None:
                 self.arrange(path)
             self.lengths += counts
-        if self.bound is None:
+        if not self.is_bounded:
             self.longest = int(self.lengths.max())
         self.forget()
 
@@ -268,7 +270,7 @@ class TreeCache(Cache):
         """For so long the newest committed tokens of every row are not there, and what is appended in their place is forgotten;
         then they are back, bit by bit."""
         self._check_no_states()
-        assert self.bound is None and self.storage is not None and not self.pending
+        assert not self.is_bounded and self.storage is not None and not self.pending
         rows = torch.arange(len(self.lengths), device=self.lengths.device)[:, None]
         slots = self.lengths[:, None] - committed + torch.arange(committed, device=self.lengths.device)
         before = self.storage[:, :, rows, slots]
@@ -285,7 +287,7 @@ class TreeCache(Cache):
         """Drop every row's committed tokens from its `lengths` [B] on, which are no longer than it is, and appended nodes."""
         self._check_no_states()
         self.lengths.copy_(lengths)
-        if self.bound is None:
+        if not self.is_bounded:
             self.longest = int(self.lengths.max())
         self.forget()
 
@@ -296,7 +298,7 @@ class TreeCache(Cache):
         if committed:
             self._check_no_states()
             self.lengths -= committed
-            self.longest -= 0 if self.bound is not None else committed
+            self.longest -= 0 if self.is_bounded else committed
         self.pending = 0
         self.positions = None
 

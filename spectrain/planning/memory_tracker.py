@@ -351,16 +351,15 @@ def _gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Fused attention as a Hopper GPU has it: flash attention, with a mask cuDNN's, in float32 the kernel that takes that.
-
-    None of them holds the scores. A GPU or a torch whose fused kernels refuse a mask with grouped heads holds them all.
+    """Fused attention as a GPU has it: flash attention, and with a mask or in float32 the memory-efficient kernel; for a mask
+    with grouped heads cuDNN's, which `fused_attention` leaves nobody. None of them holds the scores.
     """
     if torch.is_autocast_enabled("cuda"):
         query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
     bias = attn_mask
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         bias = torch.where(attn_mask, query.new_zeros(()), -torch.inf).to(query.dtype)
-    if query.dtype == torch.float32:
+    if query.dtype == torch.float32 or (bias is not None and query.shape[1] == key.shape[1]):
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
         learns = query.requires_grad

@@ -202,6 +202,11 @@ def test_compiled_rounds_equal_the_loop(drafter: str | None, builder: str | None
     capture = None if made is None else made.abilities.capture
     at_once = capture is not None and not engine._models and not capture.keeps_drafts
     assert counters["stats"]["unique_graphs"] == models + at_once
+    if drafter == "eagle3":  # caches of another bound run by the same code
+        longer = [list(range(5, 265))] * 2
+        assert facts(engine.decode(longer, 4)) == facts(decode(target, longer, Greedy(), 4, made, shape))
+        assert len(engine.states) == 2
+        assert counters["stats"]["unique_graphs"] == models + at_once
 
 
 def test_a_drafter_that_others_use_in_between_finds_its_caches_again(shallow: Target) -> None:

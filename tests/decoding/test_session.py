@@ -1,16 +1,22 @@
 """A session decodes by whichever runner it may, and is prepared as what is scored is."""
 
+from typing import Any
+
 import pytest
 
 from spectrain.decoding.acceptance import Greedy, Match, Recursive
+from spectrain.decoding.captured import Captured
+from spectrain.decoding.fallback import WAYS
+from spectrain.decoding.generation import Steps
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.loop import decode
+from spectrain.decoding.loop import Request, decode
 from spectrain.decoding.pruning import Pruning
 from spectrain.decoding.session import Session, captured_or_refused
 from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.layer_skip import LayerSkipping
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
+from spectrain.eval.systems import Decoder, System
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2, Static
 from tests.decoding.test_captured import facts
@@ -29,7 +35,46 @@ def test_captured_and_eager_sessions_give_the_same(shallow: Target, drafted: boo
     for session in (eager, captured, captured):
         assert facts(session.decode(PROMPTS, 12, [4, 9, 2])) == expected
         session.warm_up(PROMPTS, 12)
-    assert len(captured._captured.states) == 1 and "_captured" not in vars(eager)
+    assert len(captured._engines["compiled"].states) == 1 and not eager._engines
+
+
+@pytest.mark.parametrize("broken, way", [(0, "compiled"), (1, "captured"), (2, "eager")])
+def test_what_fails_is_run_otherwise(
+    shallow: Target, broken: int, way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compiled, captured or one by one: the next where a way fails, with a word, for both that are compared; same output."""
+    failing = WAYS[:broken]
+    built = Captured.__init__
+
+    def build(self: Captured, *args: Any, backend: str | None = "auto") -> None:
+        built(self, *args, backend=backend)
+        self.way = "compiled" if backend == "auto" else "captured"  # type: ignore[attr-defined]
+
+    def steps(self: Captured, request: Request) -> Steps:
+        if self.way in failing:  # type: ignore[attr-defined]
+            raise RuntimeError("no kernel image")
+        return ran(self, request)
+
+    ran = Captured.steps
+    monkeypatch.setattr(Captured, "__init__", build)
+    monkeypatch.setattr(Captured, "steps", steps)
+    monkeypatch.setattr("spectrain.decoding.session.Session.wants_capture", True)
+    decoder = Decoder(shallow, Greedy(), "auto")
+    eagle3 = Eagle3(shallow, vocab_size=64).eval()
+    system = System("drafter", "", eagle3, Chain(2), Greedy())
+    plain = [one.output for one in decode(shallow, PROMPTS, Greedy(), 8)]
+    for rows in (decoder.in_turn(system, PROMPTS, 8, [0, 1, 2]), [decoder(None, PROMPTS, 8, [0, 1, 2])]):
+        assert all([one.output for one in row] == plain for row in rows)
+    assert decoder.fallback.way == way and list(decoder.fallback.failed) == list(failing)
+    assert (decoder.why_eager(system) is not None) == (way == "eager")
+    assert capsys.readouterr().err.count("no kernel image") == broken
+
+
+def test_capture_asked_for_by_name_is_not_given_up(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs uncompiled where it must, and fails where that fails."""
+    monkeypatch.setattr(Captured, "steps", lambda self, request: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Session(shallow, Greedy(), engine="captured").decode(PROMPTS, 8)
 
 
 def test_what_cannot_be_captured_is_decoded_by_the_loop(tiny: Target) -> None:

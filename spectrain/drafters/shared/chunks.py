@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from spectrain.kernels.fused_attention import fused_attention
 
 Chunk = tuple[slice, slice]
 """Drafting places that belong together, whole blocks of one document, and the tokens that any of them sees."""
@@ -61,4 +62,4 @@ def _attend(
         inside = inside & (depth > depth[:, None] - window)
     keys, values = torch.cat([far_k, k], dim=2), torch.cat([far_v, v], dim=2)
     mask = torch.cat([before, inside], dim=1)
-    return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=True)
+    return fused_attention(q, keys, values, mask)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spectrain.kernels.fused_attention import fused_attention
 from spectrain.models.kv_cache import TreeCache
 
 from .layers import Attention, Mlp, ResBlock, llama_config, rotary
@@ -119,7 +120,7 @@ class HeadAttention(nn.Module):
         """[R, K, D] -> [R, K, D]"""
         parts = self.qkv_proj(self.input_layernorm(x)).unflatten(-1, (3, -1, self.head_dim))
         q, k, v = parts.permute(2, 0, 3, 1, 4)  # [R, H, K, head size]
-        attended = F.scaled_dot_product_attention(q, k, v)
+        attended = fused_attention(q, k, v)
         x = x + self.o_proj(attended.transpose(1, 2).flatten(2))
         return x + self.mlp(self.post_attention_layernorm(x))
 

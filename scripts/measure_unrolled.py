@@ -1,0 +1,73 @@
+"""EAGLE-3's training step on a CPU: CPU seconds and peak memory, with joined attention and with one mask for all steps.
+
+python -m scripts.measure_unrolled > table.md          a quarter of an hour of one thread
+
+SmolLM2's geometry, random weights and features; loss and gradients of the drafter, without the target's forward. Each case is a
+process of its own, and takes the less of two steps. The mask is what was before: [T, T + (steps - 1) T].
+"""
+
+import os
+import resource
+import subprocess
+import sys
+import time
+
+LENGTHS, STEPS, WAYS = (512, 1024, 2048), (3, 7), ("masked", "joined")
+
+
+def measure(length: int, steps: int, way: str) -> tuple[float, float]:
+    """CPU seconds of a step, and MiB that the process took more at its highest than before the first."""
+    import torch
+
+    from spectrain.bench.models import Model, random_drafter, random_target
+    from spectrain.bench.training import gradients, losses, random_batch
+    from spectrain.models import attention
+
+    torch.manual_seed(0)
+    if way == "masked":
+        attention.is_joinable = lambda q, v: False
+    model = Model(
+        layers=3, width=576, inner=1536, heads=9, kv_heads=3, head_size=64, vocab=49152, draft_vocab=8192, context=8192
+    )
+    target = random_target(model, torch.device("cpu"), torch.float32)
+    drafter = random_drafter(target, model, torch.float32, steps)
+    batch = random_batch(target, drafter, 1, length)
+    loss = losses(drafter, target, batch)["drafter"]
+    before = held()
+    taken = []
+    for _ in range(2):
+        began = time.process_time()
+        gradients(loss, drafter)
+        taken.append(time.process_time() - began)
+    return min(taken), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def held() -> int:
+    """KiB that the process has now."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+
+
+def main() -> None:
+    print(f"load {os.getloadavg()[0]:.1f} at the start", file=sys.stderr)
+    print("| tokens | steps | seconds, masked | joined | MiB, masked | joined |\n|---|---|---|---|---|---|")
+    for length in LENGTHS:
+        for steps in STEPS:
+            found = [case(length, steps, way) for way in WAYS]
+            cells = [f"{one:.1f}" for one, _ in found] + [f"{other:.0f}" for _, other in found]
+            print(f"| {length} | {steps} | {' | '.join(cells)} |", flush=True)
+    print(f"load {os.getloadavg()[0]:.1f} at the end", file=sys.stderr)
+
+
+def case(length: int, steps: int, way: str) -> tuple[float, float]:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "scripts.measure_unrolled", str(length), str(steps), way]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return float(said[-2]), float(said[-1])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        print(*measure(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))
+    else:
+        main()
