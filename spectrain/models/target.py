@@ -213,9 +213,10 @@ class Target(nn.Module):
         self, positions: Tensor, visibility: Visibility | list[Visibility] | None, plan: ForwardPlan
     ) -> AbstractContextManager[None]:
         """What layers that attend by themselves are told."""
-        own, heads = self.attending.own, getattr(self.config, "num_attention_heads", 1)
+        own = self.attending.own
         if own is None:
             return nullcontext()
+        heads = getattr(self.config, "num_attention_heads", 1)
         seen = seen_by_masks(positions, visibility, plan.lengths, plan.cache, heads)
         return attending_by_masks(self.layers, own, seen, plan.cache)
 
