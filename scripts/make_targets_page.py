@@ -91,9 +91,11 @@ Medusa and DFlash on their features.
 
 
 IMAGES = """Tried with small random
-vision towers and found identical to `generate` with the pixels, by trees and chains, alone and beside texts without images:
-Qwen2.5-VL and Mistral 3 (`tests/models/test_images.py`), and once, without a test, Qwen2-VL, Qwen3-VL, Qwen3-VL-MoE and GLM-4V.
-Models that transformers loads as their text decoder alone (Qwen3.5) refuse images."""
+vision towers (`tests/models/test_images.py`) and found identical to `generate` with the pixels, by trees and chains, alone and
+beside texts without images: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3-VL-MoE, Qwen3.5, Gemma 3 and Gemma 4, where tokens of an
+image see each other (in all layers, or in those with windows: read from the model's masks, kind of layer by kind), Llama 4,
+Mistral 3, LLaVA, LLaVA-Next, LLaVA-OneVision, InternVL and GLM-4V. What could be loaded as a text decoder alone (Llama 4,
+Qwen3.5) sees images where the checkpoint was saved as a model of text and images. Videos and sounds are not read."""
 QUANTISED = """
 | weights | here | needs | tried on a CPU |
 |---|---|---|---|

@@ -7,7 +7,7 @@ Documents of a packed row are attended to one by one: no [T, T] mask is built, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,13 +141,15 @@ def layer_attention(  # transformers calls it, by these names
     s_aux: Tensor | None = None,
     calls: list[Call] | None = None,
     lengths: tuple[int, ...] | None = None,
+    sights: Sequence[Visibility | list[Visibility]] | None = None,
     reaches: Mapping[int, Reach] | None = None,
     attends: Callable[[Tensor, Tensor, Tensor, Rules], Tensor] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What every layer of a target calls: tree attention, or without a `visibility` causal attention of whole texts, which
     may be packed documents of these `lengths`. `reaches` are of layers that do not say themselves how far back they see.
-    What a drafter's layer of the same kind sees, the drafter itself computes: `attends`."""
+    `sights` are for each layer, where layers see unlike things. What a drafter's layer of the same kind sees, the drafter
+    itself computes: `attends`."""
     if calls is not None:
         unheeded = tuple(name for name in UNHEEDED if others.get(name) is not None)
         shape = KeyValueShape(key.shape[1], key.shape[3], value.shape[3])
@@ -156,27 +158,21 @@ def layer_attention(  # transformers calls it, by these names
     layer, chunk = layer if layer >= 0 or tree_cache is None else tree_cache.updated, None
     if reaches is not None and layer in reaches:
         sliding_window, chunk = reaches[layer].window, reaches[layer].chunk
+    visibility = visibility if sights is None else sights[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rules = scale, sliding_window, softcap, s_aux
     if attends is not None:
         return attends(query, key, value, Rules(*rules)).transpose(1, 2).contiguous(), None
     if visibility is None:
-        if key.shape[2] != query.shape[2]:
-            raise UserError(
-                f"target: layer {layer} attends to keys that are no tokens, such as compressed ones, which trees cannot take "
-                "back; use another target"
-            )
+        _check_keys(key.shape[2] == query.shape[2], layer)
         if tree_cache is not None:
             tree_cache.append(layer, key, value)
         lengths = lengths if chunk is None else in_chunks(lengths or (query.shape[2],), chunk)
         return causal_attention(query, key, value, lengths, *rules).transpose(1, 2).contiguous(), None
     if isinstance(visibility, list):
         seen = iter(visibility if chunk is None else [one.in_chunks(chunk) for one in visibility])
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return tree_attention(q, k, v, next(seen), *rules)
-
-        return by_document(attend, lengths, query, key, value).transpose(1, 2).contiguous(), None
+        attended = by_document(lambda q, k, v: tree_attention(q, k, v, next(seen), *rules), lengths, query, key, value)
+        return attended.transpose(1, 2).contiguous(), None
     if tree_cache is not None and torch.compiler.is_compiling():
         return attend_layer(query, key, value, *rules), None
     if tree_cache is not None:
@@ -186,6 +182,15 @@ def layer_attention(  # transformers calls it, by these names
         key, value = tree_cache.append(layer, key, value)
     visibility = visibility if chunk is None else visibility.in_chunks(chunk)
     return tree_attention(query, key, value, visibility, *rules).transpose(1, 2).contiguous(), None
+
+
+def _check_keys(are_tokens: bool, layer: int) -> None:
+    """Stop where a layer that reads a text sees more or fewer keys than it has tokens."""
+    if not are_tokens:
+        raise UserError(
+            f"target: layer {layer} attends to keys that are no tokens, such as compressed ones, which trees cannot take back; "
+            "use another target"
+        )
 
 
 def in_chunks(lengths: tuple[int, ...], size: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, D width, P planes of positions, n tokens of images.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from spectrain.errors import UserError, first_line
 
+from .masks import Mask, masks_asked_for
 from .replaced_forward import replaced
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 OF_THE_CALL = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "past_key_values", "use_cache", "return_dict",
                "cache_position", "output_attentions", "output_hidden_states"}  # fmt: skip
 """Arguments of a decoder that are not about images, or that a forward of the target says itself."""
+
+SEEN = "what tokens see"  # among the arguments noted, by kind of layer
 
 Inputs = dict[str, Any]
 
@@ -165,6 +169,7 @@ class Called:
 
     inputs: Inputs
     offsets: Tensor | None  # [B] how far positions behind the text lie from its length; None where they never do
+    seen: list[dict[str, Tensor]]  # by text and kind of layer [T, T] what a token sees, where tokens of images see ahead
 
 
 def called(
@@ -179,29 +184,74 @@ def called(
     inputs = {"inputs_embeds": torch.cat([call["inputs_embeds"] for call in found], dim=dim)}
     planes = max(len(call["position_ids"]) for call in found)
     inputs["position_ids"] = torch.cat([call["position_ids"].expand(planes, -1, -1) for call in found], dim=1 + dim)
-    for name in sorted({name for call in found for name in call} - OF_THE_CALL):
+    for name in sorted({name for call in found for name in call} - OF_THE_CALL - {SEEN}):
         inputs[name] = _together([call.get(name) for call in found], rows, dim, name, target)
     ends = torch.stack([call["position_ids"].max() + 1 - row.shape[1] for call, row in zip(found, rows)])
+    seen = [call.pop(SEEN, {}) for call in found]
     if planes == 1:
-        return Called({**inputs, "position_ids": inputs["position_ids"][0]}, None)
-    return Called(inputs, ends if lengths is None else None)
+        return Called({**inputs, "position_ids": inputs["position_ids"][0]}, None, seen)
+    return Called(inputs, ends if lengths is None else None, seen)
+
+
+def kinds_of_layers(target: Target) -> list[str]:
+    """What each layer's kind is called, by which models tell their masks apart."""
+    kinds = getattr(target.config, "layer_types", None) or ()
+    return [kinds[layer] if layer < len(kinds) else "" for layer in range(target.num_layers)]
+
+
+def seen_in(parts: Sequence[dict[str, Tensor]], sizes: Sequence[int], kind: str) -> list[Tensor]:
+    """For each text [T, T] what tokens see in layers of a kind: what is said, or the text before them."""
+    device = next(mask.device for part in parts for mask in part.values())
+    causal = (torch.ones(size, size, dtype=torch.bool, device=device).tril() for size in sizes)
+    return [part.get(kind, part.get("", before)) for part, before in zip(parts, causal)]
+
+
+class NotRun(BaseModelOutputWithPast):
+    """What a decoder that was not run gives: nothing of all that is asked of it."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 def _call(target: Target, row: Tensor, text: Sequence[int], positions: Tensor) -> Inputs:
-    """What the model calls its decoder with for one text, [1, T]."""
+    """What the model calls its decoder with for one text, [1, T]; of a text without images what it tells beside embeddings."""
     images, noted = images_of(text), Inputs()
-    if images is None:
-        return {"inputs_embeds": target.head.embed(row), "position_ids": positions[None]}
 
-    def note(*args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+    def note(*args: Any, **kwargs: Any) -> NotRun:
         noted.update(kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=kwargs["inputs_embeds"])
+        return NotRun(last_hidden_state=kwargs["inputs_embeds"])
 
-    with torch.no_grad(), replaced([(target.decoder, note)]):
-        target.model.base_model(input_ids=row, use_cache=False, **images.inputs(row.shape[1], target.model))  # type: ignore[operator]
+    pixels = {} if images is None else images.inputs(row.shape[1], target.model)
+    with torch.no_grad(), replaced([(target.decoder, note)]), masks_asked_for() as asked:
+        _seeing(target.model)(input_ids=row, use_cache=False, **pixels)
     told = noted.get("position_ids")
-    noted["position_ids"] = positions[None] if told is None else told.view(-1, 1, row.shape[1])
+    if images is None:
+        noted |= {"inputs_embeds": target.head.embed(row), "position_ids": positions[None]}
+    else:
+        noted["position_ids"] = positions[None] if told is None else told.view(-1, 1, row.shape[1])
+        noted[SEEN] = _ahead(noted.get("attention_mask"), asked, positions[0])
     return {name: value for name, value in noted.items() if value is not None}
+
+
+def _seeing(model: Any) -> Any:
+    """The part of a model that looks at pixels, without its output layer where that can be."""
+    return model.base_model if "pixel_values" in inspect.signature(model.base_model.forward).parameters else model
+
+
+def _ahead(given: Any, asked: Sequence[tuple[Tensor, Mask]], places: Tensor) -> dict[str, Tensor]:
+    """By kind of layer, what each token [T, T] of a text sees where that is more than what lies before it; how far back layers
+    see, they know themselves."""
+    found = {}
+    for kind, mask in given.items() if isinstance(given, dict) else [("", given)]:
+        said = next((function for tensor, function in asked if tensor is mask), None)
+        if said is None:
+            continue
+        slots = torch.arange(len(places), device=places.device)
+        ahead = said.at(slots, slots).triu(1)
+        if bool(ahead.any()):
+            found[kind] = ahead | torch.ones_like(ahead).tril()
+    return found
 
 
 def _together(parts: list[Any], rows: list[Tensor], dim: int, name: str, target: Target) -> Any:

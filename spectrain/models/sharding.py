@@ -21,13 +21,13 @@ Sharding = Literal["none", "fsdp2", "tensor"]
 
 
 def auto_class(config: Any) -> Any:
-    """What makes a model of a configuration: a causal LM, or one of text and images, whose text decoder is the target."""
-    seeing = type(config) in AutoModelForImageTextToText._model_mapping
-    return (
-        AutoModelForImageTextToText
-        if seeing and type(config) not in AutoModelForCausalLM._model_mapping
-        else AutoModelForCausalLM
-    )
+    """What makes a model of a configuration: a causal LM, or one of text and images, whose text decoder is the target; where it
+    could be either, as the checkpoint was saved."""
+    seeing, text = (auto._model_mapping for auto in (AutoModelForImageTextToText, AutoModelForCausalLM))
+    if type(config) not in seeing:
+        return AutoModelForCausalLM
+    saved_so = seeing[type(config)].__name__ in (config.architectures or ())
+    return AutoModelForImageTextToText if saved_so or type(config) not in text else AutoModelForCausalLM
 
 
 def load_network(model: str, config: Any, place: str, sharding: Sharding, **options: Any) -> nn.Module:

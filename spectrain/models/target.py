@@ -30,7 +30,7 @@ from .decoder import decoder_of, list_name
 from .features import Features, Layer, document_positions
 from .forward_plan import TEXT, WHOLE, ForwardPlan, LayerSpan, Part, Sublayer
 from .head import Head
-from .images import Sight, called, images_of
+from .images import Called, Sight, called, images_of, kinds_of_layers, seen_in
 from .kv_cache import TreeCache
 from .lean_layers import lean_layers
 from .limits import longest_text, rope_switch
@@ -39,6 +39,9 @@ from .prepacked import pack_linears, rows_alike
 from .recurrent_forward import with_states
 from .replaced_forward import Forward, adding_nothing, checkpointed, for_kept, passing_on, replaced
 from .sharding import Sharding
+
+Sees = Visibility | list[Visibility] | None
+"""What tokens see, in each of packed documents; None: the text before them."""
 
 
 class Target(nn.Module):
@@ -172,6 +175,8 @@ class Target(nn.Module):
         assert self.config._attn_implementation == implementation, "another attention would see no tree and fill no cache"
         assert plan.lengths is None or len(tokens) == 1, "documents are packed into one row"
         positions, visibility = self._seen(tokens, self._within_reach(tokens, plan))
+        inputs, sights = self._called(tokens, positions, plan)
+        states_visibility, visibility = visibility, sights[-1] if sights else visibility
         working = plan.span.working(self.num_layers)
         with ExitStack() as stack, torch.set_grad_enabled(plan.grad):
             captured = stack.enter_context(self.captured(plan.layers))
@@ -184,14 +189,14 @@ class Target(nn.Module):
                 stack.enter_context(replaced([(layer, checkpointed(layer)) for layer in layers]))
             if visibility is not None:
                 stack.enter_context(rows_alike())
-            stack.enter_context(replaced(self._with_states(plan, visibility)))
+            stack.enter_context(replaced(self._with_states(plan, states_visibility)))
             stack.enter_context(running(plan.cache, visibility, self._attending(plan)))
             stack.enter_context(self._by_masks(positions, visibility, plan))
             output = self.decoder(
-                **self._called(tokens, positions, plan),
+                **inputs,
                 **{self.attending.cache_name: plan.cache},
                 use_cache=plan.cache is not None and self.attending.uses_cache,
-                **self._told(visibility, plan),
+                **self._told(visibility, plan, sights),
             )
             final = captured["final"] = output.last_hidden_state
             states = [captured[layer] for layer in plan.layers]
@@ -201,20 +206,21 @@ class Target(nn.Module):
             plan.cache.advance(tokens.shape[1])
         return result
 
-    def _told(self, visibility: Visibility | list[Visibility] | None, plan: ForwardPlan) -> dict[str, Any]:
+    def _told(self, visibility: Sees, plan: ForwardPlan, sights: list[Sees]) -> dict[str, Any]:
         """What layers hand on to attention."""
         if self.attending.own is not None:
             return {}
         told = {"visibility": visibility, "tree_cache": plan.cache, "lengths": plan.lengths}
-        return told | {"reaches": self.attending.reaches}
+        return told | {"reaches": self.attending.reaches, **({"sights": sights} if sights else {})}
 
     def _by_masks(
         self, positions: Tensor, visibility: Visibility | list[Visibility] | None, plan: ForwardPlan
     ) -> AbstractContextManager[None]:
         """What layers that attend by themselves are told."""
-        own, heads = self.attending.own, getattr(self.config, "num_attention_heads", 1)
+        own = self.attending.own
         if own is None:
             return nullcontext()
+        heads = getattr(self.config, "num_attention_heads", 1)
         seen = seen_by_masks(positions, visibility, plan.lengths, plan.cache, heads)
         return attending_by_masks(self.layers, own, seen, plan.cache)
 
@@ -245,17 +251,35 @@ class Target(nn.Module):
                 raise
         return texts
 
-    def _called(self, tokens: Tensor, positions: Tensor, plan: ForwardPlan) -> dict[str, Any]:
-        """What the decoder is called with for tokens: themselves, or with images what these come to."""
+    def _called(self, tokens: Tensor, positions: Tensor, plan: ForwardPlan) -> tuple[dict[str, Any], list[Sees]]:
+        """What the decoder is called with for tokens: themselves, or with images what these come to; and what is seen in each
+        layer, where tokens of images see ahead."""
         offsets = None if plan.cache is None else plan.cache.offsets
         if not plan.texts:
             if self.attending.own is not None and not self.attending.own.asks_positions:
-                return {"input_ids": tokens}
-            return {"input_ids": tokens, "position_ids": positions if offsets is None else positions + offsets[:, None]}
+                return {"input_ids": tokens}, []
+            places = positions if offsets is None else positions + offsets[:, None]
+            return {"input_ids": tokens, "position_ids": places}, []
         found = called(self, tokens, plan.texts, positions, plan.lengths)
         if plan.cache is not None:
             plan.cache.offsets = found.offsets
-        return found.inputs
+        return found.inputs, self._ahead(found, positions, plan) if any(found.seen) else []
+
+    def _ahead(self, found: Called, positions: Tensor, plan: ForwardPlan) -> list[Sees]:
+        """What the tokens of texts see in each layer, images among them."""
+        if plan.mask is not None:
+            raise UserError(
+                f"target {self.name}: tokens of images see each other, which trees over texts do not know; use text"
+            )
+        sights: dict[str, Sees] = {}
+        for kind in {*kinds_of_layers(self)}:
+            masks = seen_in(found.seen, plan.lengths or [positions.shape[1]] * len(found.seen), kind)
+            if plan.cache is not None:
+                sights[kind] = plan.cache.sees(torch.stack(masks), positions, positions)
+            else:
+                seen = torch.stack(masks) if plan.lengths is None else tuple(mask[None] for mask in masks)
+                sights[kind] = trees_alone(seen, positions, plan.lengths)
+        return [sights[kind] for kind in kinds_of_layers(self)]
 
     def _within_reach(self, tokens: Tensor, plan: ForwardPlan) -> ForwardPlan:
         """The plan with no position that the model does not have, or from which on all others would be turned otherwise: past

@@ -127,6 +127,8 @@ VISION: dict[str, tuple[str, str]] = {  # of text and of images: the two models 
     "kimi_k25": ("deepseek_v3", "kimi_k25_vision"),
     "llama4": ("llama4_text", "llama4_vision_model"),
     "llava": ("llama", "clip_vision_model"),
+    "llava_next": ("llama", "clip_vision_model"),
+    "llava_onevision": ("qwen2", "siglip_vision_model"),
     "mistral3": ("mistral", "pixtral"),
     "qwen2_vl": ("qwen2_vl_text", "qwen2_vl_vision"),
     "qwen2_5_vl": ("qwen2_5_vl_text", "qwen2_5_vl_vision"),

@@ -22,8 +22,9 @@ from spectrain.export.targets import TargetFiles
 from spectrain.features.base import BatchRequest
 from spectrain.features.live import Live
 from spectrain.features.stored import Stored
-from spectrain.models.images import images_of
+from spectrain.models.images import _ahead, called, images_of, seen_in
 from spectrain.models.loading import load_tiny
+from spectrain.models.masks import Mask
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.trees import Chain, Eagle2
@@ -103,6 +104,43 @@ def test_decoding_with_images_is_generates(target: Target, pictures: tuple[str, 
         session = Session(target, Greedy(), drafter, builder)
         assert [one.output for one in session.decode(prompts, NEW_TOKENS)] == wanted
         assert session.decode(prompts[:1], NEW_TOKENS)[0].output == wanted[0]
+
+
+OTHERS = ("gemma3", "gemma4", "glm4v", "internvl", "llama4", "llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen3_5",
+          "qwen3_vl", "qwen3_vl_moe")  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_towers(name: str, pictures: tuple[str, str], tmp_path: Path) -> None:
+    """Pictures of one size, tiles, patches with places; tokens of an image that see each other, in all layers or in some."""
+    target = seeing_target(name, tmp_path)
+    for packed in (False, True):
+        test_features_over_images_are_the_models_own(target, pictures, packed)
+    test_decoding_with_images_is_generates(target, pictures, Eagle3)
+    text = examples(target, pictures)[0].tokens
+    found = called(target, torch.tensor([list(text)]), [text], torch.arange(len(text))[None], None)
+    assert [*map(set, found.seen)] == [AHEAD.get(name, set())]
+
+
+AHEAD = {"gemma3": {"full_attention", "sliding_attention"}, "gemma4": {"sliding_attention"}}
+
+
+def test_what_is_seen_ahead_is_asked_of_masks() -> None:
+    """Two tokens that see each other, told by a model's mask; a causal mask tells nothing."""
+    places = torch.arange(5)
+
+    def image(batch: torch.Tensor, head: torch.Tensor, here: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
+        return (there <= here) | ((here >= 1) & (here <= 2) & (there >= 1) & (there <= 2))
+
+    first, second = torch.zeros(1), torch.ones(1)
+    masks = [(first, Mask(image, None)), (second, Mask(lambda batch, head, here, there: there <= here, None))]
+    found = _ahead({"near": first, "far": second}, masks, places)
+    wanted = torch.ones(5, 5, dtype=torch.bool).tril()
+    wanted[1, 2] = True
+    assert {*found} == {"near"} and torch.equal(found["near"], wanted)
+    for kind, one in (("near", wanted), ("far", wanted.tril())):
+        assert torch.equal(seen_in([found, {}], [5, 4], kind)[0], one)
 
 
 def test_another_picture_another_answer(target: Target, pictures: tuple[str, str], tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_decoding_is_generates_or_a_package_is_named(way: Any, small: Path) -> N
     decodes_as_generate(load_hf(str(small), device="cpu", dtype="float32", quantization=way))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("save", [save_fp8, save_mxfp4, save_compressed])
 def test_checkpoints_in_few_bits(save: Callable[[Path], None], dtype: str, tmp_path: Path) -> None:
     """What is dequantised as it is loaded has the type that was asked for, and decodes as the model that transformers loads."""

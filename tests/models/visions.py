@@ -5,13 +5,17 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerBase
+from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
+from transformers.models.llava_next.processing_llava_next import LlavaNextProcessor
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from spectrain.models.loading import TINY, load_hf, load_tokenizer
 from spectrain.models.target import Target
 
-from .architectures import auto_class, config_named
+from .architectures import SIGHT, config_named
 
 START, IMAGE, END, BREAK = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|image_break|>"
 TEMPLATE = (
@@ -63,25 +67,114 @@ class Rows(Processor):
         return words, {"pixel_values": pixels, "image_sizes": torch.tensor(sizes) * self.merged}
 
 
+class Whole(Processor):
+    """As those of towers that take pictures of one size: each becomes so many tokens."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: Any) -> None:
+        self.tokenizer, self.image_token_id = tokenizer, tokenizer.convert_tokens_to_ids(IMAGE)
+        self.kinds = KINDS.get(config.model_type)
+        sight = config.vision_config
+        sides = getattr(sight, "image_size", SIGHT["image_size"]), sight.patch_size
+        size, patch = (side[0] if isinstance(side, (list, tuple)) else side for side in sides)
+        self.size, self.patch = size, patch
+        self.count = (size // patch) ** 2 // (1 if config.model_type == "llava" else 4)
+
+    def __call__(self, text: list[str], images: list[Any], **kwargs: Any) -> dict[str, Any]:
+        found = super().__call__(text, images)
+        kinds = found.pop("mm_token_type_ids")
+        return found if self.kinds is None else {**found, self.kinds: kinds}
+
+    def seen(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
+        pixels = torch.zeros(len(images), 3, self.size, self.size)
+        for row, image in zip(pixels, images):
+            whole = image.resize((self.size, self.size))
+            shown = torch.tensor(list(whole.getdata()), dtype=torch.float32).view(self.size, self.size, 3)
+            row[:] = shown.permute(2, 0, 1) / 255 - 0.5
+        return [IMAGE * self.count] * len(images), {"pixel_values": pixels}
+
+
+class Patches(Whole):
+    """As Gemma 4's: patches with their places, a token for four of them."""
+
+    def seen(self, images: list[Any]) -> tuple[list[str], dict[str, Any]]:
+        words, found = super().seen(images)
+        side = self.size // self.patch
+        cut = found["pixel_values"].unfold(2, self.patch, self.patch).unfold(3, self.patch, self.patch)  # [n, 3, y, x, ..]
+        patches = cut.permute(0, 2, 3, 4, 5, 1).reshape(len(images), side * side, -1) + 0.5
+        places = torch.stack(torch.meshgrid(torch.arange(side), torch.arange(side), indexing="xy"), dim=-1).view(-1, 2)
+        return words, {"pixel_values": patches, "image_position_ids": places.expand(len(images), -1, -1).contiguous()}
+
+
+class Tiles(Processor):
+    """LLaVA-Next's own, which sees a picture whole and in tiles."""
+
+    def __call__(self, text: list[str], images: list[Any], **kwargs: Any) -> dict[str, Any]:
+        return dict(self.own(text=text, images=images, add_special_tokens=False, return_tensors="pt"))
+
+    @property
+    def own(self) -> Any:
+        side = SIGHT["image_size"]
+        size, crop = {"shortest_edge": side}, {"height": side, "width": side}
+        pictures = LlavaNextImageProcessorPil(size=size, crop_size=crop, image_grid_pinpoints=PINPOINTS)
+        return LlavaNextProcessor(
+            pictures, self.tokenizer, self.patch, "default", image_token=IMAGE, num_additional_image_tokens=1
+        )
+
+
+class MoreTiles(Tiles):
+    """LLaVA-OneVision's own."""
+
+    @property
+    def own(self) -> Any:
+        side = SIGHT["image_size"]
+        pictures = LlavaOnevisionImageProcessorPil(size={"height": side, "width": side}, image_grid_pinpoints=PINPOINTS)
+        return OfImages(pictures, self.tokenizer, None, 16, "full", image_token=IMAGE, vision_aspect_ratio="anyres_max_9")
+
+
+class OfImages(LlavaOnevisionProcessor):
+    """Without videos, whose processor needs torchvision."""
+
+    def check_argument_for_proper_class(self, *args: Any) -> None: ...
+
+
+PINPOINTS = [[56, 112], [112, 56], [112, 112]]
+OWN: dict[str, dict[str, Any]] = {  # of the whole model, and of its tower
+    "gemma3": {"mm_tokens_per_image": 4},
+    "gemma4": {"vision_config": {"pooling_kernel_size": 2, "position_embedding_size": 64}},
+    "llama4": {"vision_config": {"intermediate_size": 128}},
+    "llava_next": {"image_grid_pinpoints": PINPOINTS},
+    "llava_onevision": {"image_grid_pinpoints": PINPOINTS},
+}
+KINDS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}  # what a model calls kinds of tokens, if it asks for them
+PROCESSORS: dict[str, type[Processor]] = {
+    "mistral3": Rows, "gemma3": Whole, "gemma4": Patches, "internvl": Whole, "llama4": Whole, "llava": Whole,
+    "llava_next": Tiles, "llava_onevision": MoreTiles,
+}  # fmt: skip
+
+
 def seeing_target(name: str, folder: Path, weights: float = 1.5, **own: Any) -> Target:
     """A small random model of this architecture, saved in a folder and loaded as a user's is, with a processor."""
     tokenizer = load_tokenizer(str(TINY), False, True)
     tokenizer.add_special_tokens({"additional_special_tokens": [START, IMAGE, END, BREAK]})
     tokenizer.chat_template = TEMPLATE
     config = config_named(name).to_dict()
+    if "vocab_size_per_layer_input" in config["text_config"]:  # Gemma 4, whose larger ones look ahead within an image
+        config["text_config"] |= {"vocab_size_per_layer_input": len(tokenizer), "use_bidirectional_attention": "vision"}
     image = tokenizer.convert_tokens_to_ids(IMAGE)
     config["text_config"] |= {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 2, **own}
     config |= {key: image for key in ("image_token_id", "image_token_index") if key in config}
+    whole = OWN.get(name, {})
+    config |= whole | {"vision_config": config["vision_config"] | whole.get("vision_config", {})}
     made = AutoConfig.for_model(**config)
     torch.manual_seed(0)
-    model = auto_class(made).from_config(made, attn_implementation="eager", dtype=torch.float32)
+    model = AutoModelForImageTextToText.from_config(made, attn_implementation="eager", dtype=torch.float32)
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         parameter.data = weights * noise * parameter.shape[-1] ** -0.5 if noise.dim() > 1 else parameter.data + 0.1 * noise
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     target = load_hf(str(folder), name, device="cpu")
-    target.sight.processor = (Rows if name == "mistral3" else Processor)(tokenizer, made)
+    target.sight.processor = PROCESSORS.get(name, Processor)(tokenizer, made)
     return target
 
 
