@@ -31,7 +31,7 @@ from spectrain.bench.rounds import (
     set_out,
 )
 from spectrain.bench.speedup import AR, Parts, Roofline, gains, lines
-from spectrain.bench.training import gradients, losses, random_batch
+from spectrain.bench.training import counted_flops, gradients, losses, pairs_seen, random_batch
 from spectrain.cli.main import main
 from spectrain.decoding.captured import Captured
 from spectrain.drafters.base import Drafter
@@ -242,6 +242,21 @@ def test_what_cannot_be_compiled_or_captured_runs_without() -> None:
     assert set(notes) == {"not compiled", "not captured"}
     with pytest.raises(ZeroDivisionError):
         set_out(failing("compiled", "captured", "eager"), place, notes)
+
+
+def test_attention_is_counted_by_what_it_sees() -> None:
+    """Pairs are those of the mask; operations are seven products over them beside the linears', which a longer text multiplies
+    by tokens alone."""
+    eye = torch.eye(9, dtype=torch.bool)
+    masks = [torch.cat([torch.ones_like(eye).tril(), *[eye] * step], dim=1) for step in range(3)]
+    assert pairs_seen(9, 3) == sum(int(mask.sum()) for mask in masks)
+    target, drafter = toy()
+    counts = []
+    for length in (10, 20, 40):
+        loss = losses(drafter, target, random_batch(target, drafter, 2, length))["unfused"]
+        seen = 14 * 2 * drafter.self_attn.q_proj.out_features * pairs_seen(length, drafter.num_steps)
+        counts.append(counted_flops(loss, drafter, 2, length) - seen)
+    assert counts[2] - counts[1] == 2 * (counts[1] - counts[0])  # a linear function of the length
 
 
 def test_speedup_is_tau_over_the_parts() -> None:

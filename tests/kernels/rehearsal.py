@@ -1,0 +1,137 @@
+"""Launch every kernel as a GPU's process would, without one: bound, specialised and compiled for sm_90 by Triton, for a driver
+that loads and runs nothing. A program of its own, for a process in which triton interprets cannot compile; it prints what
+was launched as JSON.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from spectrain.bench.attention import random_tree
+from spectrain.kernels import kv_append, kv_commit, linear_divergence, tree_attention, tree_verify
+from spectrain.kernels.counter import host_key
+
+CPU = torch.device("cpu")
+launches: Counter[str] = Counter()
+spilled: dict[str, int] = {}  # bytes of stack, of what has any
+
+
+class Utils:
+    """What of the CUDA driver a launch asks."""
+
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[object, int, int, int, int]:
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(kernel)
+            file.flush()
+            said = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+        registers, stack = map(int, re.findall(r"REG:(\d+) STACK:(\d+)", said.stdout)[0])
+        if stack:
+            spilled[name] = max(stack, spilled.get(name, 0))
+        return object(), 1, registers, stack, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132, "warpSize": 32}
+
+
+class Stand:
+    """Stands where a GPU's driver would."""
+
+    utils = Utils()
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        def launch(x: int, y: int, z: int, *rest: Any) -> None:
+            assert x > 0 and 0 < y <= 65535 and 0 < z <= 65535, (metadata.name, x, y, z)
+            launches[metadata.name] += 1
+
+        return launch
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def set_current_device(self, device: int) -> None: ...
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_active_torch_device(self) -> torch.device:
+        return CPU
+
+    def is_active(self) -> bool:
+        return True
+
+
+def attend(dtype: torch.dtype, batch: int, prefix: int, nodes: int, window: int | None = None) -> None:
+    tree, lengths = random_tree(batch, nodes, CPU), torch.full((batch,), prefix)
+    places = lengths[:, None] + tree.depths
+    seen = tree_attention.Visibility(lengths, prefix, tree.ancestors, places, places, exact=False)
+    query = torch.zeros(batch, nodes, 32, 128, dtype=dtype).transpose(1, 2)
+    keys, values = torch.zeros(2, batch, prefix + nodes, 8, 128, dtype=dtype).transpose(2, 3)
+    tree_attention.tree_attention(query, keys, values, seen, 128**-0.5, window)
+
+
+def verify(dtype: torch.dtype, vocab: int) -> None:
+    tree = random_tree(1, 64, CPU)
+    nodes = tree_verify.Nodes(tree.tokens, tree.parents, torch.ones_like(tree.tokens, dtype=torch.bool), 5, 64)
+    logits = torch.zeros(1, 64, vocab, dtype=dtype)
+    tree_verify.tree_greedy(nodes, logits)
+    for cut in ((0, 1.0), (50, 1.0), (0, 0.9), (50, 0.9)):
+        draws = tree_verify.Draws(host_key(9, 1), torch.zeros(1, dtype=torch.int64), tree.depths + 5, 0.8, *cut)
+        tree_verify.tree_match(nodes, logits, draws)
+        tree_verify.tree_recursive(nodes, logits, torch.zeros(1, 64, 32000), torch.arange(32000), True, draws)
+
+
+def keep(dtype: torch.dtype) -> None:
+    lengths, path, counts = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 6, dtype=torch.int64), torch.ones(1).long()
+    new = torch.zeros(1, 64, 8, 128, dtype=dtype).transpose(1, 2)
+    kv_append._append(torch.zeros(2, 1, 300, 8, 128, dtype=dtype), new, new, lengths, 10)
+    hidden, fresh = torch.zeros(1, 64, 3, 4096, dtype=dtype), torch.zeros(1, 6, 3, 4096, dtype=dtype)
+    storage = torch.zeros(4, 2, 1, 300, 8, 128, dtype=dtype)
+    for features in ((None, None), (hidden, fresh)):
+        kv_commit._commit(storage, lengths, path, counts, *features)
+
+
+def lose(dtype: torch.dtype, vocab: int) -> None:
+    product, weight = torch.zeros(4, vocab, dtype=dtype), torch.ones(4)
+    row_kl = partial(linear_divergence.row_kl, row_weight=weight, scale=1.0, softcap=None, with_grad=True)
+    theirs: list[tuple[Tensor | None, ...]] = [
+        (torch.zeros(4, vocab), None, None),
+        (None, torch.zeros(4, 64, dtype=torch.int64), torch.zeros(4, 64)),
+    ]
+    for log_p, ids, p in theirs:
+        row_kl(product, log_p, ids, p)
+    row_kl(product, product.clone(), None, None, their_scale=1.0)
+    row_kl(product, product.clone(), None, None, their_scale=0.5, their_softcap=30.0, their_log_z=weight)
+    linear_divergence.row_best(product, 1.0, None)
+
+
+def main() -> None:
+    driver.set_active(Stand())
+    tree_attention._runs_kernel = lambda *tensors: True  # type: ignore[assignment]
+    tree_verify._runs_kernel = lambda logits: True  # type: ignore[assignment]
+    for dtype in (torch.bfloat16, torch.float32):
+        for nodes in (1, 16, 64):
+            attend(dtype, 1, 1024, nodes)
+        attend(dtype, 8, 1024, 64, window=200)
+        verify(dtype, 128256)
+        keep(dtype)
+        lose(dtype, 128256)
+    print(json.dumps({"launches": launches, "spilled": spilled}))
+
+
+if __name__ == "__main__":
+    main()
