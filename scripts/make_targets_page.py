@@ -29,8 +29,8 @@ as transformers gives them. Where only some of it is, the table names that.
 - **Longrope** (Phi-3, Phi-4-mini) turns all positions otherwise from `original_max_position_embeddings` on, those of
   cached keys too: such a target decodes texts up to there, and longer ones are refused.
 - **Llama 4** scales its queries by a token's slot from `floor_scale` on: it decodes texts up to 256 tokens before that.
-- **Sinks** (gpt-oss) run in the kernel and in training; **chunks** (Llama 4), heads wider than 256 and **values of
-  another size than keys** (DeepSeek) are exact but take the slower reference attention on a GPU. Latent attention caches
+- **Sinks** (gpt-oss), heads of up to 512 and **values of another size than keys** (DeepSeek) run in the kernel and in
+  training; **chunks** (Llama 4) are exact but take the slower reference attention on a GPU. Latent attention caches
   expanded heads.
 - **Layers that keep a state** (Qwen3-Next, Qwen3.5, Kimi Linear, Nemotron-H, LFM2, MiniMax-01, Granite 4 hybrid, Mamba 2,
   ZAYA1) verify trees and chains, [at the cost of their tokens](#layers-that-keep-a-state). Drafters that run some of the
