@@ -154,12 +154,14 @@ def layer_attention(  # transformers calls it, by these names
         unheeded = tuple(name for name in UNHEEDED if others.get(name) is not None)
         shape = KeyValueShape(key.shape[1], key.shape[3], value.shape[3])
         calls.append(Call(module.layer_idx, shape, attention_mask, sliding_window, unheeded))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if tree_cache is not None and visibility is not None and attends is None and torch.compiler.is_compiling():  # of all layers
+        return attend_layer(query, key, value, scale, sliding_window, softcap, s_aux), None
     layer = module.layer_idx  # below 0 of a module that several layers share
     layer, chunk = layer if layer >= 0 or tree_cache is None else tree_cache.updated, None
     if reaches is not None and layer in reaches:
         sliding_window, chunk = reaches[layer].window, reaches[layer].chunk
     visibility = visibility if sights is None else sights[layer]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     rules = scale, sliding_window, softcap, s_aux
     if attends is not None:
         return attends(query, key, value, Rules(*rules)).transpose(1, 2).contiguous(), None
@@ -173,8 +175,6 @@ def layer_attention(  # transformers calls it, by these names
         seen = iter(visibility if chunk is None else [one.in_chunks(chunk) for one in visibility])
         attended = by_document(lambda q, k, v: tree_attention(q, k, v, next(seen), *rules), lengths, query, key, value)
         return attended.transpose(1, 2).contiguous(), None
-    if tree_cache is not None and torch.compiler.is_compiling():
-        return attend_layer(query, key, value, *rules), None
     if tree_cache is not None:
         passed(layer)
         if tree_cache.watcher is not None:

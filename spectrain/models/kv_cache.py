@@ -111,7 +111,8 @@ class TreeCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """What a layer of `transformers` calls; attention itself appends, so keys and values pass unchanged, but for layers
         that attend by themselves, which get all there are."""
-        self.updated = layer_idx
+        if not torch.compiler.is_compiling():  # whose code is the same for all layers, so it reads no number
+            self.updated = layer_idx
         if not self.gives_all:
             return key_states, value_states
         keys, values = self.append(layer_idx, key_states, value_states)

@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -39,7 +40,9 @@ def pair(tiny: Target, num_layers: int, seed: int = 0) -> tuple[Target, Any]:
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
     )  # fmt: skip
-    reference, model = (AutoModelForCausalLM.from_config(config, attn_implementation=a).eval() for a in ("eager", "spectrain"))
+    reference, model = (
+        AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=name).eval() for name in ("eager", "spectrain")
+    )
     with torch.no_grad():
         for name, parameter in reference.named_parameters():
             if ".layers." in name and parameter.dim() > 1:
