@@ -251,7 +251,7 @@ def test_attention_is_counted_by_what_it_sees() -> None:
     masks = [torch.cat([torch.ones_like(eye).tril(), *[eye] * step], dim=1) for step in range(3)]
     assert pairs_seen(9, 3) == sum(int(mask.sum()) for mask in masks)
     target = random_target(TOY.model, CPU, torch.float32)
-    drafter = random_drafter(target, TOY.model, torch.float32)  # of its own: the others' has drafted, and its weights learn no more
+    drafter = random_drafter(target, TOY.model, torch.float32)  # toy has drafted: its weights learn no more
     counts = []
     for length in (10, 20, 40):
         loss = losses(drafter, target, random_batch(target, drafter, 2, length))["unfused"]
