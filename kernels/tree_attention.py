@@ -224,6 +224,11 @@ def choose_config(num_rows: int, head_size: int, dtype: torch.dtype, roomy: bool
     return configs[(num_rows > 16) + (num_rows > 64)]
 
 
+def rows_combined(head_size: int) -> int:
+    """How many rows a program averages the splits of."""
+    return COMBINED_ROWS if head_size <= 256 else COMBINED_ROWS // 2
+
+
 @lru_cache(1024)
 def choose_splits(
     config: AttentionTiles, num_rows: int, num_groups: int, num_keys: int, processors: int = MULTIPROCESSORS
@@ -444,8 +449,9 @@ def _attend(
         )  # fmt: skip
         if splits > 1:
             num_rows = batch * num_nodes * num_heads
-            _combine_kernel[(triton.cdiv(num_rows, COMBINED_ROWS),)](
-                parts, logs, out, num_rows, splits, HEAD_SIZE=value_size, BLOCK_D=block_v, BLOCK_M=COMBINED_ROWS
+            rows = rows_combined(block_v)
+            _combine_kernel[(triton.cdiv(num_rows, rows),)](
+                parts, logs, out, num_rows, splits, HEAD_SIZE=value_size, BLOCK_D=block_v, BLOCK_M=rows
             )
     if sinks is not None:  # what falls to a sink is taken from all keys alike: 1 - sigmoid(sink - log of the sum of weights)
         assert logs is not None

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spectrain.kernels.linear_divergence import BLOCKS
-from spectrain.kernels.tree_attention import COMBINED_ROWS, CONFIGS, choose_config
+from spectrain.kernels.tree_attention import CONFIGS, choose_config, rows_combined
 from tests.kernels import aot
 
 pytest.importorskip("triton", reason="triton is not installed, so there is nothing to compile")
@@ -49,7 +49,7 @@ def attention(
 
 def combining(head_size: int) -> Any:
     types = {"parts_ptr": "*fp32", "logs_ptr": "*fp32", "out_ptr": "*bf16"}
-    constants = {"HEAD_SIZE": head_size, "BLOCK_D": head_size, "BLOCK_M": COMBINED_ROWS}
+    constants = {"HEAD_SIZE": head_size, "BLOCK_D": head_size, "BLOCK_M": rows_combined(head_size)}
     return aot.Request(MODULE, "_combine_kernel", types, constants, 4, 3)
 
 
