@@ -19,7 +19,7 @@ UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """softmax(q k^T * scale) v over what `mask`, [B, 1, T, S] or [T, S] bool, lets be seen, [B, H, T, D]."""
+    """softmax(q k^T * scale) v over what `mask`, [B, 1, T, S] or [T, S], bool or added, lets be seen, [B, H, T, D]."""
     if q.device.type == "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True)
     return unplanned(q, k, v, mask, is_causal, scale)

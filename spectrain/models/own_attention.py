@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
 
 from spectrain.errors import UserError
+from spectrain.kernels.fused_attention import fused_attention
 from spectrain.kernels.tree_attention import Visibility
 
 from .attention import Reach
@@ -114,7 +115,7 @@ def _attend(
         raise UserError(
             "target: its attention has windows, caps or sinks, of which its layers tell nothing; use another target"
         )
-    attended = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True)
+    attended = fused_attention(query, key, value, attention_mask, scale=scaling)
     return attended.transpose(1, 2).contiguous(), None
 
 

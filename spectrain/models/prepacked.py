@@ -264,7 +264,7 @@ def in_company(input: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
 
 def pack_linears(module: nn.Module, rounded: bool = False) -> None:
     """Give every `nn.Linear` in `module` the packed forward; does nothing off the CPU or where oneDNN is missing. What only
-    drafts may have large weights `rounded` to bfloat16, where that is faster. What is packed already stays as it is.
+    drafts may have large weights `rounded`, as `PackedWeights` says. What is packed already stays as it is.
 
     Packing anew tells of a write through `.data`, which leaves a weight's version as it was.
     """
