@@ -29,9 +29,8 @@ from spectrain.models.loading import load_hf, load_tiny
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
 from spectrain.training.checkpoints import load_tensors, tensors_of
-from spectrain.trees import Chain, DySpec, Eagle2, Rollout, TreeBuilder
-from spectrain.trees.base import Prefix
-from tests.decoding.rounds import Keeping
+from spectrain.trees import Chain, DySpec, Eagle2, TreeBuilder
+from tests.decoding.rounds import Keeping, watching
 from tests.models.architectures import save_small
 from tests.targets import cut_tiny
 
@@ -117,32 +116,6 @@ def test_a_quarter_of_the_layers_by_default(tiny: Target) -> None:
 # Decoding
 
 
-class Watched(Rollout):
-    """Another rollout, with the log q that it gave after every path of tokens."""
-
-    def __init__(self, inner: Rollout, prefix: Prefix, seen: list[tuple[list[int], Tensor]]) -> None:
-        self.inner, self.seen = inner, seen
-        self.paths = [[prefix.tokens[b, : n + 1].tolist()] for b, n in enumerate(prefix.lengths.tolist())]
-
-    def start(self) -> Tensor:
-        return self.note(self.inner.start(), 1)
-
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        for b, paths in enumerate(self.paths):
-            paths += [paths[parent] + [token] for token, parent in zip(tokens[b].tolist(), parents[b].tolist())]
-        return self.note(self.inner.extend(tokens, parents), tokens.shape[1])
-
-    def note(self, log_q: Tensor, count: int) -> Tensor:
-        self.seen += [(path, log_q[b, n]) for b, paths in enumerate(self.paths) for n, path in enumerate(paths[-count:])]
-        return log_q
-
-
-def watching(builder: TreeBuilder) -> tuple[list[tuple[list[int], Tensor]], TreeBuilder]:
-    """What the rollouts of a builder, which comes with it, say: the whole text up to a node, and log q after it."""
-    seen: list[tuple[list[int], Tensor]] = []
-    return seen, Keeping(builder, lambda rollout, prefix: Watched(rollout, prefix, seen))
-
-
 @pytest.mark.sweep(1)
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
@@ -156,8 +129,8 @@ def test_what_is_drafted_is_what_is_trained(shallow: Target, builder: TreeBuilde
     accepted = [one.accepted for one in written]
     assert max(map(max, accepted)) > 1 and min(map(len, accepted)) > 2 and (count == 1 or accepted[0] != accepted[1])
     assert len(seen) > 10
-    for path, log_q in seen:
-        logits = drafter.model.run(torch.tensor([path]), ForwardPlan(logits=True)).logits
+    for text, drafted, log_q in seen:
+        logits = drafter.model.run(torch.tensor([text + drafted]), ForwardPlan(logits=True)).logits
         assert logits is not None
         torch.testing.assert_close(log_q, logits[0, -1].log_softmax(-1), rtol=1e-4, atol=1e-4)
 

@@ -33,10 +33,9 @@ from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.kv_cache import TreeCache
 from spectrain.models.plain import generate, plain_model
 from spectrain.models.target import Target
-from spectrain.trees import Chain, DySpec, Eagle2, Rollout, TreeBuilder
-from spectrain.trees.base import Prefix
+from spectrain.trees import Chain, DySpec, Eagle2, TreeBuilder
 from spectrain.trees.token_tree import TokenTree
-from tests.decoding.rounds import Keeping
+from tests.decoding.rounds import Keeping, watching
 
 from ..decoding.test_lossless import SHAPES, Joint, Model, continued, drawn, emitted, every, models, scaled, target_joint
 from .bilingual import byte_level, random_model, sentencepiece
@@ -89,28 +88,6 @@ def prompts_of(target: Target, count: int = 3) -> list[list[int]]:
 # What is drafted
 
 
-class Watched(Rollout):
-    """Another rollout, with the text and the drafted tokens before every log q that it gave."""
-
-    def __init__(self, inner: Rollout, prefix: Prefix, seen: list[tuple[list[int], list[int], Tensor]]) -> None:
-        self.inner, self.seen, self.draft_ids = inner, seen, inner.draft_ids
-        self.texts = [prefix.tokens[b, : n + 1].tolist() for b, n in enumerate(prefix.lengths.tolist())]
-        self.paths: list[list[list[int]]] = [[[]] for _ in self.texts]
-
-    def start(self) -> Tensor:
-        return self.note(self.inner.start(), 1)
-
-    def extend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        for b, paths in enumerate(self.paths):
-            paths += [paths[parent] + [token] for token, parent in zip(tokens[b].tolist(), parents[b].tolist())]
-        return self.note(self.inner.extend(tokens, parents), tokens.shape[1])
-
-    def note(self, log_q: Tensor, count: int) -> Tensor:
-        for b, paths in enumerate(self.paths):
-            self.seen += [(self.texts[b], path, log_q[b, n]) for n, path in enumerate(paths[-count:])]
-        return log_q
-
-
 @pytest.mark.sweep(3)
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("builder", [Chain(3), Eagle2(3, 6, 2), DySpec(3, 6), Chain(3, "sampled")], ids=lambda one: one.name)
@@ -121,8 +98,7 @@ def test_shared_tokens_are_drafted_by_what_the_small_model_says(
     """After every node, over ragged rounds whose texts are encoded anew, log q is that of the small model over the whole text,
     without a cache, restricted to the tokens that both vocabularies have and renormalised."""
     drafter = Universal(shallow, speakers[speaker]).eval()
-    seen: list[tuple[list[int], list[int], Tensor]] = []
-    kept = Keeping(builder, lambda rollout, prefix: Watched(rollout, prefix, seen))
+    seen, kept = watching(builder)
     decode(shallow, prompts_of(shallow, count), Greedy(), LIMIT, drafter, kept, ignore_eos=True)
     shared = dict(zip(drafter.shared_theirs.tolist(), drafter.shared_mine.tolist()))
     assert len(seen) > 8 and (speaker != "shuffled" or len(shared) == shallow.head.vocab_size)
