@@ -32,6 +32,9 @@ CHUNK = 2048
 """Rows whose logits exist at one time, unless a call says otherwise."""
 
 
+PRODUCTS = 1 << 23
+"""Products that exist at one time on a CPU where few of them are kept: of more, the C library returns the memory each time, and
+to touch it anew takes longer than all that is done with it."""
 GPU_ROWS = 512  # rows of a chunk that torch works on at one time on a GPU, where no kernel does: each copy is that much smaller
 BLOCK = 1 << 17
 """Logits of a chunk that torch works on at one time on a CPU: they stay in its cache, and in memory that is not given back."""
@@ -452,8 +455,25 @@ def _best_of(said: Said) -> tuple[Tensor, Tensor]:
     if _runs_kernel(said.product):
         found: tuple[Tensor, Tensor] = row_best(said.product, said.scale, said.softcap)
         return found
-    logits = _finish(said.product, said.scale, said.softcap)
-    return logits.argmax(-1), logits.logsumexp(-1)
+    best, log_z = [], []
+    for product in said.product.split(_rows_at_once(said.product)):
+        logits = _finish(product, said.scale, said.softcap)
+        best.append(logits.argmax(-1))
+        log_z.append(logits.logsumexp(-1))
+    return torch.cat(best), torch.cat(log_z)
+
+
+def _likeliest(said: Said) -> Tensor:
+    """The likeliest entries [r] of what a target says, without the log-sum-exps where no kernel finds both in one sweep."""
+    if _runs_kernel(said.product):
+        return _best_of(said)[0]
+    blocks = said.product.split(_rows_at_once(said.product))
+    return torch.cat([_finish(product, said.scale, said.softcap).argmax(-1) for product in blocks])
+
+
+def _rows_at_once(product: Tensor) -> int:
+    """Of products [r, V], how many rows torch works on at one time."""
+    return GPU_ROWS if product.device.type in ("cuda", "meta") else max(1, BLOCK // product.shape[1])
 
 
 def _runs_kernel(product: Tensor) -> bool:
@@ -483,9 +503,16 @@ def target_over(
     if len(chunks(len(final), chunk)) > 1:
         best, log_z = most_likely(final, head, chunk)
         return best, HeadTarget(final, head.entries(entries), log_z if own_mass else None)
-    whole = Said(head.product(final), head.scale, head.softcap)
-    best, log_z = _best_of(whole)
-    return best, SaidBefore(whole._replace(product=whole.product[:, entries], log_z=log_z if own_mass else None))
+    at_once = max(1, PRODUCTS // len(head.weight)) if final.device.type == "cpu" else max(1, len(final))
+    best, log_z, kept = [], [], []
+    for states in final.split(at_once):
+        said = Said(head.product(states), head.scale, head.softcap)
+        likeliest, total = _best_of(said) if own_mass else (_likeliest(said), None)
+        best.append(likeliest)
+        log_z.append(total)
+        kept.append(said.product[:, entries])
+    mass = torch.cat([total for total in log_z if total is not None]) if own_mass else None
+    return torch.cat(best), SaidBefore(Said(torch.cat(kept), head.scale, head.softcap, mass))
 
 
 @dataclass(frozen=True)
@@ -563,7 +590,7 @@ class _Job:
         parts: list[Tensor | None] = [product, weight, *theirs, *(x[rows] for x in self.per_row)]
         if self.divergence is None and _runs_kernel(product):
             return row_kl(product, *parts[2:5], weight, self.head.scale, self.head.softcap, with_grad)
-        size = GPU_ROWS if product.device.type in ("cuda", "meta") else max(1, BLOCK // product.shape[1])
+        size = _rows_at_once(product)
         blocks: list[list[Any]] = [
             [x if x is None else x[start : start + size] for x in parts] for start in range(0, len(product), size)
         ]
