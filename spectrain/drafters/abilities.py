@@ -63,6 +63,7 @@ class Abilities:
     on_policy: OnPolicy = OnPolicy()
     adapts_layers: bool = False  # it changes what single layers of the target compute, so no compilation serves them all
     copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and nothing is drawn
+    judges: bool = False  # what it learns is for an acceptance rule, whose name is its recipe's, and its drafts are none of it
     follows_at_once: bool = False  # its rollout runs a path of given tokens in one step, so that it can be drafted for
     plain: bool = True  # it hands over a rollout or continuations and nothing else, runs nothing of the target and leaves
     # verification to it, so that another drafter can hold it
