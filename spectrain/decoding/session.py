@@ -146,7 +146,7 @@ class Session:
 
     @cached_property
     def _worker(self) -> Worker:
-        check_overlap(self.drafter, self.builder, self.rule)
+        check_overlap(self.drafter, self.builder, self.rule, 0 if self.overlap is None else self.overlap.outcomes)
         if self.target.device.type != "cpu":
             raise UserError("eval.overlap: the process that drafts is forked, which no GPU outlives; use target.device=cpu")
         assert self.drafter is not None

@@ -67,9 +67,9 @@ class Pairs:
         rank = np.empty_like(order)
         rank[order] = np.arange(len(order))
         top = order[:count]
-        weights = [np.asarray(one[top], dtype=np.float64) for one in (p, r, q)]
-        rest = [float(one.sum()) - float(some.sum()) for one, some in zip((r, q), weights[1:])]
-        return cls(order, rank, np.rint(solved(*weights, *rest) * FINE).astype(np.int64))
+        wanted, first, second = (np.asarray(one[top], dtype=np.float64) for one in (p, r, q))
+        rest_r, rest_q = (float(one.sum()) - float(some.sum()) for one, some in ((r, first), (q, second)))
+        return cls(order, rank, np.rint(solved(wanted, first, second, rest_r, rest_q) * FINE).astype(np.int64))
 
     def stays(self, one: Any, token: int, other: int) -> Any:
         """The chance that `token` stays when it meets `other`, in the kind of number that `one` is."""
