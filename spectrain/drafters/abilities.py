@@ -25,6 +25,7 @@ class OnPolicy:
 
     writer: Target | None = None  # the drafter as a model that writes text by itself, where it is one
     learns_replays: bool = False  # its loss tells what a replayed draft got wrong (Batch.distance)
+    learns_branches: bool = False  # it runs a batch whose texts have side branches (Batch.places, Batch.visible)
     learns_windows: bool = False  # its loss knows the chance that it drew each token of a draft with (Batch.advantage)
 
 

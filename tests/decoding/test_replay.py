@@ -14,7 +14,18 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import KEPT, Recorder, Replay, collate_replays, collate_windows, replays, windows
+from spectrain.decoding.replay import (
+    KEPT,
+    Recorder,
+    Replay,
+    alone,
+    branched,
+    collate_branched,
+    collate_replays,
+    collate_windows,
+    replays,
+    windows,
+)
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
@@ -183,6 +194,80 @@ def test_causal_loss_equals_brute_force(shallow: Target, loss: str) -> None:
     losses = drafter.loss(batch, shallow, TrainingState())
     torch.testing.assert_close(losses.total.detach(), total, rtol=1e-3, atol=1e-3)
     assert losses.hits.tolist() == [hits] and losses.counts.tolist() == [batch.num_supervised]
+
+
+# Side branches
+
+
+def test_branches_by_hand() -> None:
+    """A rejected draft judges the text's next token at distance 0, and its own from the second on; of a draft at the end, or
+    one that is all kept, nothing is rejected; where texts are short the branch is cut."""
+    found = branched(GENERATION, ROUNDS, 99)
+    assert found.replay.example.tokens == [1, 2, *GENERATION.output, 99, 98, 97]
+    assert found.replay.example.mask == [False] * 2 + [True] * 7 + [False, True, True]
+    assert found.replay.distance == [-1] * 6 + [0] + [-1] * 3 + [1, 2]
+    assert found.places == [*range(9), 6, 7, 8] and found.branches == [(3, 6)]
+    sees = [[*range(place + 1)] for place in range(9)] + [[*range(6), *range(9, 9 + number)] for number in (1, 2, 3)]
+    assert [row.nonzero()[:, 0].tolist() for row in found.visible] == sees
+    cut = branched(GENERATION, ROUNDS, 8)
+    assert cut.replay.example.tokens[9:] == [99, 98] and cut.places[9:] == [6, 7]
+    whole = alone(BY_HAND[0].example)
+    assert (whole.replay, whole.branches) == (BY_HAND[0], [])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_forward_with_branches_is_the_forwards_of_its_drafts(shallow: Target, packed: bool) -> None:
+    """The loss over answers with all their rejected drafts is that of every place by itself, behind the text and the wrong
+    tokens that it was drafted behind."""
+    drafter = make("causal", shallow)
+    assert isinstance(drafter, Causal)
+    recorder = Recorder(Chain(4))
+    written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
+    found = [branched(one, rounds, 99) for one, rounds in zip(written, recorder.rounds)]
+    batch = collate_branched(found, packed)
+    plan = ForwardPlan(layers=("final",), positions=batch.places, mask=batch.visible, lengths=batch.lengths)
+    batch = replace(batch, features=shallow.run(batch.tokens, plan)).to("cpu")
+    total, wrong = torch.zeros(()), 0
+    for one, generation in zip(found, written):
+        text = generation.prompt + generation.output
+        places = [(text[:t], one.replay.distance[t]) for t in range(len(generation.prompt), len(text))]
+        end = len(text)
+        for size, seen in one.branches:
+            tail = one.replay.example.tokens[end : end + size]
+            places += [(text[:seen] + tail[:number], number) for number in range(1, size)]
+            end += size
+        for before, k in places:
+            p, q = after(shallow, before).softmax(-1), after(drafter.model, before).softmax(-1)
+            total = total + 0.5 * ((p * (p / q).log()).sum() if k < 0 else 0.8**k * (q * (q / p).log()).sum())
+            wrong += k > 0
+    assert wrong > 3
+    losses = drafter.loss(batch, shallow, TrainingState())
+    torch.testing.assert_close(losses.total.detach(), total, rtol=1e-3, atol=1e-3)
+    assert int(losses.counts.sum()) == batch.num_supervised
+
+
+def test_a_source_gives_branches(shallow: Target) -> None:
+    """source.branches=true lays out the drafts of the target's decoding, and the data's texts as they are; it is refused where
+    nothing is replayed and where a family cannot run it."""
+    rows = torch.randint(3, 2000, (3, 20), generator=torch.Generator().manual_seed(4)).tolist()
+    data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
+    drafter = make("causal", shallow)
+    request = BatchRequest(data[[0, 1, 2]], shallow, ("final",), step=1, drafter=drafter)
+    source = Generated(0.5, "replay", branches=True, max_new_tokens=12)
+    batch, plain = source.batch(request), replace(source.batch(request))
+    assert batch.places is not None and batch.features is not None and torch.equal(batch.tokens, plain.tokens)
+    assert (batch.places[:, 1:] < batch.places[:, :-1]).any()
+    kept = Live().batch(request)
+    unchanged = [row for row in range(3) if batch.tokens[row, :20].tolist() == rows[row]]
+    assert unchanged
+    for row in unchanged:
+        torch.testing.assert_close(batch.features.hidden[row, :20], kept.features.hidden[row], rtol=1e-3, atol=1e-3)  # type: ignore[union-attr]
+    losses = drafter.loss(batch, shallow, TrainingState())
+    assert losses.total.isfinite()
+    with pytest.raises(UserError, match=r"source\.branches=true: .*source\.by=replay"):
+        Generated(0.5, "drafter", branches=True)
+    with pytest.raises(UserError, match=r"source\.branches=true: this family"):
+        Generated(1.0, "replay", branches=True).batch(replace(request, drafter=make("eagle3", shallow)))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
