@@ -61,6 +61,7 @@ class Window:
 
     example: Example  # all but the prompt carry loss
     advantage: list[float]  # of each token of the draft, what it brought beyond what was to be expected; 0 for all others
+    start: int = 0  # tokens before the draft
 
 
 class Recorder(WrappedBuilder):
@@ -176,7 +177,7 @@ def windows(generation: Generation, rounds: list[tuple[list[int], int]], draft_c
         reached += [[] for _ in range(len(drawn) - len(reached))]
         if not is_first:
             gains = [brought - mean(before or reached[0]) for before in reached[: len(drawn)]]
-            found.append(Window(one.example(drawn), [0.0] * len(one.text) + gains))
+            found.append(Window(one.example(drawn), [0.0] * len(one.text) + gains, len(one.text)))
         for before in reached[: len(drawn)]:
             before.append(brought)
     return found

@@ -1,10 +1,13 @@
 """Sequences that are written while training: by the drafter that learns, its target, or both (on-policy distillation)."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from typing import Literal
+
+from torch import nn
 
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy, Interleaved, Match
@@ -32,6 +35,8 @@ from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
 from spectrain.settings.values import NotNegative
 from spectrain.trees import Chain
+
+from .policy import held, priorities
 
 Decoded = tuple[Generation, list[tuple[list[int], int]]]  # and of every round the tokens drafted, and how many were emitted
 Drawn = tuple[Generation, list[tuple[list[int], int]], Random]  # with what is drawn for its example
@@ -64,6 +69,9 @@ class Generated(Source):
         branches: bool = False,  # of replays: all rejected drafts of an answer beside its text, in one forward
         balanced: bool = False,  # of replays: kept and rejected tokens of a draft count half each, however many they are
         draft_cost: NotNegative = 0.1,  # what drafting a token costs, in forwards of the target
+        windows: Literal["alike", "divergence"] = "alike",  # of a policy, which draft of an answer is learnt from: any of them,
+        # or rather one where the drafter differs from a target that is sure
+        near: NotNegative = 0.0,  # of a policy, what a nat of KL(q || q as it began) costs
         seed: int = 0,
     ) -> None:
         if not 0 <= fraction <= 1:
@@ -78,7 +86,17 @@ class Generated(Source):
         self.max_new_tokens, self.top_k, self.block, self.seed = max_new_tokens, top_k, block, seed
         if branches and by != "replay":
             raise UserError("source.branches=true: they are rejected drafts; use it with source.by=replay")
+        for key, asked in (("windows=divergence", windows == "divergence"), (f"near={near}", near > 0)):
+            if asked and by != "policy":
+                raise UserError(f"source.{key}: it is a policy's; use it with source.by=policy")
         self.branches, self.balanced, self.draft_cost = branches, balanced, draft_cost
+        self.windows, self.near = windows, near
+        self.began: Target | None = None  # the policy as it was before any step, resumed or not
+
+    def begin(self, drafter: nn.Module) -> None:
+        assert isinstance(drafter, Drafter)
+        if self.near and self.began is None:
+            self.began = copy.deepcopy(drafter.abilities.on_policy.writer)
 
     def batch(self, request: BatchRequest) -> Batch:
         target, layers, examples = request.target, request.layers, request.examples
@@ -100,8 +118,12 @@ class Generated(Source):
         if self.by in ("replay", "policy"):
             rounds = self._drafted(asked, target, drafter, request.step) if drafter is not None and asked else []
             drawn = {index: (*one, draws[index]) for index, one in zip(anew, rounds)}
-            laid = self._windows if self.by == "policy" else self._branched if self.branches else self._replayed
-            batch = laid(examples, drawn, request.packed, target)
+            if self.by == "policy":
+                batch = self._windows(examples, drawn, request.packed, target, drafter)
+            elif self.branches:
+                batch = self._branched(examples, drawn, request.packed, target)
+            else:
+                batch = self._replayed(examples, drawn, request.packed)
         else:
             texts = self._write(asked, target, drafter, request.step) if drafter is not None and asked else []
             written = dict(zip(anew, texts))
@@ -139,7 +161,7 @@ class Generated(Source):
             written = decode(target, prompts, Greedy(), self._limit(target, prompts), drafter, recorder, rows)
         return list(zip(written, recorder.rounds))
 
-    def _replayed(self, examples: list[Example], drawn: dict[int, Drawn], packed: bool, target: Target) -> Batch:
+    def _replayed(self, examples: list[Example], drawn: dict[int, Drawn], packed: bool) -> Batch:
         """Of every answer a rejected draft, where there is one; of the data nothing is rejected."""
         found = [Replay(example, [KEPT] * len(example.tokens)) for example in examples]
         for index, (generation, rounds, draw) in drawn.items():
@@ -153,12 +175,25 @@ class Generated(Source):
             found[index] = branched(generation, rounds, target.max_length)
         return collate_branched(found, packed, self.balanced)
 
-    def _windows(self, examples: list[Example], drawn: dict[int, Drawn], packed: bool, target: Target) -> Batch:
+    def _windows(
+        self, examples: list[Example], drawn: dict[int, Drawn], packed: bool, target: Target, drafter: Drafter | None
+    ) -> Batch:
         """Of every answer a draft and what it brought; the data's tokens were not drawn."""
         found = [Window(example, [0.0] * len(example.tokens)) for example in examples]
+        writer = None if drafter is None else drafter.abilities.on_policy.writer
         for index, (generation, rounds, draw) in drawn.items():
-            some = windows(generation, rounds, self.draft_cost)
-            found[index] = draw.choice(some) if some else found[index]
+            if not (some := windows(generation, rounds, self.draft_cost)):
+                continue
+            assert drafter is not None and writer is not None, "a policy is a model by itself"
+            weights = None
+            with evaluating(drafter):
+                if self.windows == "divergence":
+                    weights = priorities(some, generation.prompt + generation.output, target, writer)
+                (found[index],) = draw.choices(some, weights)
+                if self.near:
+                    self.begin(drafter)
+                    assert self.began is not None
+                    found[index] = held(found[index], writer, self.began, self.near, self.temperature)
         return collate_windows(found, packed)
 
     def _write(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:

@@ -1,5 +1,6 @@
 """Replayed drafts: what is recorded, which sequences it makes, and that the target is asked behind the drafted tokens."""
 
+import math
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -18,6 +19,7 @@ from spectrain.decoding.replay import (
     KEPT,
     Recorder,
     Replay,
+    Window,
     alone,
     branched,
     collate_branched,
@@ -37,6 +39,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
+from spectrain.training import policy
 from spectrain.training.on_policy import Generated
 from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import Round
@@ -391,6 +394,72 @@ def test_the_estimator_is_the_enumerated_gradient(earlier: tuple[tuple[int, ...]
         estimated += chance.detach() * torch.autograd.grad(score, logits, retain_graph=True)[0]  # type: ignore[arg-type]
     torch.testing.assert_close(estimated, torch.autograd.grad(expected, logits)[0])
     assert estimated.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.7])
+def test_held_near_a_reference_it_is_the_gradient_less_that_of_the_divergence(
+    weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a place, over every token that may be drawn there, E[A log q] has the gradient of E[reward] - weight KL(q || r)."""
+    draw = torch.Generator().manual_seed(5)
+    logits, other = (torch.randn(4, dtype=torch.float64, generator=draw) for _ in range(2))
+    logits.requires_grad_()
+    gains = [0.5, -0.25, 1.0, 0.0]
+    said = {"mine": logits.detach().log_softmax(-1), "theirs": other.log_softmax(-1)}
+    monkeypatch.setattr(policy, "log_probs", lambda model, text, temperature=1.0: said[model].expand(len(text), -1))
+    estimated, q = torch.zeros_like(logits), logits.log_softmax(-1)
+    for token, gain in enumerate(gains):
+        window = Window(Example([2, 1, token], [False, True, True]), [0.0, 0.0, gain], 2)
+        found = policy.held(window, "mine", "theirs", weight, 1.0).advantage  # type: ignore[arg-type]
+        assert found[:2] == [0.0, 0.0]
+        estimated += float(q[token].detach().exp()) * torch.autograd.grad(found[2] * q[token], logits, retain_graph=True)[0]
+    wanted = (q.exp() * torch.tensor(gains)).sum() - weight * (q.exp() * (q - said["theirs"])).sum()
+    torch.testing.assert_close(estimated, torch.autograd.grad(wanted, logits)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_windows_are_drawn_where_a_sure_target_is_missed(shallow: Target) -> None:
+    """A window's weight is the mean of (1 - H / log V) KL(p || q) over its tokens, each behind the text before it; a drafter
+    that says what the target says has windows that all weigh alike, next to nothing."""
+    drafter = make("causal", shallow)
+    assert isinstance(drafter, Causal)
+    recorder = Recorder(Chain(3, "sampled", 1.0, 2))
+    (one,) = decode(shallow, PROMPTS[:1], Greedy(), 14, drafter, recorder)
+    found, text = windows(one, recorder.rounds[0], 0.1), one.prompt + one.output
+    assert len(found) > 2 and len({window.start for window in found}) == len(found)
+    expected = []
+    for window in found:
+        parts = []
+        for place in range(window.start, len(window.example.tokens)):
+            assert window.example.tokens[:place] == text[:place]
+            p, q = (after(model, text[:place]).double().softmax(-1) for model in (shallow, drafter.model))
+            entropy = float(-(p * p.log()).sum())
+            parts.append((1 - entropy / math.log(len(p))) * float((p * (p / q).log()).sum()))
+        expected.append(sum(parts) / len(parts))
+    assert policy.priorities(found, text, shallow, drafter.model) == pytest.approx(expected, rel=1e-3)
+    assert max(policy.priorities(found, text, shallow, shallow)) < 1e-5
+
+
+def test_a_source_draws_and_holds_windows(shallow: Target) -> None:
+    """By divergence it draws among the windows of the same decoding; held near its beginning nothing changes there, and once
+    the drafter has moved, what the drawn tokens bring does; either is a policy's."""
+    drafter = make("causal", shallow)
+    assert isinstance(drafter, Causal)
+    data = Dataset([Example([*prompt, 9, 9], [False] * len(prompt) + [True] * 2) for prompt in PROMPTS], 2, 0, 0)
+    request = BatchRequest(data[[0, 1]], shallow, (), drafter=drafter)
+    settings: dict[str, Any] = {"max_new_tokens": 12, "draft_cost": 0.0, "windows": "divergence"}
+    free, tied = Generated(1.0, "policy", **settings), Generated(1.0, "policy", **settings, near=3.0)
+    tied.begin(drafter)
+    loose, held = (source.batch(request).advantage for source in (free, tied))
+    assert loose is not None and held is not None and loose.abs().max() > 0
+    torch.testing.assert_close(loose, held, atol=1e-4, rtol=0)
+    with torch.no_grad():
+        for parameter in drafter.model.parameters():
+            parameter.mul_(1.05)
+    loose, held = (source.batch(request).advantage for source in (free, tied))
+    assert loose is not None and held is not None and (held - loose).abs().max() > 0.01
+    for words in ({"windows": "divergence"}, {"near": 0.1}):
+        with pytest.raises(UserError, match=r"source\.(windows|near)=.*source\.by=policy"):
+            Generated(1.0, "drafter", **words)  # type: ignore[arg-type]
 
 
 def test_windows_by_hand() -> None:
