@@ -106,7 +106,7 @@ class Overlapping(Part):
     outcomes: int = 0
 
     def __post_init__(self) -> None:
-        self.overlap = Overlap(self.pre_verify, self.outcomes)
+        self.overlap = Overlap(self.pre_verify, outcomes=self.outcomes)
 
     def check(self, candidate: Candidate) -> None:
         rule = candidate.rule.matched() if candidate.rule.is_open else candidate.rule

@@ -1,6 +1,7 @@
 """Drafting while the target verifies, in a second process (PEARL, Liu et al., 2024, arXiv 2408.11850; AMUSD, McDanel, 2024,
-arXiv 2410.17375; SSD, Kumar et al., 2026, arXiv 2603.03251). On a CPU: no process is forked from one that uses a GPU, and two
-threads cannot run forwards at once, for which forward a compiled layer belongs to is known by the process alone.
+arXiv 2410.17375; SSD, Kumar et al., 2026, arXiv 2603.03251). On a CPU: no process is forked from one that uses a GPU, where
+streams.py drafts on a stream of its own instead, and two threads cannot run forwards at once, for which forward a compiled
+layer belongs to is known by the process alone.
 
 The loop stays what it is; what is wrapped around its drafter asks a worker for the next draft before it lets the target verify
 this one. While the target judges d_1 .. d_k behind a text, the worker drafts on as if all of them were kept: first the token
@@ -34,6 +35,7 @@ from spectrain.trees.trie import Trie
 from .acceptance import AcceptanceRule
 from .follower import REST, Follower, Wish
 from .loop import Eager, Request
+from .streams import Streamed
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Overlap:
     """How drafting overlaps with verification, and what came of it."""
 
     pre_verify: bool = False  # where a draft must be made anew, the target takes a step meanwhile (PEARL)
+    streams: bool = False  # in one process, on two streams, as on a GPU
     outcomes: int = 0  # of a verification, behind which drafts are made meanwhile (SSD); 0: the one that keeps all, as expected
     ready: int = 0  # rounds whose draft had been made while the target worked
     missed: int = 0  # the others
@@ -123,11 +126,14 @@ class Worker:
         except (EOFError, OSError) as error:
             raise RunError("eval.overlap: the process that drafts has ended") from error
 
+    def work(self) -> None:
+        """It works by itself."""
+
 
 class DraftsAhead:
     """What the loop asks for drafts of one text, in place of the drafter."""
 
-    def __init__(self, worker: Worker, depth: int, overlap: Overlap) -> None:
+    def __init__(self, worker: Worker | Streamed, depth: int, overlap: Overlap) -> None:
         self.worker, self.depth, self.overlap = worker, depth, overlap
         self.asked: list[int] | None = None  # the text behind which tokens were asked for
         self.text: list[int] = []
@@ -160,7 +166,9 @@ class DraftsAhead:
             ahead = [*self.text, *tree.tokens[0, 1:].tolist()]
             self.worker.ask(ahead, self.depth + 1)
             self.asked = ahead
-        return context.verify(tree)
+        seen = context.verify(tree)
+        self.worker.work()
+        return seen
 
     def commit(self, context: Context, accepted: Accepted) -> None:
         if not bool(context.active.any()):
@@ -185,7 +193,9 @@ class DraftsForOutcomes(DraftsAhead):
         return _continuing(found)
 
     def verify(self, context: Context, tree: TokenTree) -> Features:
-        return context.verify(tree)
+        seen = context.verify(tree)
+        self.worker.work()
+        return seen
 
 
 def _continuing(tokens: list[int]) -> Draft:
@@ -193,9 +203,11 @@ def _continuing(tokens: list[int]) -> Draft:
 
 
 class Overlapped(Eager):
-    """Runs one round after another of one text at a time; what drafts has a process of its own."""
+    """Runs one round after another of one text at a time; what drafts has a process, or a stream, of its own."""
 
-    def __init__(self, target: Target, rule: AcceptanceRule, worker: Worker, builder: TreeBuilder, overlap: Overlap) -> None:
+    def __init__(
+        self, target: Target, rule: AcceptanceRule, worker: Worker | Streamed, builder: TreeBuilder, overlap: Overlap
+    ) -> None:
         super().__init__(target, rule)
         self.builder = builder
         ahead = DraftsForOutcomes if overlap.outcomes else DraftsAhead

@@ -134,13 +134,16 @@ def test_as_many_drafts_are_ready_as_outcomes_were_foreseen(shallow: Target) -> 
 
 
 @pytest.mark.sweep(2)
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("way", [{}, {"pre_verify": True}, {"outcomes": 6}], ids=["post", "pearl", "outcomes"])
 @pytest.mark.parametrize("rule", [Greedy(), Match(temperature=1.5)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_the_output_is_the_loops(shallow: Target, stranger: str, name: str, rule: Any, way: dict[str, Any]) -> None:
-    """In a process of its own the drafter gives the same tokens, prompt after prompt; without steps of the target in between,
-    in the same rounds."""
-    drafter, builder, overlap = made(name, shallow, stranger), Chain(3), Overlap(**way)
+def test_the_output_is_the_loops(
+    shallow: Target, stranger: str, name: str, rule: Any, way: dict[str, Any], streams: bool
+) -> None:
+    """In a process of its own, or on a stream, the drafter gives the same tokens, prompt after prompt; without steps of the
+    target in between, in the same rounds."""
+    drafter, builder, overlap = made(name, shallow, stranger), Chain(3), Overlap(**way, streams=streams)
     if overlap.outcomes and not drafter.abilities.follows_at_once:
         pytest.skip("its chances do not say what follows")
     session = Session(shallow, rule, drafter, builder, overlap=overlap)
@@ -151,6 +154,39 @@ def test_the_output_is_the_loops(shallow: Target, stranger: str, name: str, rule
         if not overlap.pre_verify:
             assert (found.accepted, found.depths) == (plain.accepted, plain.depths)
     assert overlap.missed > 0
+
+
+def test_on_a_stream_of_its_own_it_drafts_what_the_process_does(shallow: Target) -> None:
+    """As many drafts are ready, whatever is done ahead."""
+    drafter = made("causal", shallow)
+    for way in ({}, {"pre_verify": True}, {"outcomes": 5}):
+        both = [Overlap(**way, streams=streams) for streams in (False, True)]
+        for overlap in both:
+            Session(shallow, Greedy(), drafter, Chain(3), overlap=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
+        assert (both[0].ready, both[0].missed) == (both[1].ready, both[1].missed)
+
+
+def test_the_target_is_launched_before_the_drafter_drafts_ahead(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of its own, with a drafter that is always right: every forward of it but the first ones comes between a
+    launch of the target's and the reading of what that gave, as many as a draft and a token more take."""
+    drafter, rule, calls = made("causal", shallow), Greedy(), list[str]()
+    drafter.model = copy.deepcopy(shallow)
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            calls.append(name)
+            return function(*given, **named)
+
+        return call
+
+    monkeypatch.setattr(shallow, "verify", noted("verify", shallow.verify))
+    monkeypatch.setattr(drafter.model, "run", noted("draft", drafter.model.run))  # type: ignore[union-attr]
+    monkeypatch.setattr(rule, "accept", noted("accept", rule.accept))
+    overlap = Overlap(streams=True)
+    Session(shallow, rule, drafter, Chain(3), overlap=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
+    rounds = " ".join(calls).split("verify")
+    assert overlap.missed == 0 and len(rounds) > 4
+    assert [one.split() for one in rounds[1:]] == [["draft"] * 4 + ["accept"]] * (len(rounds) - 1)
 
 
 def test_drafts_that_are_right_are_ready(shallow: Target) -> None:
