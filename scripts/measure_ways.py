@@ -92,10 +92,12 @@ GROUPS: dict[str, dict[str, list[str]]] = {  # rows: the arguments of `spectrain
         for name in ("gkd", *(run for run in RUNS if run.startswith("more-")))
     },
     "overlap": {
-        kind: [GKD, "tree=chain", f"tree.depth={depth}", *TWENTY_FOUR, "acceptance=greedy", f"eval.overlap={way}"]
-        for way in ("post", "pearl", "outcomes")
+        f"{way}, chain of {depth}": [
+            GKD, "tree=chain", f"tree.depth={depth}", *TWENTY_FOUR, "acceptance=greedy", "eval.repeats=1",
+            f"eval.overlap={way}",
+        ]
         for depth in (2, 4)
-        for kind in [f"{way}, chain of {depth}"]
+        for way in ("outcomes", "post", "pearl")
     },
 }  # fmt: skip
 KEPT = (
