@@ -52,8 +52,10 @@ class Scoring:
     engine: Choice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
     guard: bool = False  # decode autoregressively while drafting does not pay
     repeats: int = 2  # times that pairs are decoded where times are unsteady: after the first, round by round in turn
-    overlap: Literal["post", "pearl"] | None = None  # beside it the same drafter in a process of its own,
-    # which drafts on while the target verifies; pearl: and the target steps on while a draft is made anew
+    overlap: Literal["post", "pearl", "outcomes"] | None = None  # beside it the same drafter in a process of its own,
+    # which drafts on while the target verifies; pearl: and the target steps on while a draft is made anew; outcomes: behind
+    # several texts that the verification may leave,
+    outcomes: Count = 8  # the likeliest ones
     optimum: bool = False  # how much any lossless rule could keep of these drafts, beside what rules do keep, by depth
     calibration: str | None = None  # prompts that trees are searched and timed on; else openings of the embedded data
     calibration_limit: int = 8

@@ -295,15 +295,23 @@ def step_seconds(trainer: Trainer, config: DictConfig, target: Target, dataset: 
 
 
 def recipes(named: Any) -> list[str]:
-    """The recipes to compare: those named, or every file in recipes/ that trains something to draft with."""
+    """The recipes to compare: those named, or every file in recipes/; each must train something to draft with."""
     known = sorted(GlobalHydra.instance().config_loader().get_group_options("recipe"))
+
+    def drafts(name: str) -> bool:
+        return not constructor(compose("train", overrides=[f"recipe={name}"]).drafter).abilities.judges
+
     if named == "all":
-        drafters = {name: compose("train", overrides=[f"recipe={name}"]).drafter for name in known}
-        return [name for name in known if not constructor(drafters[name]).abilities.copies_text]
+        return [name for name in known if drafts(name)]
     chosen = list(named) if OmegaConf.is_config(named) else str(named).split(",")
     for name in chosen:
         if name not in known:
             raise UserError(f"recipes={name}: there is no such recipe; {nearest(str(name), known)}")
+        if not drafts(str(name)):
+            raise UserError(
+                f"recipes={name}: what it trains drafts nothing, so its row would be that of copied text; train it alone and "
+                f"score any drafter with it, as in acceptance={name} acceptance.path=RUN"
+            )
     return [str(name) for name in dict.fromkeys(chosen)]
 
 

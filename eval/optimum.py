@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.decoding.acceptance import AcceptanceRule, ImportanceSampling, KSeq, Match, Recursive, Siblings, Transport
+from spectrain.decoding.acceptance import (
+    AcceptanceRule,
+    ImportanceSampling,
+    KSeq,
+    Match,
+    Recursive,
+    Siblings,
+    Transport,
+    TruncatedProgramme,
+)
 from spectrain.decoding.acceptance.optimum import best_kept
 from spectrain.decoding.session import Session
 from spectrain.eval.oracle import rounded
@@ -23,7 +32,7 @@ from spectrain.trees.base import LEAST, Round, WrappedBuilder
 from spectrain.trees.token_tree import TokenTree
 
 BEST = "best"
-BY_NODE = (Match, Recursive, KSeq, ImportanceSampling, Transport)  # rules that decide node by node, so that chances say all
+BY_NODE = (Match, Recursive, KSeq, ImportanceSampling, TruncatedProgramme, Transport)  # decide node by node: chances say all
 Kept = list[dict[str, float]]  # by depth: how often a child is kept, by the name of a rule
 
 

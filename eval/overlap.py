@@ -62,9 +62,12 @@ class Timetable:
     def seconds(self, overlap: Overlap | None) -> float:
         """Seconds a token, where the next draft is made while the target works, on a device of its own, or only after it.
         Drafts are kept at the mean rate whatever their depth, in rounds that are made up, by a seed that is always the same. A
-        draft that is ready was made from where the one before it ended, a token longer."""
+        draft that is ready was made from where the one before it ended, a token longer. Where outcomes were foreseen, drafts
+        are ready as often as they were, and those behind all of them take as long as one."""
         longer = self.draft * (self.depth + 1) / max(1, self.depth)
         draw, ready = Random(0), False
+        foreseen = overlap is not None and overlap.outcomes > 0
+        hits = self.rate if overlap is None or not foreseen else overlap.ready / max(1, overlap.ready + overlap.missed)
         seconds, tokens = 0.0, 0
         for _ in range(ROUNDS):
             if not ready and overlap is not None and overlap.pre_verify:
@@ -75,14 +78,15 @@ class Timetable:
             kept = 0
             while kept < self.depth and draw.random() < self.rate:
                 kept += 1
-            ready = overlap is not None and kept == self.depth and draw.random() < self.rate
+            ready = overlap is not None and (foreseen or kept == self.depth) and draw.random() < hits
             seconds += max(0.0, longer - self.verify) if ready else 0.0
             tokens += kept + 1
         return seconds / tokens
 
-    def summary(self) -> dict[str, Any]:
-        """Its times, and how much faster overlap would make it."""
+    def summary(self, overlap: Overlap | None = None) -> dict[str, Any]:
+        """Its times, and how much faster overlap would make it; with `overlap`, one that was tried, that one too."""
         one_by_one = self.seconds(None)
+        tried = {} if overlap is None or not overlap.outcomes else {"outcomes": round(one_by_one / self.seconds(overlap), 4)}
         return {
             "draft_seconds": round(self.draft, 6),
             "verify_seconds": round(self.verify, 6),
@@ -90,6 +94,7 @@ class Timetable:
             "kept_rate": round(self.rate, 4),
             "post_verify": round(one_by_one / self.seconds(Overlap()), 4),
             "pre_and_post_verify": round(one_by_one / self.seconds(Overlap(pre_verify=True)), 4),
+            **tried,
         }
 
 
@@ -98,13 +103,14 @@ class Overlapping(Part):
     """The same drafter, drafting ahead in a process of its own, beside itself."""
 
     pre_verify: bool
+    outcomes: int = 0
 
     def __post_init__(self) -> None:
-        self.overlap = Overlap(self.pre_verify)
+        self.overlap = Overlap(self.pre_verify, outcomes=self.outcomes)
 
     def check(self, candidate: Candidate) -> None:
         rule = candidate.rule.matched() if candidate.rule.is_open else candidate.rule
-        check_overlap(candidate.drafter, candidate.builder, rule)
+        check_overlap(candidate.drafter, candidate.builder, rule, self.outcomes)
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         label = f"the same, drafted ahead, {describe(candidate.builder)}"
@@ -112,10 +118,13 @@ class Overlapping(Part):
 
     def report(self, results: Results) -> dict[str, Any]:
         turns = results.turns
-        found = Timetable.of_turns(turns["drafter"]).summary()
+        found = Timetable.of_turns(turns["drafter"]).summary(self.overlap)
         gained = speedup(turns["overlap"]) / speedup(turns["drafter"])
         counts = {"drafts_ready": self.overlap.ready, "drafts_missed": self.overlap.missed}
+        if self.outcomes:
+            counts["outcomes"] = self.outcomes
+        beside = f", {found['outcomes']:.2f}x with {self.outcomes} outcomes foreseen" if self.outcomes else ""
         print(f"overlap: {gained:.2f}x of the same drafter in one process; by its rounds' times, on two idle devices, "
               f"{found['post_verify']:.2f}x by drafting while verifying, {found['pre_and_post_verify']:.2f}x with steps of the "
-              f"target meanwhile; {self.overlap.ready} drafts were ready, {self.overlap.missed} were not")  # fmt: skip
+              f"target meanwhile{beside}; {self.overlap.ready} drafts were ready, {self.overlap.missed} were not")  # fmt: skip
         return {"overlap": {"simulated": found, "measured": round(gained, 4), **counts}}

@@ -97,7 +97,7 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
         if self.optimum:
             found.append(Optimum(self.max_new_tokens))
         if self.overlap is not None:
-            found.append(Overlapping(self.overlap == "pearl"))
+            found.append(Overlapping(self.overlap == "pearl", self.outcomes if self.overlap == "outcomes" else 0))
         baselines = Baselines((*ours, *theirs), self.assistant, self.exit_layer, self.store, self.chosen)
         return [*found, *self.learning(), baselines]
 

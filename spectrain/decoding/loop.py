@@ -247,4 +247,5 @@ def read(context: Context, drafter: Drafter | None, rule: AcceptanceRule, reques
     context.fresh, context.counts = seen, lengths
     context.left.fill_(request.max_new_tokens - 1)
     context.active.copy_(~(first == context.stops).any(-1) & (context.left > 0))
+    context.temperature = 1.0 if rule.shaping is None else rule.shaping[0]
     context.round, context.waiting, context.partial = 0, [], None

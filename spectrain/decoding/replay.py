@@ -15,6 +15,7 @@ from statistics import mean
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from spectrain.data.chat import Example
 from spectrain.features.batch import Batch, collate, laid_out
@@ -35,11 +36,32 @@ class Replay:
 
 
 @dataclass(frozen=True)
+class Branched:
+    """An answer, and behind it the wrong part of each of its drafts, which sees the text that it was drafted behind."""
+
+    replay: Replay
+    places: list[int]  # of every token in its text
+    branches: list[tuple[int, int]]  # tokens of each wrong part, and how many of the text's it sees
+
+    @property
+    def visible(self) -> Tensor:
+        """[T, T] what every token sees: the text before it, and in a branch the earlier ones of its own."""
+        length = len(self.places)
+        found = torch.ones(length, length, dtype=torch.bool).tril()
+        end = length - sum(size for size, _ in self.branches)
+        for size, seen in self.branches:
+            found[end : end + size, seen:end] = False
+            end += size
+        return found
+
+
+@dataclass(frozen=True)
 class Window:
     """A sequence whose last tokens are what was kept of a drawn draft and the first that was not."""
 
     example: Example  # all but the prompt carry loss
     advantage: list[float]  # of each token of the draft, what it brought beyond what was to be expected; 0 for all others
+    start: int = 0  # tokens before the draft
 
 
 class Recorder(WrappedBuilder):
@@ -95,6 +117,37 @@ def replays(generation: Generation, rounds: list[tuple[list[int], int]], limit: 
     return [replay for _, _, replay in sorted(found, key=lambda item: item[:2])[:limit]]
 
 
+def branched(generation: Generation, rounds: list[tuple[list[int], int]], longest: int) -> Branched:
+    """A whole answer with all its rejected drafts (Draft-OPD's error replays), for one forward.
+
+    What was rejected is judged where it was drafted: the first wrong token in the text, whose next token is the target's, and
+    the others in its branch, of which the first token has nothing to be judged by and the last nothing to say. Texts have
+    `longest` tokens at most.
+    """
+    text, answer = generation.prompt + generation.output, len(generation.output)
+    distance, tokens, places = [KEPT] * len(text), list(text), list(range(len(text)))
+    mask = [False] * (len(text) - answer) + [True] * answer
+    branches = []
+    for one in drafts_of(generation, rounds):
+        seen = len(one.text) + one.kept
+        wrong = one.draft[one.kept :][: longest - seen]
+        if not wrong or seen >= len(text):
+            continue
+        distance[seen] = 0
+        if len(wrong) > 1:
+            tokens += wrong
+            places += range(seen, seen + len(wrong))
+            mask += [False] + [True] * (len(wrong) - 1)
+            distance += [KEPT, *range(1, len(wrong))]
+            branches.append((len(wrong), seen))
+    return Branched(Replay(Example(tokens, mask), distance), places, branches)
+
+
+def alone(example: Example) -> Branched:
+    """A text without a branch, of which nothing is rejected."""
+    return Branched(Replay(example, [KEPT] * len(example.tokens)), list(range(len(example.tokens))), [])
+
+
 def balance(replay: Replay) -> list[float]:
     """What every token counts where those that were kept and those that were not count half each, as in Draft-OPD."""
     wrong = sum(place != KEPT for place in replay.distance)
@@ -124,7 +177,7 @@ def windows(generation: Generation, rounds: list[tuple[list[int], int]], draft_c
         reached += [[] for _ in range(len(drawn) - len(reached))]
         if not is_first:
             gains = [brought - mean(before or reached[0]) for before in reached[: len(drawn)]]
-            found.append(Window(one.example(drawn), [0.0] * len(one.text) + gains))
+            found.append(Window(one.example(drawn), [0.0] * len(one.text) + gains, len(one.text)))
         for before in reached[: len(drawn)]:
             before.append(brought)
     return found
@@ -136,6 +189,19 @@ def collate_replays(found: list[Replay], packed: bool = False, balanced: bool = 
     weight = laid_out([torch.tensor(balance(replay)) for replay in found], packed) if balanced else None
     distance = laid_out([torch.tensor(replay.distance) for replay in found], packed, padding=KEPT)
     return replace(batch, distance=distance, weight=weight)
+
+
+def collate_branched(found: list[Branched], packed: bool = False, balanced: bool = False) -> Batch:
+    """Answers with their branches as one batch, padded on the right or packed."""
+    batch = collate_replays([one.replay for one in found], packed, balanced)
+    places = laid_out([torch.tensor(one.places) for one in found], packed)
+    if packed:
+        return replace(batch, places=places, visible=tuple(one.visible[None] for one in found))
+    count = batch.tokens.shape[1]
+    visible = torch.ones(count, count, dtype=torch.bool).tril().repeat(len(found), 1, 1)  # padding sees anything
+    for row, one in zip(visible, found):
+        row[: len(one.places), : len(one.places)] = one.visible
+    return replace(batch, places=places, visible=visible)
 
 
 def collate_windows(found: list[Window], packed: bool = False) -> Batch:

@@ -23,6 +23,7 @@ from .guard import Guard, GuardedBuilder, GuardedDrafter
 from .loop import Eager, asked, decode, steps
 from .overlap import Overlap, Overlapped, Worker, check_overlap
 from .pruning import PrunedDrafter, Pruning
+from .streams import Streamed
 
 Choice = Literal["auto", "captured", "eager"]
 """auto: captured where there is a GPU; captured: also without one, where it is slower and gives the same."""
@@ -145,12 +146,12 @@ class Session:
         return self._engines[way]
 
     @cached_property
-    def _worker(self) -> Worker:
-        check_overlap(self.drafter, self.builder, self.rule)
-        if self.target.device.type != "cpu":
-            raise UserError("eval.overlap: the process that drafts is forked, which no GPU outlives; use target.device=cpu")
+    def _worker(self) -> Worker | Streamed:
+        assert self.overlap is not None
+        check_overlap(self.drafter, self.builder, self.rule, self.overlap.outcomes)
         assert self.drafter is not None
-        return Worker(self.drafter, self.target)
+        aside = Streamed if self.overlap.streams or self.target.device.type == "cuda" else Worker
+        return aside(self.drafter, self.target)
 
     def _eager(self, max_new_tokens: int) -> Eager:
         if self.overlap is not None:

@@ -25,6 +25,7 @@ class OnPolicy:
 
     writer: Target | None = None  # the drafter as a model that writes text by itself, where it is one
     learns_replays: bool = False  # its loss tells what a replayed draft got wrong (Batch.distance)
+    learns_branches: bool = False  # it runs a batch whose texts have side branches (Batch.places, Batch.visible)
     learns_windows: bool = False  # its loss knows the chance that it drew each token of a draft with (Batch.advantage)
 
 
@@ -63,6 +64,7 @@ class Abilities:
     on_policy: OnPolicy = OnPolicy()
     adapts_layers: bool = False  # it changes what single layers of the target compute, so no compilation serves them all
     copies_text: bool = False  # it looks drafts up and asks no distribution: a builder shapes nothing, and nothing is drawn
+    judges: bool = False  # what it learns is for an acceptance rule, whose name is its recipe's, and its drafts are none of it
     follows_at_once: bool = False  # its rollout runs a path of given tokens in one step, so that it can be drafted for
     plain: bool = True  # it hands over a rollout or continuations and nothing else, runs nothing of the target and leaves
     # verification to it, so that another drafter can hold it

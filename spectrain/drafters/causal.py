@@ -68,7 +68,9 @@ class Causal(Drafter):
             raise UserError(f"drafter.loss_temperature={loss_temperature}: use more than 0")
         self.divergence, self.beta, self.loss_temperature = loss, beta, loss_temperature
         self.model = small_model(target, num_layers, model, architecture)
-        self.abilities = replace(self.abilities, on_policy=OnPolicy(self.model, learns_replays=True, learns_windows=True))
+        self.abilities = replace(
+            self.abilities, on_policy=OnPolicy(self.model, learns_replays=True, learns_branches=True, learns_windows=True)
+        )
         self.stop_head = None if stop_head is None else StopHead(self.model.width, stop_head)
         self.head = target.head
         self.vocab_size = min(self.model.head.vocab_size, target.head.vocab_size)
@@ -89,7 +91,7 @@ class Causal(Drafter):
         assert batch.features is not None
         predicts, grad = batch.predicts, torch.is_grad_enabled()
         plan = ForwardPlan(layers=("final",), grad=grad, recompute=state.recompute, lengths=batch.lengths)
-        seen = self.model.run(batch.tokens, plan)
+        seen = self.model.run(batch.tokens, replace(plan, positions=batch.places, mask=batch.visible))
         states = seen.at("final")[predicts]
         following = batch.tokens.roll(-1, dims=1)[predicts]
         distance, weight = batch.of_next(batch.distance), batch.of_next(batch.weight)

@@ -32,6 +32,7 @@ class Context:
     left: Tensor  # [B] tokens that they may still emit
     stops: Tensor  # [S] tokens that end a text
     texts: Sequence[Sequence[int]] = ()  # the prompts, for their images
+    temperature: float = 1.0  # at which the rule that judges reads the target's logits
     round: int = 0  # drafts made so far
     waiting: list[tuple[Features, Tensor]] = field(default_factory=list)  # `fresh` and `counts` of rounds without a draft
     partial: PartialForward | None = None  # this round's nodes that a part of the target has run already

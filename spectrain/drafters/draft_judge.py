@@ -44,7 +44,7 @@ class DraftJudge(Drafter):
     """
 
     layers: tuple[Layer, ...] = ()
-    abilities = Abilities(copies_text=True)
+    abilities = Abilities(copies_text=True, judges=True)
 
     def __init__(
         self,

@@ -52,6 +52,9 @@ class Source(ABC):
         """
         return None
 
+    def begin(self, drafter: nn.Module) -> None:
+        """Called once before training with the drafter that is to learn, as it is before any step, resumed or not."""
+
     def fillable(self) -> FeatureStore | None:
         """The store, prepared, that its batches add to; None where nothing of them is kept on disk."""
         return None

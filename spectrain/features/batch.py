@@ -25,6 +25,8 @@ class Batch:
     lengths: tuple[int, ...] | None = None  # of the documents of a packed batch, in their order; None where it is padded
     weight: Tensor | None = None  # [B, T] what each token's loss counts, of replayed drafts; None: all of them 1
     advantage: Tensor | None = None  # [B, T] of a drawn token, what its draft brought beyond what was expected; 0 elsewhere
+    places: Tensor | None = None  # [B, T] where each token stands in its text, where not all follow each other: side branches
+    visible: Tensor | tuple[Tensor, ...] | None = None  # what each token sees then, [B, T, T], or [1, T, T] a document
 
     @property
     def longest(self) -> int:
@@ -59,9 +61,12 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         features = None if self.features is None else self.features.to(device)
-        parts = (self.distance, self.weight, self.advantage)
-        distance, weight, advantage = (None if part is None else part.to(device) for part in parts)
-        return Batch(self.tokens.to(device), self.loss_mask.to(device), features, distance, self.lengths, weight, advantage)
+        parts = (self.distance, self.weight, self.advantage, self.places)
+        distance, weight, advantage, places = (None if part is None else part.to(device) for part in parts)
+        visible = tuple(one.to(device) for one in self.visible) if isinstance(self.visible, tuple) else self.visible
+        visible = visible.to(device) if isinstance(visible, Tensor) else visible
+        tokens, mask = self.tokens.to(device), self.loss_mask.to(device)
+        return Batch(tokens, mask, features, distance, self.lengths, weight, advantage, places, visible)
 
 
 def laid_out(rows: list[Tensor], packed: bool, padding: int = 0) -> Tensor:

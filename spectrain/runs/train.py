@@ -103,6 +103,7 @@ def read_all(config: DictConfig, trainer: Trainer, target: Target | None, datase
     trainer.num_steps(dataset)  # a stream must be told how long
     drafter = fresh_drafter(config, target, dataset)
     source: Source = build(config.source)
+    source.begin(drafter)
     examples = None if dataset.is_sample else dataset.examples
     told = source.prepare(target, drafter.stages[0].layers, drafter.stages[0].final_reach, examples)
     left_out = f", {data.num_left_out} unusable conversations left out" if data.num_left_out else ""

@@ -1,24 +1,42 @@
 """Sequences that are written while training: by the drafter that learns, its target, or both (on-policy distillation)."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 from typing import Literal
 
+from torch import nn
+
 from spectrain.data.chat import Example
 from spectrain.decoding.acceptance import Greedy, Interleaved, Match
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import KEPT, Recorder, Replay, Window, collate_replays, collate_windows, replays, windows
+from spectrain.decoding.replay import (
+    KEPT,
+    Recorder,
+    Replay,
+    Window,
+    alone,
+    branched,
+    collate_branched,
+    collate_replays,
+    collate_windows,
+    replays,
+    windows,
+)
 from spectrain.drafters.base import Drafter
 from spectrain.errors import UserError
 from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
+from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.images import refuse_images
 from spectrain.models.target import Target
 from spectrain.settings.values import NotNegative
 from spectrain.trees import Chain
+
+from .policy import held, priorities
 
 Decoded = tuple[Generation, list[tuple[list[int], int]]]  # and of every round the tokens drafted, and how many were emitted
 Drawn = tuple[Generation, list[tuple[list[int], int]], Random]  # with what is drawn for its example
@@ -31,7 +49,8 @@ class Generated(Source):
     writes and the target replaces what is not among its `top_k` likeliest tokens, checked `block` tokens at a time. An
     answer is written for the first prompt of a conversation, `max_new_tokens` long at most, whatever the data's own length: a
     batch may grow beyond `batch_tokens`. A prompt that leaves no room for two tokens keeps the data's. By replay, the target
-    decodes greedily with chains of `block` drafts, and a draft of that is learnt from with Draft-OPD's split loss. By policy
+    decodes greedily with chains of `block` drafts, and a draft of that, or with `branches` the whole answer and all its
+    rejected drafts, is learnt from with Draft-OPD's split loss. By policy
     (PPOW, 2026, arXiv 2605.14978) drafts are drawn, a round's reward is the tokens that it emits over 1 + `draft_cost` times
     the tokens that it drafts, and a draft of every answer adds to the drafter's own loss -A log q for each of its tokens, A
     being the reward beyond what the answer's earlier drafts that came so far brought.
@@ -47,8 +66,12 @@ class Generated(Source):
         max_new_tokens: int = 128,
         top_k: int = 25,
         block: int = 4,
+        branches: bool = False,  # of replays: all rejected drafts of an answer beside its text, in one forward
         balanced: bool = False,  # of replays: kept and rejected tokens of a draft count half each, however many they are
         draft_cost: NotNegative = 0.1,  # what drafting a token costs, in forwards of the target
+        windows: Literal["alike", "divergence"] = "alike",  # of a policy, which draft of an answer is learnt from: any of them,
+        # or rather one where the drafter differs from a target that is sure
+        near: NotNegative = 0.0,  # of a policy, what a nat of KL(q || q as it began) costs
         seed: int = 0,
     ) -> None:
         if not 0 <= fraction <= 1:
@@ -61,7 +84,19 @@ class Generated(Source):
         self.fraction, self.by, self.temperature = fraction, by, temperature
         self.asks_drafter = by != "target"
         self.max_new_tokens, self.top_k, self.block, self.seed = max_new_tokens, top_k, block, seed
-        self.balanced, self.draft_cost = balanced, draft_cost
+        if branches and by != "replay":
+            raise UserError("source.branches=true: they are rejected drafts; use it with source.by=replay")
+        for key, asked in (("windows=divergence", windows == "divergence"), (f"near={near}", near > 0)):
+            if asked and by != "policy":
+                raise UserError(f"source.{key}: it is a policy's; use it with source.by=policy")
+        self.branches, self.balanced, self.draft_cost = branches, balanced, draft_cost
+        self.windows, self.near = windows, near
+        self.began: Target | None = None  # the policy as it was before any step, resumed or not
+
+    def begin(self, drafter: nn.Module) -> None:
+        assert isinstance(drafter, Drafter)
+        if self.near and self.began is None:
+            self.began = copy.deepcopy(drafter.abilities.on_policy.writer)
 
     def batch(self, request: BatchRequest) -> Batch:
         target, layers, examples = request.target, request.layers, request.examples
@@ -83,13 +118,21 @@ class Generated(Source):
         if self.by in ("replay", "policy"):
             rounds = self._drafted(asked, target, drafter, request.step) if drafter is not None and asked else []
             drawn = {index: (*one, draws[index]) for index, one in zip(anew, rounds)}
-            batch = (self._replayed if self.by == "replay" else self._windows)(examples, drawn, request.packed)
+            if self.by == "policy":
+                batch = self._windows(examples, drawn, request.packed, target, drafter)
+            elif self.branches:
+                batch = self._branched(examples, drawn, request.packed, target)
+            else:
+                batch = self._replayed(examples, drawn, request.packed)
         else:
             texts = self._write(asked, target, drafter, request.step) if drafter is not None and asked else []
             written = dict(zip(anew, texts))
             batch = collate([written.get(index, example) for index, example in enumerate(examples)], request.packed)
         batch = batch.to(target.device)
-        return batch if not layers else replace(batch, features=target.features(batch.tokens, layers, batch.lengths))
+        if not layers:
+            return batch
+        plan = ForwardPlan(layers=layers, positions=batch.places, mask=batch.visible, lengths=batch.lengths)
+        return replace(batch, features=target.run(batch.tokens, plan))
 
     def _fits(self, example: Example, target: Target, drafter: Drafter | None) -> bool:
         """Whether an answer of two tokens has room behind the prompt."""
@@ -103,6 +146,10 @@ class Generated(Source):
     def _drafted(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Decoded]:
         """Greedy answers to their prompts, and the drafts of every round: likeliest ones, or for a policy drawn ones."""
         ability, prompts = drafter.abilities.on_policy, [example.prompt for example in examples]
+        if self.branches and not ability.learns_branches:
+            raise UserError(
+                "source.branches=true: this family does not learn from side branches; use recipe=gkd, or leave it out"
+            )
         if not (ability.learns_replays if self.by == "replay" else ability.learns_windows):
             other = "source.by=target" if self.by == "replay" else "recipe=gkd, or source.by=replay"
             raise UserError(f"source.by={self.by}: this family does not learn from such drafts; use {other}")
@@ -121,12 +168,32 @@ class Generated(Source):
             found[index] = next(iter(replays(generation, rounds, 1, draw)), found[index])
         return collate_replays(found, packed, self.balanced)
 
-    def _windows(self, examples: list[Example], drawn: dict[int, Drawn], packed: bool) -> Batch:
+    def _branched(self, examples: list[Example], drawn: dict[int, Drawn], packed: bool, target: Target) -> Batch:
+        """Every answer with all its rejected drafts; of the data nothing is rejected."""
+        found = [alone(example) for example in examples]
+        for index, (generation, rounds, _) in drawn.items():
+            found[index] = branched(generation, rounds, target.max_length)
+        return collate_branched(found, packed, self.balanced)
+
+    def _windows(
+        self, examples: list[Example], drawn: dict[int, Drawn], packed: bool, target: Target, drafter: Drafter | None
+    ) -> Batch:
         """Of every answer a draft and what it brought; the data's tokens were not drawn."""
         found = [Window(example, [0.0] * len(example.tokens)) for example in examples]
+        writer = None if drafter is None else drafter.abilities.on_policy.writer
         for index, (generation, rounds, draw) in drawn.items():
-            some = windows(generation, rounds, self.draft_cost)
-            found[index] = draw.choice(some) if some else found[index]
+            if not (some := windows(generation, rounds, self.draft_cost)):
+                continue
+            assert drafter is not None and writer is not None, "a policy is a model by itself"
+            weights = None
+            with evaluating(drafter):
+                if self.windows == "divergence":
+                    weights = priorities(some, generation.prompt + generation.output, target, writer)
+                (found[index],) = draw.choices(some, weights)
+                if self.near:
+                    self.begin(drafter)
+                    assert self.began is not None
+                    found[index] = held(found[index], writer, self.began, self.near, self.temperature)
         return collate_windows(found, packed)
 
     def _write(self, examples: list[Example], target: Target, drafter: Drafter, step: int) -> list[Example]:

@@ -36,6 +36,7 @@ from spectrain.decoding.acceptance import (
     SpeculativeSampling,
     Transport,
     Traversal,
+    TruncatedProgramme,
     Typical,
     VerifiedTree,
     Walking,
@@ -401,6 +402,7 @@ def test_drawn_trees_are_lossless(rule: Walking, name: str, children: Children, 
         assert found == target_joint(p, length)
 
 
+INDEPENDENT = (KSeq(), ImportanceSampling(), TruncatedProgramme(truncated=2))
 SEVERAL = {"1": widths(1), "1-1": widths(1, 1), **BRANCHING}
 
 
@@ -408,7 +410,9 @@ SEVERAL = {"1": widths(1), "1-1": widths(1, 1), **BRANCHING}
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SEVERAL)
 @pytest.mark.parametrize(
-    "rule", [KSeq(), ImportanceSampling(), ImportanceSampling(sharpness=1)], ids=["kseq", "sharp", "plain"]
+    "rule",
+    [KSeq(), ImportanceSampling(), ImportanceSampling(sharpness=1), TruncatedProgramme(), TruncatedProgramme(truncated=2)],
+    ids=["kseq", "sharp", "plain", "programme", "truncated"],
 )
 def test_rules_for_independent_drafts_are_lossless(rule: Walking, name: str, kind: str) -> None:
     """Judging children drawn independently, then going on with the target, gives the target's joint distribution exactly."""
@@ -638,7 +642,7 @@ def test_chances_are_those_of_judging(rule: Walking, name: str, children: Childr
 def test_chances_of_rules_for_several_drafts_are_those_of_judging(name: str, kind: str) -> None:
     """The same of rules that take their drafts together, by the drafts that each of them takes; equal tokens count as one."""
     for p, q, _ in itertools.islice(trials(kind, SHAPES[name]), 3):
-        taken: list[tuple[Walking, Draft]] = [(rule, drawn(SHAPES[name], "sampled")) for rule in (KSeq(), ImportanceSampling())]
+        taken: list[tuple[Walking, Draft]] = [(rule, drawn(SHAPES[name], "sampled")) for rule in INDEPENDENT]
         for rule, draft in [*taken, (Transport(), top_and_one(SHAPES[name])), (Traversal(), top_and_one(SHAPES[name]))]:
             for _, tree in every(partial(draft, q)):
                 if not tree.children[0]:
@@ -809,6 +813,13 @@ class ForgetsTheChoice(ImportanceSampling):
         return q
 
 
+class ForgetsTheProgramme(TruncatedProgramme):
+    """The same of the programme's choice."""
+
+    def _duels(self, p: Vector, q: Vector, count: int) -> tuple[list[Any], Vector]:
+        return super()._duels(p, q, count)[0], q
+
+
 class TopTaken(Transport):
     """The child that is drawn beside the likeliest is judged as if it had been drawn from all of q."""
 
@@ -860,6 +871,7 @@ WRONG = [
     Wrong("distinct-drafts-kseq", KSeq(), drawn(PAIR, "without_replacement")),
     Wrong("likeliest-children-kseq", KSeq(), likeliest(PAIR)),
     Wrong("choice-forgotten-importance", ForgetsTheChoice(), drawn(PAIR, "sampled")),
+    Wrong("choice-forgotten-programme", ForgetsTheProgramme(), drawn(PAIR, "sampled")),
     Wrong("distinct-drafts-importance", ImportanceSampling(), drawn(PAIR, "without_replacement")),
     Wrong(
         "residual-not-normalised-importance", ImportanceSampling(), drawn(PAIR, "sampled"), patch=("normalised", unnormalised)
@@ -914,7 +926,7 @@ def test_rules_for_one_path_refuse_branches(rule: Walking) -> None:
         judged(rule, BRANCHED)
 
 
-@pytest.mark.parametrize("rule", [KSeq(), ImportanceSampling(), Transport(), SpecHub()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [*INDEPENDENT, Transport(), SpecHub()], ids=lambda rule: rule.name)
 def test_rules_for_several_drafts_refuse_other_children(rule: Walking) -> None:
     """Each takes one kind of children; the others are refused under its name, with which to use."""
     q = torch.full((1, 3, 3), 1 / 3)
@@ -959,6 +971,12 @@ def test_weights_that_tell_nothing_apart_are_refused(sharpness: int) -> None:
         ImportanceSampling(sharpness=sharpness)
 
 
+@pytest.mark.parametrize("truncated", [0, 33])
+def test_programmes_of_no_pairs_or_of_too_many_are_refused(truncated: int) -> None:
+    with pytest.raises(UserError, match=rf"^acceptance\.truncated={truncated}: use 1 to 32"):
+        TruncatedProgramme(truncated=truncated)
+
+
 @pytest.mark.parametrize("key", ["epsilon", "delta"])
 @pytest.mark.parametrize("value", [0.0, -0.1, 1.01, math.nan])
 def test_typical_refuses_bad_thresholds(key: str, value: float) -> None:
@@ -995,7 +1013,7 @@ def typical_path(paths: list[Path], p: dict[Path, list[float]], rule: Typical) -
 def test_lossy_rules_say_so() -> None:
     """Typical acceptance, and the interleaving that on-policy training writes with, are not lossless; every other rule is."""
     assert not Typical.lossless and not Interleaved.lossless
-    several = (KSeq, ImportanceSampling, Transport, SpecHub)
+    several = (KSeq, ImportanceSampling, TruncatedProgramme, Transport, SpecHub)
     assert all(rule.lossless for rule in (Greedy, Match, SpeculativeSampling, Recursive, Block, Traversal, *several))
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from spectrain.decoding.acceptance import Greedy, Match, SpeculativeSampling
+from spectrain.decoding.follower import Follower, Wish, likely_outcomes
 from spectrain.decoding.loop import decode
-from spectrain.decoding.overlap import Follower, Overlap, Worker, check_overlap
+from spectrain.decoding.overlap import Overlap, Worker, check_overlap
 from spectrain.decoding.session import Session, ready
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
@@ -72,30 +73,127 @@ def test_a_draft_that_nobody_wants_is_given_up(shallow: Target) -> None:
         assert follower.draft(other, 4, lambda: False) == alone.draft(other, 4, lambda: False)
 
 
+def test_outcomes_are_told_by_their_chances() -> None:
+    """Of a chain of two over five tokens all outcomes, in the order of their chances by the drafter, which sum to one."""
+    said = torch.randn(3, 5, generator=torch.Generator().manual_seed(3), dtype=torch.float64).log_softmax(-1)
+    q, chain = said.exp(), said.argmax(-1).tolist()
+    chances = {(kept, x): float(q[kept, x]) for kept in range(3) for x in range(5) if kept == 2 or x != chain[kept]}
+    for kept, x in chances:
+        for place in range(kept):
+            chances[kept, x] *= float(q[place, chain[place]])
+    assert sum(chances.values()) == pytest.approx(1)
+    found = [tuple(outcome) for outcome in likely_outcomes(said, 100).tolist()]
+    assert found == sorted(chances, key=lambda outcome: -chances[outcome])
+    assert [tuple(outcome) for outcome in likely_outcomes(said, 4).tolist()] == found[:4]
+
+
+def test_behind_every_outcome_stands_what_would_be_drafted_there(shallow: Target) -> None:
+    """Drafted at once, or as far as there was time and then finished, behind a draft that is made or that is known, it is what
+    a follower of that text drafts."""
+    follower, alone = (Follower(made("causal", shallow), shallow) for _ in range(2))
+    text, told = PROMPTS[0], list[list[int]]()
+    with torch.inference_mode():
+        for one in (follower, alone):
+            one.begin(64, 3, 5)
+        drafted: list[int] | None = None
+        for levels in (3, 1, 0):
+            foreseen = follower.foreseen(Wish(1, text, 3, outcomes=5), drafted, told.append)
+            left = iter([False] * levels)
+            foreseen.grow(lambda left=left: next(left, True))  # type: ignore[misc]
+            texts = [one.text for one in foreseen.outcomes]
+            assert len({*map(tuple, texts)}) == 5 and foreseen.draft([*text, 7, 7, 7, 7, 7]) is None
+            text, drafted = texts[levels], foreseen.draft(texts[levels])
+            if levels == 3:
+                assert [foreseen.draft(one) for one in texts] == [alone.draft(one, 3, lambda: False) for one in texts]
+            foreseen.end()
+            assert drafted == alone.draft(text, 3, lambda: False)
+        assert told == [alone.draft(PROMPTS[0], 3, lambda: False)]
+
+
+def test_as_many_drafts_are_ready_as_outcomes_were_foreseen(shallow: Target) -> None:
+    """Of the rounds of a decoding those whose text is among the likely outcomes of the verification before, the prompt's too;
+    the more outcomes, the more of them."""
+    drafter, counts = made("causal", shallow), []
+    for outcomes in (1, 4, 400):
+        overlap = Overlap(outcomes=outcomes)
+        (found,) = Session(shallow, Greedy(), drafter, Chain(3), overlap=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
+        follower, expected = Follower(made("causal", shallow), shallow), 0
+        follower.begin(64, 3, outcomes)
+        text, chain, end = PROMPTS[0], list[int](), 1
+        for emitted in found.accepted:
+            with torch.inference_mode():
+                foreseen = follower.foreseen(Wish(1, text, 3, outcomes=outcomes), chain, lambda tokens: None)
+                foreseen.end()
+                text = PROMPTS[0] + found.output[:end]
+                expected += text in [one.text for one in foreseen.outcomes]
+                chain = follower.draft(text, 3, lambda: False)
+            end += emitted
+        assert (overlap.ready, overlap.missed) == (expected, len(found.accepted) - expected)
+        counts.append(overlap.ready)
+    assert counts[0] <= counts[1] < counts[2]
+
+
 @pytest.mark.sweep(2)
-@pytest.mark.parametrize("pre_verify", [False, True])
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("way", [{}, {"pre_verify": True}, {"outcomes": 6}], ids=["post", "pearl", "outcomes"])
 @pytest.mark.parametrize("rule", [Greedy(), Match(temperature=1.5)], ids=lambda rule: rule.name)
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_the_output_is_the_loops(shallow: Target, stranger: str, name: str, rule: Any, pre_verify: bool) -> None:
-    """In a process of its own the drafter gives the same tokens, prompt after prompt; without steps of the target in between,
-    in the same rounds."""
-    drafter, builder, overlap = made(name, shallow, stranger), Chain(3), Overlap(pre_verify)
+def test_the_output_is_the_loops(
+    shallow: Target, stranger: str, name: str, rule: Any, way: dict[str, Any], streams: bool
+) -> None:
+    """In a process of its own, or on a stream, the drafter gives the same tokens, prompt after prompt; without steps of the
+    target in between, in the same rounds."""
+    drafter, builder, overlap = made(name, shallow, stranger), Chain(3), Overlap(**way, streams=streams)
+    if overlap.outcomes and not drafter.abilities.follows_at_once:
+        pytest.skip("its chances do not say what follows")
     session = Session(shallow, rule, drafter, builder, overlap=overlap)
     for number, prompt in enumerate(PROMPTS[1:]):
         (plain,) = decode(shallow, [prompt], rule, LIMIT, drafter, builder, [number], ignore_eos=True)
         (found,) = session.decode([prompt], LIMIT, [number], ignore_eos=True)
         assert found.output == plain.output
-        if not pre_verify:
+        if not overlap.pre_verify:
             assert (found.accepted, found.depths) == (plain.accepted, plain.depths)
     assert overlap.missed > 0
+
+
+def test_on_a_stream_of_its_own_it_drafts_what_the_process_does(shallow: Target) -> None:
+    """As many drafts are ready, whatever is done ahead."""
+    drafter = made("causal", shallow)
+    for way in ({}, {"pre_verify": True}, {"outcomes": 5}):
+        both = [Overlap(**way, streams=streams) for streams in (False, True)]
+        for overlap in both:
+            Session(shallow, Greedy(), drafter, Chain(3), overlap=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
+        assert (both[0].ready, both[0].missed) == (both[1].ready, both[1].missed)
+
+
+def test_the_target_is_launched_before_the_drafter_drafts_ahead(shallow: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream of its own, with a drafter that is always right: every forward of it but the first ones comes between a
+    launch of the target's and the reading of what that gave, as many as a draft and a token more take."""
+    drafter, rule, calls = made("causal", shallow), Greedy(), list[str]()
+    drafter.model = copy.deepcopy(shallow)
+
+    def noted(name: str, function: Any) -> Any:
+        def call(*given: Any, **named: Any) -> Any:
+            calls.append(name)
+            return function(*given, **named)
+
+        return call
+
+    monkeypatch.setattr(shallow, "verify", noted("verify", shallow.verify))
+    monkeypatch.setattr(drafter.model, "run", noted("draft", drafter.model.run))  # type: ignore[union-attr]
+    monkeypatch.setattr(rule, "accept", noted("accept", rule.accept))
+    overlap = Overlap(streams=True)
+    Session(shallow, rule, drafter, Chain(3), overlap=overlap).decode([PROMPTS[0]], LIMIT, ignore_eos=True)
+    rounds = " ".join(calls).split("verify")
+    assert overlap.missed == 0 and len(rounds) > 4
+    assert [one.split() for one in rounds[1:]] == [["draft"] * 4 + ["accept"]] * (len(rounds) - 1)
 
 
 def test_drafts_that_are_right_are_ready(shallow: Target) -> None:
     """The target itself as drafter: after the first round, or the first step, every draft was made while the target worked."""
     drafter = ready(Causal(shallow, num_layers=2), shallow)
     drafter.model = copy.deepcopy(shallow)
-    for pre_verify in (False, True):
-        overlap = Overlap(pre_verify)
+    for overlap in (Overlap(), Overlap(pre_verify=True)):
         session = Session(shallow, Greedy(), drafter, Chain(3), overlap=overlap)
         (found,) = session.decode([PROMPTS[0]], LIMIT, ignore_eos=True)
         assert overlap.missed == 0 and overlap.ready == len(found.accepted) == (LIMIT + 2) // 4
@@ -121,5 +219,7 @@ def test_what_cannot_overlap_is_refused(shallow: Target) -> None:
     ]:
         with pytest.raises(UserError, match=said):
             check_overlap(drafter, builder, rule)
+    with pytest.raises(UserError, match=r"eval\.overlap=outcomes: .*drafter=causal"):
+        check_overlap(made("ngram", shallow), Chain(3), Greedy(), outcomes=4)
     with pytest.raises(UserError, match=r"eval\.batch_size=1"):
         Session(shallow, Greedy(), causal, Chain(3), overlap=Overlap()).decode(PROMPTS[:2], LIMIT)

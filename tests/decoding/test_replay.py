@@ -1,5 +1,6 @@
 """Replayed drafts: what is recorded, which sequences it makes, and that the target is asked behind the drafted tokens."""
 
+import math
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -14,7 +15,19 @@ from spectrain.data.dataset import Dataset
 from spectrain.decoding.acceptance import Greedy
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
-from spectrain.decoding.replay import KEPT, Recorder, Replay, collate_replays, collate_windows, replays, windows
+from spectrain.decoding.replay import (
+    KEPT,
+    Recorder,
+    Replay,
+    Window,
+    alone,
+    branched,
+    collate_branched,
+    collate_replays,
+    collate_windows,
+    replays,
+    windows,
+)
 from spectrain.drafters.base import Drafter, TrainingState
 from spectrain.drafters.causal import Causal
 from spectrain.drafters.eagle3 import Eagle3
@@ -26,6 +39,7 @@ from spectrain.features.batch import Batch
 from spectrain.features.live import Live
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
+from spectrain.training import policy
 from spectrain.training.on_policy import Generated
 from spectrain.trees import Auto, Chain, DySpec, Eagle2, Static, TreeBuilder
 from spectrain.trees.base import Round
@@ -185,6 +199,80 @@ def test_causal_loss_equals_brute_force(shallow: Target, loss: str) -> None:
     assert losses.hits.tolist() == [hits] and losses.counts.tolist() == [batch.num_supervised]
 
 
+# Side branches
+
+
+def test_branches_by_hand() -> None:
+    """A rejected draft judges the text's next token at distance 0, and its own from the second on; of a draft at the end, or
+    one that is all kept, nothing is rejected; where texts are short the branch is cut."""
+    found = branched(GENERATION, ROUNDS, 99)
+    assert found.replay.example.tokens == [1, 2, *GENERATION.output, 99, 98, 97]
+    assert found.replay.example.mask == [False] * 2 + [True] * 7 + [False, True, True]
+    assert found.replay.distance == [-1] * 6 + [0] + [-1] * 3 + [1, 2]
+    assert found.places == [*range(9), 6, 7, 8] and found.branches == [(3, 6)]
+    sees = [[*range(place + 1)] for place in range(9)] + [[*range(6), *range(9, 9 + number)] for number in (1, 2, 3)]
+    assert [row.nonzero()[:, 0].tolist() for row in found.visible] == sees
+    cut = branched(GENERATION, ROUNDS, 8)
+    assert cut.replay.example.tokens[9:] == [99, 98] and cut.places[9:] == [6, 7]
+    whole = alone(BY_HAND[0].example)
+    assert (whole.replay, whole.branches) == (BY_HAND[0], [])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_forward_with_branches_is_the_forwards_of_its_drafts(shallow: Target, packed: bool) -> None:
+    """The loss over answers with all their rejected drafts is that of every place by itself, behind the text and the wrong
+    tokens that it was drafted behind."""
+    drafter = make("causal", shallow)
+    assert isinstance(drafter, Causal)
+    recorder = Recorder(Chain(4))
+    written = decode(shallow, PROMPTS, Greedy(), 14, drafter, recorder)
+    found = [branched(one, rounds, 99) for one, rounds in zip(written, recorder.rounds)]
+    batch = collate_branched(found, packed)
+    plan = ForwardPlan(layers=("final",), positions=batch.places, mask=batch.visible, lengths=batch.lengths)
+    batch = replace(batch, features=shallow.run(batch.tokens, plan)).to("cpu")
+    total, wrong = torch.zeros(()), 0
+    for one, generation in zip(found, written):
+        text = generation.prompt + generation.output
+        places = [(text[:t], one.replay.distance[t]) for t in range(len(generation.prompt), len(text))]
+        end = len(text)
+        for size, seen in one.branches:
+            tail = one.replay.example.tokens[end : end + size]
+            places += [(text[:seen] + tail[:number], number) for number in range(1, size)]
+            end += size
+        for before, k in places:
+            p, q = after(shallow, before).softmax(-1), after(drafter.model, before).softmax(-1)
+            total = total + 0.5 * ((p * (p / q).log()).sum() if k < 0 else 0.8**k * (q * (q / p).log()).sum())
+            wrong += k > 0
+    assert wrong > 3
+    losses = drafter.loss(batch, shallow, TrainingState())
+    torch.testing.assert_close(losses.total.detach(), total, rtol=1e-3, atol=1e-3)
+    assert int(losses.counts.sum()) == batch.num_supervised
+
+
+def test_a_source_gives_branches(shallow: Target) -> None:
+    """source.branches=true lays out the drafts of the target's decoding, and the data's texts as they are; it is refused where
+    nothing is replayed and where a family cannot run it."""
+    rows = torch.randint(3, 2000, (3, 20), generator=torch.Generator().manual_seed(4)).tolist()
+    data = Dataset([Example(row, [place >= 5 for place in range(20)]) for row in rows], 3, 0, 0)
+    drafter = make("causal", shallow)
+    request = BatchRequest(data[[0, 1, 2]], shallow, ("final",), step=1, drafter=drafter)
+    source = Generated(0.5, "replay", branches=True, max_new_tokens=12)
+    batch, plain = source.batch(request), replace(source.batch(request))
+    assert batch.places is not None and batch.features is not None and torch.equal(batch.tokens, plain.tokens)
+    assert (batch.places[:, 1:] < batch.places[:, :-1]).any()
+    kept = Live().batch(request)
+    unchanged = [row for row in range(3) if batch.tokens[row, :20].tolist() == rows[row]]
+    assert unchanged
+    for row in unchanged:
+        torch.testing.assert_close(batch.features.hidden[row, :20], kept.features.hidden[row], rtol=1e-3, atol=1e-3)  # type: ignore[union-attr]
+    losses = drafter.loss(batch, shallow, TrainingState())
+    assert losses.total.isfinite()
+    with pytest.raises(UserError, match=r"source\.branches=true: .*source\.by=replay"):
+        Generated(0.5, "drafter", branches=True)
+    with pytest.raises(UserError, match=r"source\.branches=true: this family"):
+        Generated(1.0, "replay", branches=True).batch(replace(request, drafter=make("eagle3", shallow)))
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_supervised_rows_are_the_targets_after_the_draft(shallow: Target, loss: str) -> None:
     """Row by row, log p over the draft vocabulary is the target's after the drafted tokens, and the distance the token's."""
@@ -306,6 +394,72 @@ def test_the_estimator_is_the_enumerated_gradient(earlier: tuple[tuple[int, ...]
         estimated += chance.detach() * torch.autograd.grad(score, logits, retain_graph=True)[0]  # type: ignore[arg-type]
     torch.testing.assert_close(estimated, torch.autograd.grad(expected, logits)[0])
     assert estimated.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.7])
+def test_held_near_a_reference_it_is_the_gradient_less_that_of_the_divergence(
+    weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a place, over every token that may be drawn there, E[A log q] has the gradient of E[reward] - weight KL(q || r)."""
+    draw = torch.Generator().manual_seed(5)
+    logits, other = (torch.randn(4, dtype=torch.float64, generator=draw) for _ in range(2))
+    logits.requires_grad_()
+    gains = [0.5, -0.25, 1.0, 0.0]
+    said = {"mine": logits.detach().log_softmax(-1), "theirs": other.log_softmax(-1)}
+    monkeypatch.setattr(policy, "log_probs", lambda model, text, temperature=1.0: said[model].expand(len(text), -1))
+    estimated, q = torch.zeros_like(logits), logits.log_softmax(-1)
+    for token, gain in enumerate(gains):
+        window = Window(Example([2, 1, token], [False, True, True]), [0.0, 0.0, gain], 2)
+        found = policy.held(window, "mine", "theirs", weight, 1.0).advantage  # type: ignore[arg-type]
+        assert found[:2] == [0.0, 0.0]
+        estimated += float(q[token].detach().exp()) * torch.autograd.grad(found[2] * q[token], logits, retain_graph=True)[0]
+    wanted = (q.exp() * torch.tensor(gains)).sum() - weight * (q.exp() * (q - said["theirs"])).sum()
+    torch.testing.assert_close(estimated, torch.autograd.grad(wanted, logits)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_windows_are_drawn_where_a_sure_target_is_missed(shallow: Target) -> None:
+    """A window's weight is the mean of (1 - H / log V) KL(p || q) over its tokens, each behind the text before it; a drafter
+    that says what the target says has windows that all weigh alike, next to nothing."""
+    drafter = make("causal", shallow)
+    assert isinstance(drafter, Causal)
+    recorder = Recorder(Chain(3, "sampled", 1.0, 2))
+    (one,) = decode(shallow, PROMPTS[:1], Greedy(), 14, drafter, recorder)
+    found, text = windows(one, recorder.rounds[0], 0.1), one.prompt + one.output
+    assert len(found) > 2 and len({window.start for window in found}) == len(found)
+    expected = []
+    for window in found:
+        parts = []
+        for place in range(window.start, len(window.example.tokens)):
+            assert window.example.tokens[:place] == text[:place]
+            p, q = (after(model, text[:place]).double().softmax(-1) for model in (shallow, drafter.model))
+            entropy = float(-(p * p.log()).sum())
+            parts.append((1 - entropy / math.log(len(p))) * float((p * (p / q).log()).sum()))
+        expected.append(sum(parts) / len(parts))
+    assert policy.priorities(found, text, shallow, drafter.model) == pytest.approx(expected, rel=1e-3)
+    assert max(policy.priorities(found, text, shallow, shallow)) < 1e-5
+
+
+def test_a_source_draws_and_holds_windows(shallow: Target) -> None:
+    """By divergence it draws among the windows of the same decoding; held near its beginning nothing changes there, and once
+    the drafter has moved, what the drawn tokens bring does; either is a policy's."""
+    drafter = make("causal", shallow)
+    assert isinstance(drafter, Causal)
+    data = Dataset([Example([*prompt, 9, 9], [False] * len(prompt) + [True] * 2) for prompt in PROMPTS], 2, 0, 0)
+    request = BatchRequest(data[[0, 1]], shallow, (), drafter=drafter)
+    settings: dict[str, Any] = {"max_new_tokens": 12, "draft_cost": 0.0, "windows": "divergence"}
+    free, tied = Generated(1.0, "policy", **settings), Generated(1.0, "policy", **settings, near=3.0)
+    tied.begin(drafter)
+    loose, held = (source.batch(request).advantage for source in (free, tied))
+    assert loose is not None and held is not None and loose.abs().max() > 0
+    torch.testing.assert_close(loose, held, atol=1e-4, rtol=0)
+    with torch.no_grad():
+        for parameter in drafter.model.parameters():
+            parameter.mul_(1.05)
+    loose, held = (source.batch(request).advantage for source in (free, tied))
+    assert loose is not None and held is not None and (held - loose).abs().max() > 0.01
+    for words in ({"windows": "divergence"}, {"near": 0.1}):
+        with pytest.raises(UserError, match=r"source\.(windows|near)=.*source\.by=policy"):
+            Generated(1.0, "drafter", **words)  # type: ignore[arg-type]
 
 
 def test_windows_by_hand() -> None:

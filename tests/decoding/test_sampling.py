@@ -21,6 +21,7 @@ from spectrain.decoding.acceptance import (
     SpeculativeSampling,
     Transport,
     Traversal,
+    TruncatedProgramme,
     Typical,
 )
 from spectrain.decoding.generation import Generation
@@ -167,6 +168,7 @@ PAIRS = [
     pytest.param(Recursive, DySpec(2, 5, seed=SEED), id="recursive-dyspec"),
     pytest.param(KSeq, Static(paths=PATHS, children="sampled", seed=SEED), id="kseq"),
     pytest.param(ImportanceSampling, Static(paths=PATHS, children="sampled", seed=SEED), id="importance"),
+    pytest.param(TruncatedProgramme, Static(paths=PATHS, children="sampled", seed=SEED), id="programme"),
     pytest.param(Transport, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="transport"),
     pytest.param(SpecHub, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="spechub"),
     pytest.param(Traversal, Static(paths=PATHS, children="top_and_sampled", seed=SEED), id="traversal-top-and-sampled"),

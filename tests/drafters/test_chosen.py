@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spectrain.decoding.acceptance import Greedy, Match, SpeculativeSampling
 from spectrain.decoding.guard import Guard
-from spectrain.decoding.loop import decode
+from spectrain.decoding.loop import asked, decode, prefill
 from spectrain.decoding.session import Session
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.chosen import PATIENCE, TRIALS, Chosen
@@ -23,6 +23,7 @@ from spectrain.runs.drafter_files import build_drafter, load_weights, save_draft
 from spectrain.settings.build import build
 from spectrain.trees import Chain, Eagle2, Rollout
 from spectrain.trees.base import Draft
+from tests.decoding.rounds import proposed
 from tests.drafters.test_contract import composed
 
 LIMIT = 16
@@ -243,6 +244,31 @@ def test_each_is_taken_by_its_directory(shallow: Target, tmp_path: Path) -> None
     again: Any = build({**node, "inner": drafter.descriptions}, target=shallow)
     load_weights(again, tmp_path / "whole")
     assert all(torch.equal(value, again.inner[1].state_dict()[key]) for key, value in weights.items())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+@pytest.mark.parametrize("drawn_at", [0.7, 1.0])
+def test_drawn_drafts_are_worth_what_the_rule_keeps(
+    shallow: Target, prompts: list[list[int]], drawn_at: float, temperature: float
+) -> None:
+    """What is learnt of a drafter, before anything fades, is the sum over kept places of sum_v min(p, q): p at the rule's
+    temperature, q at the one that children are drawn at."""
+    drafter = made(shallow, [{"choice": "causal", "num_layers": 1}] * 2, score_every=1000)
+    rule, builder = SpeculativeSampling(temperature=temperature), Chain(2, "sampled", drawn_at)
+    with torch.inference_mode():
+        context = prefill(shallow, rule, asked(shallow, prompts[:1], LIMIT, ignore_eos=True), drafter, builder)
+        tree = proposed(drafter, context, builder)
+        seen = drafter.verify(context, tree)
+        accepted = rule.accept(tree, seen, context.sequence_ids, context.positions(tree) + 1)
+        context.commit(tree, seen, accepted)
+        asked_of = drafter.arms[0].asked
+        assert asked_of is not None and seen.logits is not None
+        said = [noted[0] for noted in asked_of.said]
+        drafter.commit(context, accepted)
+    kept, p = int(accepted.counts[0]), rule.distribution(seen.logits[0])
+    q = [(log_q / drawn_at).softmax(-1) for log_q in said[: min(kept, 2)]]
+    expected = [float(torch.minimum(p[node], one.double()).sum()) for node, one in enumerate(q)]
+    assert drafter.arms[0].right[: len(expected)].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(

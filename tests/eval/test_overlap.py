@@ -19,15 +19,18 @@ SAME = Timetable(depth=3, kept=(4,) * 10, draft=1.0, verify=2.0, rest=0.0, step=
 BOTH = (Overlap(), Overlap(pre_verify=True))
 
 
-def test_overlap_is_scored_beside(shallow: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["post", "outcomes"])
+def test_overlap_is_scored_beside(shallow: Target, tmp_path: Path, way: str) -> None:
     """With eval.overlap the same drafter decodes once more, identical too, and its gain stands beside what the rounds promised;
     of the files that were written, the same is promised."""
     drafter = Causal(shallow, num_layers=1)
-    scored = evaluation(tmp_path, overlap="post")
+    scored = evaluation(tmp_path, overlap=way)
     summary = scored.score(Candidate(shallow, drafter, Chain(2), Greedy(), SETTING), tmp_path / "out")
     entry, found = summary["compared"]["overlap"], summary["overlap"]
     assert entry["lossless"]["identical"] == 4 and entry["acceptance_length"] == summary["acceptance_length"]
     assert found["drafts_missed"] > 0 and found["measured"] > 0
+    assert ("outcomes" in found) == ("outcomes" in found["simulated"]) == (way == "outcomes")
+    found["simulated"].pop("outcomes", None)
     read = Timetable.of_files(tmp_path / "out").summary()
     assert {key: pytest.approx(value, rel=1e-3) for key, value in found["simulated"].items()} == read
 
@@ -38,6 +41,14 @@ def test_what_is_always_right_costs_what_the_longer_part_takes() -> None:
     for overlap in BOTH:
         assert SAME.seconds(overlap) == pytest.approx(2 / 4, rel=1e-3)
         assert replace(SAME, draft=6.0).seconds(overlap) == pytest.approx(8 / 4, rel=1e-3)
+
+
+def test_what_is_foreseen_costs_what_the_longer_part_takes() -> None:
+    """With every outcome foreseen no round waits for a draft, however little of it is kept; with none, all do; half, half."""
+    for kept in ((4,) * 10, (1,) * 10):
+        schedule = replace(SAME, kept=kept)
+        times = [schedule.seconds(Overlap(outcomes=8, ready=ready, missed=8 - ready)) * kept[0] for ready in (8, 4, 0)]
+        assert times == pytest.approx([2.0, 2.5, 3.0], rel=0.02)
 
 
 def test_what_is_always_wrong_gains_by_steps_alone() -> None:

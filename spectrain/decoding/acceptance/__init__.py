@@ -7,6 +7,7 @@ from .blending import Blending, Bounded, Deferral, Sigmoid
 from .judging import Judge
 from .lossy import Interleaved, Typical
 from .matching import Greedy, Match, OpenSampling, SamplingRule
+from .programme import TruncatedProgramme
 from .relaxed import Loose, Relaxed, Rollback
 from .transport import ImportanceSampling, KSeq, SpecHub, Transport
 from .walking import Dice, VerifiedTree, Walking
@@ -38,6 +39,7 @@ __all__ = [
     "SpeculativeSampling",
     "Transport",
     "Traversal",
+    "TruncatedProgramme",
     "Typical",
     "VerifiedTree",
     "Walking",

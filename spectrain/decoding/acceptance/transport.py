@@ -6,6 +6,8 @@ says how much any rule could keep; these rules differ in how near they come and 
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from spectrain.errors import UserError
 from .base import Siblings, Vector
 from .walking import Dice, VerifiedTree, Walking, normalised, ratio
 
+Duel = Callable[[int, int], Any]  # of a chosen token and the one that it meets, the chance that it stays
 HALVINGS = 24  # of the interval that holds K-SEQ's division factor: it is right to a sixteen-millionth
 STEEPEST = 20  # a token's weight is at most 2 to this power, or at least to minus it: drafts beyond are alike
 
@@ -73,19 +76,56 @@ def _left_over(p: Vector, q: Vector, rho: Any, count: int) -> Vector:
     return normalised((p - kept * ((1 - (1 - beta) ** count) / beta)).clip(0), p) if beta > 0 else p
 
 
-class ImportanceSampling(Walking):
-    """Importance-sampled choice (Khisti et al., 2024, sections 3 and 4): of k independent drafts one is chosen, by its
-    weight, and then judged as a single draft is.
+class Tournament(Walking):
+    """Of k independent drafts one is chosen and then judged as a single draft is (Khisti et al., 2024, section 3).
 
     Whatever the choice, it is lossless where the distribution r of the chosen token is known: it is kept with probability
-    min(1, p / r), else the token is drawn from max(p - r, 0), normalised. Here drafts meet one after another, and of two with
-    weights v and w the first stays with probability v / (v + w); r follows from that exactly, draft by draft. The weight is
-    (p / q)^sharpness, with p / q rounded down to a power of 2, so that r takes sums over weights and not over pairs of tokens.
+    min(1, p / r), else the token is drawn from max(p - r, 0), normalised. Here drafts meet one after another, and the one
+    chosen so far stays with a chance that is known of every pair of tokens; r follows from that exactly, draft by draft.
+    """
+
+    lossless = True
+    children = ("sampled",)
+
+    @abstractmethod
+    def _duels(self, p: Vector, q: Vector, count: int) -> tuple[list[Duel], Vector]:
+        """Of each draft but the first, the chance that the token chosen so far stays when it meets it; and r [V]."""
+
+    def judge(self, tree: VerifiedTree, dice: Dice) -> tuple[list[int], int]:
+        path = [0]
+        while children := tree.children[path[-1]]:
+            node, chosen = path[-1], children[0]
+            p, q = tree.p(node), tree.q(node)
+            duels, r = self._duels(p, q, len(children))
+            for number, (child, stays) in enumerate(zip(children[1:], duels), 1):
+                if not dice.coin(stays(tree.tokens[chosen], tree.tokens[child]), node, number):
+                    chosen = child
+            token = tree.tokens[chosen]
+            if not dice.coin(ratio(p[token], r[token]), node):
+                return path, dice.draw(normalised((p - r).clip(0), p), node)
+            path.append(chosen)
+        return path, dice.draw(tree.p(path[-1]), path[-1])
+
+    def chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
+        p, tokens = siblings.p, siblings.tokens
+        duels, r = self._duels(p, siblings.q, len(tokens))
+        chosen: list[Any] = [p.sum() * 0 + 1]
+        for place, (token, duel) in enumerate(zip(tokens[1:], duels), 1):
+            stays = [duel(one, token) for one in tokens[:place]]
+            chosen.append(sum(chance * (1 - stay) for chance, stay in zip(chosen, stays)))
+            chosen[:-1] = [chance * stay for chance, stay in zip(chosen, stays)]
+        return [chance * ratio(p[token], r[token]) for chance, token in zip(chosen, tokens)]
+
+
+class ImportanceSampling(Tournament):
+    """Importance-sampled choice (Khisti et al., 2024, section 4): of two drafts with weights v and w the first stays with
+    probability v / (v + w).
+
+    The weight is (p / q)^sharpness, with p / q rounded down to a power of 2, so that r takes sums over weights and not over
+    pairs of tokens.
     """
 
     name = "importance"
-    lossless = True
-    children = ("sampled",)
 
     def __init__(
         self,
@@ -100,32 +140,13 @@ class ImportanceSampling(Walking):
             raise UserError(f"acceptance.sharpness={sharpness}: use 1 to {STEEPEST}; beyond it all drafts would be alike")
         self.sharpness = sharpness
 
-    def judge(self, tree: VerifiedTree, dice: Dice) -> tuple[list[int], int]:
-        path = [0]
-        while children := tree.children[path[-1]]:
-            node, chosen = path[-1], children[0]
-            p, q = tree.p(node), tree.q(node)
-            powers = self._powers(p, q)
-            for number, child in enumerate(children[1:], 1):
-                one, other = tree.tokens[chosen], tree.tokens[child]
-                if not dice.coin(_stays(p, powers[one], powers[other]), node, number):
-                    chosen = child
-            r, token = self._chosen(p, q, powers, len(children)), tree.tokens[chosen]
-            if not dice.coin(ratio(p[token], r[token]), node):
-                return path, dice.draw(normalised((p - r).clip(0), p), node)
-            path.append(chosen)
-        return path, dice.draw(tree.p(path[-1]), path[-1])
+    def _duels(self, p: Vector, q: Vector, count: int) -> tuple[list[Duel], Vector]:
+        powers = self._powers(p, q)
 
-    def chances(self, siblings: Siblings, rate: Any = 1) -> list[Any]:
-        p, tokens = siblings.p, siblings.tokens
-        powers = self._powers(p, siblings.q)
-        chosen: list[Any] = [p.sum() * 0 + 1]
-        for place, token in enumerate(tokens[1:], 1):
-            stays = [_stays(p, powers[one], powers[token]) for one in tokens[:place]]
-            chosen.append(sum(chance * (1 - stay) for chance, stay in zip(chosen, stays)))
-            chosen[:-1] = [chance * stay for chance, stay in zip(chosen, stays)]
-        r = self._chosen(p, siblings.q, powers, len(tokens))
-        return [chance * ratio(p[token], r[token]) for chance, token in zip(chosen, tokens)]
+        def stays(one: int, other: int) -> Any:
+            return _stays(p, powers[one], powers[other])
+
+        return [stays] * (count - 1), self._chosen(p, q, powers, count)
 
     def _powers(self, p: Vector, q: Vector) -> np.ndarray:
         """The power of 2 that is each token's weight [V]."""

@@ -143,17 +143,19 @@ class Arm:
             said = self.asked.after(row, tokens[: max(count - 1, 0)])[: min(depth, count)]
             for place, (log_q, token) in enumerate(zip(said, tokens)):
                 first = int(self.asked.rollout.to_target(log_q.argmax()))
-                chance = float(first == token) if logits is None else self._overlap(log_q, logits[row, path[row, place]])
+                theirs = None if logits is None else logits[row, path[row, place]]
+                chance = float(first == token) if theirs is None else self._overlap(context, log_q, theirs)
                 self.right[place] += chance
                 self.wrong[place] += 1 - chance
                 if first != token and logits is None:
                     break
 
-    def _overlap(self, log_q: Tensor, logits: Tensor) -> float:
+    def _overlap(self, context: Context, log_q: Tensor, logits: Tensor) -> float:
+        """sum_v min(p, q), either at the temperature at which it is read and drawn."""
         assert self.asked is not None
-        p, ids = logits.softmax(-1), self.asked.rollout.draft_ids
+        p, ids = (logits / context.temperature).softmax(-1), self.asked.rollout.draft_ids
         p = p[: len(log_q)] if ids is None else p[ids]
-        return float(torch.minimum(p, log_q.softmax(-1)).sum())
+        return float(torch.minimum(p, (log_q / context.builder.temperature).softmax(-1)).sum())
 
     def rates(self, depth: int) -> np.ndarray:
         """[D] how often each depth is kept where those above are; where little is known, as often as the one above, and never

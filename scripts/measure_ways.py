@@ -1,0 +1,157 @@
+"""Ways to accept and to draft on the tiny target, each by the command that docs/systems.md names.
+
+    python scripts/measure_ways.py [--work DIR] [--out eval/results/ways-tiny.json] [GROUP ..]
+
+One thread, float32, one seed; what a group trains or has scored already is not done again, and rows of other groups stay in the
+file. Without names: every group but `overlap`, whose wall clock wants two cores that do nothing else.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from spectrain.cli.main import dispatch
+from spectrain.files import write_text
+from spectrain.provenance import provenance
+
+RESULTS = Path(__file__).parents[1] / "eval" / "results" / "ways-tiny.json"
+TRAINING = [
+    "target=tiny", "data.limit=null", "data.max_length=512", "trainer.batch_tokens=512", "trainer.seed=0",
+    "trainer.resume=auto", "eval=none",
+]  # fmt: skip
+BEYOND = ["recipe=gkd", "drafter.init=WORK/gkd", "trainer.max_steps=150", "trainer.lr=3e-4"]
+RUNS = {  # what is trained, by name
+    "gkd": ["recipe=gkd", "drafter.stop_head=1", "trainer.max_steps=512"],
+    **{name: [f"recipe={name}", "trainer.max_steps=300"] for name in ("eagle1", "hass", "eagle3", "cllm")},
+    "more-data": BEYOND,
+    "more-replay": [*BEYOND, "source=generated", "source.by=replay"],
+    "more-balanced": [*BEYOND, "source=generated", "source.by=replay", "source.balanced=true"],
+    "more-branches": [*BEYOND, "source=generated", "source.by=replay", "source.branches=true"],
+    "more-policy": [*BEYOND, "source=generated", "source.by=policy"],
+    "more-windows": [*BEYOND, "source=generated", "source.by=policy", "source.windows=divergence"],
+    "more-near": [*BEYOND, "source=generated", "source.by=policy", "source.near=0.1"],
+}
+SCORING = ["eval.baselines=[]", "eval.oracle=false", "eval.report=false"]
+GKD, CHAIN = "run=WORK/gkd", ["tree=chain", "tree.depth=4"]
+DRAWN = [GKD, *CHAIN, "tree.children=sampled", "eval.quality=true"]
+TWENTY_FOUR = ["eval.limit=24", "eval.max_new_tokens=48"]
+FORTY = ["eval.limit=40", "eval.max_new_tokens=64", "eval.batch_size=8", "eval.repeats=1", "acceptance=greedy"]
+SIXTEEN = ["tree=eagle2", "tree.depth=4", "tree.budget=16"]
+LOSSY = {
+    "chain": ["acceptance=chain"],
+    "deferral, chow": ["acceptance=deferral", "acceptance.defer=chow"],
+    "deferral, diff": ["acceptance=deferral", "acceptance.defer=diff"],
+    "deferral, opt": ["acceptance=deferral"],
+    "deferral, opt, alpha=0": ["acceptance=deferral", "acceptance.alpha=0"],
+    "deferral, token": ["acceptance=deferral", "acceptance.defer=token"],
+    "bounded, bias=0.1": ["acceptance=bounded"],
+    "bounded, bias=0.3": ["acceptance=bounded", "acceptance.bias=0.3"],
+    "sigmoid": ["acceptance=sigmoid"],
+    "sigmoid, high=10": ["acceptance=sigmoid", "acceptance.high=10"],
+}
+GROUPS: dict[str, dict[str, list[str]]] = {  # rows: the arguments of `spectrain eval`
+    "lossy": {name: [*DRAWN, "eval.limit=24", "eval.max_new_tokens=32", *rule] for name, rule in LOSSY.items()},
+    "tasks": {
+        name: [*DRAWN, "eval.prompts=arithmetic", "eval.max_new_tokens=48", *LOSSY[name]]
+        for name in ("chain", "deferral, opt", "bounded, bias=0.3", "sigmoid")
+    },
+    "drafts": {
+        f"sampled, T = {warm}": [
+            GKD, "tree=cartesian", "tree.widths=[4,2,1]", "tree.children=sampled", *TWENTY_FOUR, f"tree.temperature={warm}",
+            "acceptance=kseq", f"acceptance.temperature={warm}", "eval.optimum=true",
+        ]
+        for warm in (1.0, 0.6)
+    },
+    "lengths": {"sweep": [GKD, "tree=chain", "tree.depth=8", *TWENTY_FOUR, "acceptance=greedy", "eval.sweep=length"]},
+    "several": {
+        name: [*CHAIN, *TWENTY_FOUR, "acceptance=greedy", "target=tiny", *drafter]
+        for name, drafter in {
+            "gkd": ["drafter=chosen", "drafter.inner=[WORK/gkd,WORK/gkd]"],
+            "cascade": ["drafter=cascade", "drafter.inner=WORK/gkd", "drafter.helper=ngram"],
+            "handover": ["drafter=cascade", "drafter.inner=WORK/gkd", "drafter.handover=2", "drafter.ahead=0"],
+            "qualify": ["drafter=cascade", "drafter.inner=WORK/gkd", "drafter.qualify=0.3"],
+            "hedge": ["drafter=chosen", "drafter.inner=[ngram,WORK/gkd,WORK/eagle3]"],
+            "bandit": ["drafter=chosen", "drafter.inner=[ngram,WORK/gkd,WORK/eagle3]", "drafter.by=bandit"],
+            "vote": ["drafter=chosen", "drafter.inner=[ngram,WORK/gkd,WORK/eagle3]", "drafter.by=vote"],
+        }.items()
+    },
+    "adversary": {
+        "gkd": [GKD, *CHAIN, *TWENTY_FOUR, "acceptance=greedy", "eval.adversary=32"],
+        "gkd, same=1": [GKD, *CHAIN, *TWENTY_FOUR, "acceptance=greedy", "eval.adversary=32", "eval.adversary_same=1"],
+    },
+    "trained": {
+        f"{name}, {kind}": [f"run=WORK/{name}", *tree, *FORTY]
+        for name in ("eagle1", "hass", "eagle3", "cllm")
+        for kind, tree in (
+            {"chain of 8": ["tree=chain", "tree.depth=8"]} if name == "cllm" else {"chain": CHAIN, "16 nodes": SIXTEEN}
+        ).items()
+    },
+    "beyond": {
+        name: [f"run=WORK/{name}", *CHAIN, *FORTY]
+        for name in ("gkd", *(run for run in RUNS if run.startswith("more-")))
+    },
+    "overlap": {
+        f"{way}, chain of {depth}": [
+            GKD, "tree=chain", f"tree.depth={depth}", *TWENTY_FOUR, "acceptance=greedy", "eval.repeats=1",
+            f"eval.overlap={way}",
+        ]
+        for depth in (2, 4)
+        for way in ("outcomes", "post", "pearl")
+    },
+}  # fmt: skip
+KEPT = (
+    "acceptance_length", "acceptance_by_depth", "speedup", "tokens_per_second", "time_share", "noise", "drift", "task", "tasks",
+    "adversary", "overlap", "optimum", "sweep", "target_drift",
+)  # fmt: skip
+
+
+def measure(group: str, name: str, arguments: list[str], work: Path) -> dict[str, Any]:
+    """A row: what scoring found, unless that was done before."""
+    folder = work / "scores" / "".join(sign if sign.isalnum() else "-" for sign in f"{group} {name}")
+    command = [*(one.replace("WORK", str(work)) for one in arguments), *SCORING]
+    drafts = next((one for one in command if one.startswith("run=")), None)
+    path = (Path(drafts.removeprefix("run=")) if drafts else folder) / "eval" / folder.name / "summary.json"
+    for run in RUNS:
+        if any(f"WORK/{run}" in one.replace("]", ",").split(",")[0] or f"WORK/{run}," in one + "," for one in arguments):
+            train(run, work)
+    if not path.exists():
+        dispatch(["eval", *command, f"eval.name={folder.name}", *([] if drafts else [f"run={folder}"])])
+    found = json.loads(path.read_text())
+    return {
+        "group": group, "name": name, "command": " ".join(["eval", *arguments, *SCORING]).replace("WORK", "runs"),
+        "commit": found["setting"]["commit"], "prompts": found["setting"]["prompts"], "tree": found["tree"],
+        **{key: found[key] for key in KEPT if key in found},
+        "lossless": {key: found["lossless"][key] for key in ("rule", "checked", "identical")},
+        "compared": {
+            label: {key: entry[key] for key in ("acceptance_length", "speedup", "lossless") if key in entry}
+            for label, entry in found.get("compared", {}).items()
+        },
+    }  # fmt: skip
+
+
+def train(name: str, work: Path) -> None:
+    """A drafter that a row asks for, with those that it starts from."""
+    for other in RUNS:
+        if any(one == f"drafter.init=WORK/{other}" for one in RUNS[name]):
+            train(other, work)
+    dispatch(["train", *(one.replace("WORK", str(work)) for one in RUNS[name]), *TRAINING, f"run={work / name}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, default=Path("runs/ways"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("groups", nargs="*", default=[group for group in GROUPS if group != "overlap"])
+    options = parser.parse_args()
+    known = json.loads(options.out.read_text())["rows"] if options.out.exists() else []
+    rows = {(row["group"], row["name"]): row for row in known}
+    for group in options.groups:
+        for name, arguments in GROUPS[group].items():
+            rows[group, name] = measure(group, name, arguments, options.work.absolute())
+            setting = {"target": "tiny", "training": TRAINING, "runs": RUNS, "scoring": SCORING, **provenance()}
+            write_text(options.out, json.dumps({"setting": setting, "rows": list(rows.values())}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
