@@ -63,7 +63,12 @@ def linear_flops(x: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
     return 2 * math.prod(x) * weight[0]
 
 
+def added_flops(total: Shape, left: Shape, right: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(left) * right[1]
+
+
 FORMULAS: dict[Any, Any] = {
+    aten.addmm: added_flops,
     aten._scaled_dot_product_flash_attention: attention_flops,
     aten._scaled_dot_product_efficient_attention: attention_flops,
     aten._scaled_dot_product_cudnn_attention: attention_flops,
@@ -74,7 +79,8 @@ FORMULAS: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
     torch.ops.mkldnn._linear_pointwise: linear_flops,
 }
-"""What torch's own registry of FLOP formulas lacks, by the shapes of operands; its attention knows no grouped heads."""
+"""What torch's own registry of FLOP formulas lacks, by the shapes of operands; its attention knows no grouped heads, and its
+sums of products none in another type."""
 
 OF_VALUES: dict[Any, Any] = {
     aten._flash_attention_forward: documents_flops, aten._flash_attention_backward: documents_backward_flops

@@ -135,3 +135,18 @@ def test_packed_documents_count_as_each_of_them(window: int | None) -> None:
                 causal_attention(q, k, v, lengths, window=window).sum().backward()
         found.append(tracker.flops["other"])
     assert found[0] == found[1] == 4 * 16 * 4 * (7**2 + 30**2 + 2**2) * 7 // 2
+
+
+def test_sums_of_products_in_another_type_count_as_others() -> None:
+    """What is added to float32 at once is as many FLOPs as in one type; torch's own formula stumbles over the type."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with MemoryTracker(torch.device("cuda", 0)) as tracker:
+            total = torch.zeros(4, 6, device="cuda")
+            left, right = torch.empty(4, 5, device="cuda", dtype=dtype), torch.empty(5, 6, device="cuda", dtype=dtype)
+            if dtype == torch.float32:
+                torch.addmm(total, left, right, out=total)
+            else:
+                torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        found.append(tracker.flops["other"])
+    assert found == [2 * 4 * 5 * 6] * 2
