@@ -4,9 +4,13 @@ Shapes: B batch, H query heads, K key-value heads, T queries, S keys, D head siz
 On Hopper torch prefers cuDNN, which plans anew for every shape: prompts, documents and unrolled steps have a new one each time.
 Without it a mask leads to the memory-efficient kernel, which knows no grouped heads and would leave them to a product that
 stores all scores [B, H, T, S]; so keys and values are repeated for it.
+Documents packed into one row are one launch of flash attention, told where each begins, in place of one a document, whose few
+programs would leave most of a GPU idle; and windows are its own, where torch's front has only masks.
 """
 
 from __future__ import annotations
+
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +41,45 @@ def unplanned(
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=groups > 1)
 
 
+def takes_documents(q: Tensor, v: Tensor) -> bool:
+    """Whether flash attention takes queries and values like these as `document_attention` gives them to it, on a GPU."""
+    return q.device.type == "cuda" and _is_flash(q) and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+
+
+def document_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: tuple[int, ...] | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """[B, H, T, D]: each token sees those up to its own, of its document, in the last `window` positions. With `lengths` the
+    documents are packed into one row, and are one launch."""
+    q, k, v = (x.to(_flash_dtype(q)).transpose(1, 2) for x in (q, k, v))
+    back = None if window is None else window - 1  # positions before its own that a token sees
+    starts, longest = None, q.shape[1]
+    if lengths is not None:
+        starts, longest = starts_of(lengths, q.device), max(lengths)
+        q, k, v = (x.squeeze(0) for x in (q, k, v))
+    found: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, starts, starts, longest, longest, 0.0, True, False, scale=scale, window_size_left=back, window_size_right=0
+    )[0]
+    return (found if lengths is None else found.unsqueeze(0)).transpose(1, 2)
+
+
+def starts_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Where each document begins, and the last one ends; the host waits for nothing."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
+
+
 def _is_flash(q: Tensor) -> bool:
     """Whether flash attention takes queries like these: in half precision, autocast's included."""
+    return _flash_dtype(q) in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+
+
+def _flash_dtype(q: Tensor) -> torch.dtype:
+    """What queries are attended in."""
     kind = q.device.type
     cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return (torch.get_autocast_dtype(kind) if cast else q.dtype) in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    return torch.get_autocast_dtype(kind) if cast else q.dtype

@@ -6,9 +6,10 @@ stays of it is [R, D] for the states and [V, D] for the weight. The matrix produ
 kernel on a GPU (log-sum-exp and argmax of the target's products and the drafter's, KL(p || q), and the gradient in place of the
 logits), and autograd on the chunk elsewhere.
 
-Why not Liger's fused losses: they cut rows into 1/32, which makes a step of 1,024 rows 4.3 times slower than torch without
-fusion (H100, width 4,096, vocabulary 128,256, by Liger's own benchmark; a chunk of 2,048 rows keeps the products large),
-still allocate a loss [R, V] in float32, and know no draft vocabulary that is smaller than the target's.
+Why not Liger's fused losses (0.8.5): on an H100 those of cross-entropy and Jensen-Shannon divergence cut rows into 1/32, small
+products that made a step of 1,024 rows 4.3 times slower than torch without fusion by Liger's own benchmark (of 0.3.1; a
+chunk of 2,048 rows keeps products large); its KL divergence wants all of p, [R, V]; none tells the most likely entries, weighs
+rows or reads a target's products. docs/engine.md has their launches and bytes beside ours, and cut-cross-entropy's.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .dispatch import wanted
+from .dispatch import runs_on, wanted
 from .onednn import linear
 
 try:
@@ -674,8 +675,22 @@ class _LinearDivergence(torch.autograd.Function):
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """total + left^T right, in place where there is a total; in this dtype."""
+    if _adds_wide(left, dtype):  # no second [V, D], and no sum is rounded on the way
+        if total is None:
+            return torch.mm(left.t(), right, out_dtype=dtype)
+        return torch.addmm(total, left.t(), right, out_dtype=dtype, out=total)
     if total is None:
         return linear(left.t(), right.t()).to(dtype)
     if left.dtype == dtype and left.is_cuda:
-        return total.addmm_(left.t(), right)  # no second [V, D]
+        return total.addmm_(left.t(), right)
     return total.add_(linear(left.t(), right.t()))
+
+
+def _adds_wide(left: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product of half precision is added to a total of float32 in one call."""
+    return (
+        left.device.type != "cpu"
+        and left.dtype in (torch.bfloat16, torch.float16)
+        and dtype == torch.float32
+        and runs_on(left.device)
+    )

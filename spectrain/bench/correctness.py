@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.kernels import kv_append, kv_commit, linear_divergence, tree_attention, tree_verify
+from spectrain.kernels import kv_append, kv_commit, linear_divergence, round_log, token_commit, tree_attention, tree_verify
 from spectrain.kernels.counter import host_key
 from spectrain.kernels.dispatch import runs_on
 from spectrain.trees.token_tree import TokenTree
@@ -171,6 +171,29 @@ def append(dtype: torch.dtype, device: torch.device, batch: int, nodes: int, hea
     return KernelOutcome({"store": store}, {"store": wide}, runs_on(store.device))
 
 
+def emit(dtype: torch.dtype, device: torch.device, counts: tuple[int, ...], nodes: int, stops: int) -> KernelOutcome:
+    """What a round leaves of whole numbers, the same in every dtype: its tokens, what they change of texts, and its line."""
+    batch, steps = len(counts), max(counts)
+    tree = random_tree(batch, nodes, device)
+    path = torch.stack([torch.randperm(nodes)[:steps].sort().values for _ in counts]).to(device)
+    rows = torch.arange(batch, device=device)
+    numbers = tree.tokens % 50, path, torch.tensor(counts, device=device), rows % 50
+    found: list[dict[str, Tensor]] = []
+    for commit, log in (
+        (token_commit.token_commit, round_log.round_log),
+        (token_commit.token_commit_reference, round_log.round_log_reference),
+    ):
+        texts = token_commit.Texts(
+            rows.new_zeros(batch, 400), 3 * rows, rows % 3 != 1, 5 + 3 * rows, torch.arange(stops, device=device)
+        )
+        emitted, kept = commit(*numbers, texts)
+        lines = rows.new_zeros(4, batch, steps + 4)
+        log(lines, rows.new_full((1,), 6), emitted, kept, tree.depths, tree.valid, tree.tokens % 2 > 0)
+        found.append({"emitted": emitted, "kept": kept, **texts._asdict(), "lines": lines})
+    actual, expected = found
+    return KernelOutcome(actual, expected, runs_on(device))
+
+
 def verdict(
     dtype: torch.dtype, device: torch.device, rule: str, batch: int, nodes: int, vocab: int, cut: tuple[int, float] = (0, 1.0)
 ) -> KernelOutcome:
@@ -240,6 +263,14 @@ CHECKS: dict[str, Check] = {
             "B=2 N=3, 5 heads of 96": partial(append, batch=2, nodes=3, heads=5, width=96),
         },
         {"B=2 N=3": partial(append, batch=2, nodes=3, heads=2, width=16)},
+    ),
+    "token_commit": Check(
+        token_commit,
+        {
+            "B=8 N=64": partial(emit, counts=(1, 2, 3, 4, 5, 6, 7, 8), nodes=64, stops=2),
+            "B=1 N=256": partial(emit, counts=(17,), nodes=256, stops=1),
+        },
+        {"B=2 N=9": partial(emit, counts=(1, 4), nodes=9, stops=2)},
     ),
     "tree_verify": Check(
         tree_verify,

@@ -23,7 +23,7 @@ from spectrain.decoding.captured import Captured
 from spectrain.drafters import base, context, eagle3
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.eagle3 import Eagle3
-from spectrain.kernels import kv_append, kv_commit, tree_attention, tree_verify
+from spectrain.kernels import kv_append, kv_commit, round_log, token_commit, tree_attention, tree_verify
 from spectrain.models import compiled_layers as compiled
 from spectrain.models.target import Target
 from spectrain.planning import launches
@@ -186,7 +186,8 @@ class EngineBench(Bench):
                         yield self.step(f"{title}/{tree}", batch, prefix, partial(self.drafted_row, tree))
 
     def step(self, name: str, batch: int, prefix: int, row: Any) -> Step:
-        code = engine, compiled, *LOOP, eagle3, rounds, tree_attention, tree_verify, kv_append, kv_commit
+        kernels = tree_attention, tree_verify, kv_append, kv_commit, token_commit, round_log
+        code = engine, compiled, *LOOP, eagle3, rounds, *kernels
 
         @torch.inference_mode()
         def measure() -> dict[str, Any]:

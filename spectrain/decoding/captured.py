@@ -20,6 +20,7 @@ from torch import Tensor
 from spectrain.drafters.base import Drafter, Drafts
 from spectrain.drafters.context import Context
 from spectrain.errors import UserError
+from spectrain.kernels.round_log import round_log
 from spectrain.models.compiled_layers import compiled_call, compiled_layers
 from spectrain.models.features import Features
 from spectrain.models.target import Target
@@ -91,9 +92,10 @@ class Log:
         self.lines = torch.zeros(rounds, batch, self.width + 4, dtype=torch.int64, device=emitted.device)
 
     def write(self, outcome: Outcome) -> None:
-        numbers = [outcome.counts[:, None], outcome.tree.numbers[:, :3]]
-        self.lines.index_copy_(0, self.slot, torch.cat([outcome.emitted, *numbers], dim=1)[None])
-        self.slot.copy_((self.slot + 1) % len(self.lines))
+        tree = outcome.tree
+        assert tree.pruned is None, "what prunes asks the device"
+        round_log(self.lines, self.slot, outcome.emitted, outcome.counts, tree.depths, tree.valid, tree.emitted)
+        self.slot += 1
 
     def look(self, rounds: int) -> list[list[Line]]:
         """The rounds since the last look, a line a row: the one place where the host waits for the device."""

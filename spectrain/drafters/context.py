@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from spectrain.kernels.token_commit import Texts, token_commit
 from spectrain.models.features import Features, Layer
 from spectrain.models.kv_cache import KeyValueShape, TreeCache
 from spectrain.models.partial_forward import PartialForward
@@ -102,15 +103,9 @@ class Context:
     def commit(self, tree: TokenTree, seen: Features, accepted: Accepted) -> tuple[Tensor, Tensor]:
         """Keep the accepted path and its tokens: what each text emits [B, P], and how many of these, [B], none where it is
         done. A text that has emitted a stop token or its last one goes on no further."""
-        emitted, counts = accepted.emitted(tree), accepted.counts * self.active
-        steps = torch.arange(emitted.shape[1], device=emitted.device)
-        slots = (self.cache.lengths[:, None] + 1 + steps).clamp(max=self.tokens.shape[1] - 1)
-        real = steps < counts[:, None]
-        self.tokens.scatter_(1, slots, torch.where(real, emitted, self.tokens.gather(1, slots)))
+        texts = Texts(self.tokens, self.cache.lengths, self.active, self.left, self.stops)
+        emitted, counts = token_commit(tree.tokens, accepted.path, accepted.counts, accepted.bonus, texts)
         self.keep(seen, accepted.path, counts)
-        stopped = ((emitted[..., None] == self.stops).any(-1) & real).any(-1)
-        self.left -= counts
-        self.active &= ~stopped & (self.left > 0)
         self.partial = None
         return emitted, counts
 

@@ -2,7 +2,8 @@
 document to another.
 
 Shapes: B batch, T tokens, S keys, H query heads, K key-value heads, D head size.
-Documents of a packed row are attended to one by one: no [T, T] mask is built, and nothing is computed that a mask would hide.
+Documents of a packed row are attended to one by one, or on a GPU by one launch that is told where they begin: no [T, T] mask is
+built, and nothing is computed that a mask would hide.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from spectrain.errors import UserError
-from spectrain.kernels.fused_attention import fused_attention
+from spectrain.kernels.fused_attention import document_attention, fused_attention, takes_documents
 from spectrain.kernels.tree_attention import Visibility, attend_by_scores, tree_attention
 
 from .compiled_layers import attend_layer, passed
@@ -48,6 +49,11 @@ def causal_attention(
 ) -> Tensor:
     """[B, H, T, D], each token seeing those up to its own, of its document, in the last `window` positions."""
     by_scores = softcap is not None or sinks is not None
+    longest = max(lengths or (q.shape[2],))
+    window = None if window is not None and window >= longest else window
+    packed = lengths is not None and len(lengths) > 1
+    if not by_scores and (packed or window is not None) and takes_documents(q, v):
+        return document_attention(q, k, v, lengths, scale, window)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         length, mask = q.shape[2], None
@@ -74,13 +80,19 @@ def unrolled_attention(
     scale, window, softcap, sinks = rules
     if len(keys) == 1:
         return causal_attention(q, keys[0], values[0], lengths, *rules)
+    steps, by_scores = len(keys), softcap is not None or sinks is not None
+
+    def join(parts: Sequence[Tensor], lengths: tuple[int, ...] | None) -> Tensor:
+        later_keys, later_values = (torch.stack([*parts[begin + 1 : begin + steps]], dim=2) for begin in (1, 1 + steps))
+        return joined_attention(parts[0], parts[1], parts[1 + steps], later_keys, later_values, scale, lengths)
+
+    def is_joined(q: Tensor, longest: int) -> bool:
+        return is_joinable(q, values[0]) and not by_scores and (window is None or longest + steps - 1 <= window)
 
     def attend(q: Tensor, *parts: Tensor) -> Tensor:
-        length, steps = q.shape[2], len(keys)
-        by_scores = softcap is not None or sinks is not None
-        if is_joinable(q, parts[steps]) and not by_scores and (window is None or length + steps - 1 <= window):
-            later_keys, later_values = (torch.stack(parts[begin + 1 : begin + steps], dim=2) for begin in (0, steps))
-            return joined_attention(q, parts[0], parts[steps], later_keys, later_values, scale)
+        length = q.shape[2]
+        if is_joined(q, length):
+            return join((q, *parts), None)
         eye = torch.eye(length, dtype=torch.bool, device=q.device)
         first = torch.ones_like(eye).tril()
         later = [eye] * (steps - 1)
@@ -93,6 +105,8 @@ def unrolled_attention(
             return attend_by_scores(q, k, v, mask, q.shape[-1] ** -0.5 if scale is None else scale, softcap, sinks)
         return fused_attention(q, k, v, mask, scale=scale)
 
+    if lengths is not None and len(lengths) > 1 and takes_documents(q, values[0]) and is_joined(q, max(lengths)):
+        return join((q, *keys, *values), lengths)
     return by_document(attend, lengths, q, *keys, *values)
 
 

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spectrain.kernels.fused_attention import starts_of
+
 aten = torch.ops.aten
 
 
@@ -29,20 +31,36 @@ def is_joinable(q: Tensor, v: Tensor) -> bool:
 
 
 def joined_attention(
-    q: Tensor, k: Tensor, v: Tensor, later_keys: Tensor, later_values: Tensor, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    later_keys: Tensor,
+    later_values: Tensor,
+    scale: float | None = None,
+    lengths: tuple[int, ...] | None = None,
 ) -> Tensor:
     """[B, H, T, D]: queries [B, H, T, D] see causally k and v [B, K, T, D], and of the later steps' keys and values
-    [B, K, S, T, D] those at their own index."""
-    joined: Tensor = _Joined.apply(q, k, v, later_keys, later_values, q.shape[-1] ** -0.5 if scale is None else scale)
+    [B, K, S, T, D] those at their own index; on a GPU in each of the documents of these `lengths` that are packed into one
+    row."""
+    joined: Tensor = _Joined.apply(q, k, v, later_keys, later_values, q.shape[-1] ** -0.5 if scale is None else scale, lengths)
     return joined
 
 
 class _Joined(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, later_keys: Tensor, later_values: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        later_keys: Tensor,
+        later_values: Tensor,
+        scale: float,
+        lengths: tuple[int, ...] | None,
+    ) -> Tensor:
         batch, num_heads, length, size = q.shape
         groups, ctx.scale = num_heads // k.shape[1], scale
-        first, lse, ctx.kept = _causal(q, _repeated(k, groups), _repeated(v, groups), scale)
+        first, lse, ctx.kept = _causal(q, _repeated(k, groups), _repeated(v, groups), scale, lengths)
         shape = batch, -1, groups, length
         scores = (q.unflatten(1, (-1, groups))[:, :, :, None].float() * later_keys[:, :, None]).sum(
             -1
@@ -68,7 +86,7 @@ class _Joined(torch.autograd.Function):
         of_later_keys = (of_scores[..., None] * q).sum(2)
         of_later_values = (share[..., None] * grad).sum(2)
         found = of_q, of_k, of_v, of_later_keys, of_later_values
-        return (*(part.to(k.dtype) for part in found), None)
+        return (*(part.to(k.dtype) for part in found), None, None)
 
 
 def _repeated(heads: Tensor, groups: int) -> Tensor:
@@ -76,13 +94,26 @@ def _repeated(heads: Tensor, groups: int) -> Tensor:
     return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
+def _causal(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...] | None
+) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
     """Causal attention, its log-sum-exps [B, H, T], and what its backward wants besides."""
+    if lengths is not None:
+        starts, longest = starts_of(lengths, q.device), max(lengths)
+        q, k, v = (_flat(x) for x in (q, k, v))
+        where = starts, starts, longest, longest
+        out, lse, seed, offset, _ = aten._flash_attention_forward(q, k, v, *where, 0.0, True, False, scale=scale)
+        return out[None].transpose(1, 2), lse[None], (*where, seed, offset, True)
     if q.device.type == "cpu":
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, attn_mask=None, scale=scale)
         return out, lse if lse.shape[1] == q.shape[1] else lse.transpose(1, 2), ()
     out, lse, *kept, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)
-    return out, lse, tuple(kept)
+    return out, lse, (*kept, False)
+
+
+def _flat(heads: Tensor) -> Tensor:
+    """[1, H, T, D] as [T, H, D]"""
+    return heads[0].transpose(0, 1)
 
 
 def _causal_backward(
@@ -90,12 +121,18 @@ def _causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values [B, H, T, D], with the outputs and log-sum-exps of all keys."""
     found: tuple[Tensor, Tensor, Tensor]
+    if kept and kept[-1]:
+        grad, q, k, v, out = (_flat(x) for x in (grad, q, k, v, out))
+        *where, seed, offset, _ = kept
+        of_flat = aten._flash_attention_backward(grad, q, k, v, out, lse[0], *where, 0.0, True, seed, offset, scale=scale)
+        of_q, of_k, of_v = (part[None].transpose(1, 2) for part in of_flat)
+        return of_q, of_k, of_v
     if q.device.type == "cpu":
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, lse, 0.0, True, attn_mask=None, scale=scale
         )
         return found
-    starts_q, starts_k, most_q, most_k, seed, offset = kept
+    starts_q, starts_k, most_q, most_k, seed, offset, _ = kept
     found = aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, starts_q, starts_k, most_q, most_k, 0.0, True, seed, offset, scale=scale
     )

@@ -285,13 +285,18 @@ def is_on_cpu(linear: nn.Linear) -> bool:
 
 def siblings_of(parent: nn.Module, rounded: bool = False) -> list[SharedInput]:
     """The linears of an attention or feed-forward block that read the same input."""
+    return [SharedInput(linears, rounded) for linears in linears_of_one_input(parent)]
+
+
+def linears_of_one_input(parent: nn.Module) -> list[list[nn.Linear]]:
+    """Those of an attention or feed-forward block, by their names, where their weights are plain and alike."""
     found = []
     for names in SIBLINGS:
         found_linears = [child for name in names if type(child := getattr(parent, name, None)) is nn.Linear]
         linears = [linear for linear in found_linears if is_plain_weight(linear)]
         alike = len({(linear.in_features, linear.bias is None, linear.weight.dtype) for linear in linears}) == 1
         if len(linears) == len(names) and alike:
-            found.append(SharedInput(linears, rounded))
+            found.append(linears)
     return found
 
 

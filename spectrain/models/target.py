@@ -31,6 +31,7 @@ from .features import Features, Layer, document_positions
 from .forward_plan import TEXT, WHOLE, ForwardPlan, LayerSpan, Part, Sublayer
 from .head import Head
 from .images import Called, Sight, called, images_of, kinds_of_layers, seen_in
+from .joined_linears import join_linears
 from .kv_cache import TreeCache
 from .lean_layers import lean_layers
 from .limits import longest_text, rope_switch
@@ -126,10 +127,13 @@ class Target(nn.Module):
         return TreeCache(self.num_layers, batch_size, max_length, self.device, bound, self.attending.shapes)
 
     def pack(self) -> None:
-        """On a CPU, move decoding and feature capture to the faster linears, where this process holds them."""
+        """Move decoding and feature capture to faster linears, where this process holds them: reordered on a CPU, and on a GPU
+        one product of those that read the same input."""
         if self.sharding != "none":
             return
         pack_linears(self.model)
+        if self.device.type == "cuda":
+            join_linears(self.model)
 
     def features(
         self,

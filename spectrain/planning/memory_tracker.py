@@ -47,11 +47,28 @@ def attention_backward_flops(gradient: Shape, query: Shape, key: Shape, value: S
     return 5 * attention_flops(query, key, value) // 2
 
 
+def documents_flops(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, *args: Any, **kwargs: Any) -> int:
+    """The same of flash attention by its own name: of [B, T, H, D], or of documents [T, H, D] packed from `starts` on."""
+    heads, size = query.shape[-2:]
+    lengths = [query.shape[1]] * query.shape[0] if starts is None else starts.diff().tolist()
+    return sum(2 * heads * length**2 * (size + value.shape[-1]) for length in lengths)
+
+
+def documents_backward_flops(gradient: Tensor, *args: Any, **kwargs: Any) -> int:
+    query, key, value, _, _, starts = args[:6]
+    return 5 * documents_flops(query, key, value, starts) // 2
+
+
 def linear_flops(x: Shape, weight: Shape, *args: Any, **kwargs: Any) -> int:
     return 2 * math.prod(x) * weight[0]
 
 
+def added_flops(total: Shape, left: Shape, right: Shape, *args: Any, **kwargs: Any) -> int:
+    return 2 * math.prod(left) * right[1]
+
+
 FORMULAS: dict[Any, Any] = {
+    aten.addmm: added_flops,
     aten._scaled_dot_product_flash_attention: attention_flops,
     aten._scaled_dot_product_efficient_attention: attention_flops,
     aten._scaled_dot_product_cudnn_attention: attention_flops,
@@ -62,7 +79,13 @@ FORMULAS: dict[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
     torch.ops.mkldnn._linear_pointwise: linear_flops,
 }
-"""What torch's own registry of FLOP formulas lacks, by the shapes of operands; its attention knows no grouped heads."""
+"""What torch's own registry of FLOP formulas lacks, by the shapes of operands; its attention knows no grouped heads, and its
+sums of products none in another type."""
+
+OF_VALUES: dict[Any, Any] = {
+    aten._flash_attention_forward: documents_flops, aten._flash_attention_backward: documents_backward_flops
+}  # fmt: skip
+"""By the values of operands, which a plan follows where they are few."""
 
 SELECTING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
 EMPTY = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default,
@@ -162,7 +185,11 @@ class MemoryTracker(TorchDispatchMode):
         self.phase = "other"
         self.vocabularies: set[int] = set()  # widths that make a tensor one of logits
         self.flops: Counter[str] = Counter()
-        self.formulas = {**flop_registry, **{packet: shape_wrapper(formula) for packet, formula in FORMULAS.items()}}
+        self.formulas = {
+            **flop_registry,
+            **{packet: shape_wrapper(formula) for packet, formula in FORMULAS.items()},
+            **OF_VALUES,
+        }
         self.assumed = 0
         self.sizes: list[int] = []  # of every storage that there ever was
         self.parts: list[str] = []

@@ -10,6 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spectrain.kernels.round_log import tree_numbers
+from spectrain.kernels.token_commit import emitted_tokens
 from spectrain.kernels.tree_attention import pack_words
 
 Children = Literal["deterministic", "sampled", "without_replacement", "top_and_sampled"]
@@ -120,9 +122,9 @@ class TokenTree:
     def numbers(self) -> Tensor:
         """[B, 5] for a report: its depth, the nodes that the target runs, those among them that only draft, further nodes that
         were pruned, and nodes whose children were judged for that."""
-        depth, idle = (self.depths * (self.valid & self.emitted)).amax(1), (self.valid & ~self.emitted).sum(1)
+        depth, run, idle = tree_numbers(self.depths, self.valid, self.emitted).unbind(1)
         pruned = self.pruned or Pruned(depth, torch.zeros_like(depth), torch.zeros_like(depth))
-        return torch.stack([pruned.depth, self.valid.sum(1), idle, pruned.nodes, pruned.judged], dim=1)
+        return torch.stack([pruned.depth, run, idle, pruned.nodes, pruned.judged], dim=1)
 
     def check(self) -> None:
         """Raise AssertionError where the tree breaks what kernels and rules rely on."""
@@ -146,9 +148,7 @@ class Accepted:
 
     def emitted(self, tree: TokenTree) -> Tensor:
         """[B, P] the tokens of the round: the kept nodes after the root, then the bonus, then padding."""
-        following = torch.cat([self.path[:, 1:], self.path[:, -1:]], dim=1)
-        tokens = tree.tokens.gather(1, following)
-        return tokens.scatter(1, (self.counts - 1)[:, None], self.bonus[:, None])
+        return emitted_tokens(tree.tokens, self.path, self.counts, self.bonus)
 
     def trimmed(self) -> "Accepted":
         """Without what is padding in every row, after a host-device synchronisation."""

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from spectrain.bench.attention import random_tree
-from spectrain.kernels import kv_append, kv_commit, linear_divergence, tree_attention, tree_verify
+from spectrain.kernels import kv_append, kv_commit, linear_divergence, round_log, token_commit, tree_attention, tree_verify
 from spectrain.kernels.counter import host_key
 
 CPU = torch.device("cpu")
@@ -105,6 +105,16 @@ def keep(dtype: torch.dtype) -> None:
         kv_commit._commit(storage, lengths, path, counts, *features)
 
 
+def emit(batch: int, nodes: int, steps: int) -> None:
+    tree, rows = random_tree(batch, nodes, CPU), torch.zeros(batch, dtype=torch.int64)
+    path, active = torch.zeros(batch, steps, dtype=torch.int64), torch.ones(batch, dtype=torch.bool)
+    emitted, kept = token_commit._emit(
+        tree.tokens, path, rows + 1, rows, torch.zeros(batch, 300).long(), rows, active, rows + 9, torch.arange(2)
+    )
+    lines = torch.zeros(4, batch, steps + 4).long()
+    round_log._write(lines, rows[:1], emitted, kept, tree.depths, tree.valid, tree.emitted)
+
+
 def lose(dtype: torch.dtype, vocab: int) -> None:
     product, weight = torch.zeros(4, vocab, dtype=dtype), torch.ones(4)
     row_kl = partial(linear_divergence.row_kl, row_weight=weight, scale=1.0, softcap=None, with_grad=True)
@@ -130,6 +140,8 @@ def main() -> None:
         verify(dtype, 128256)
         keep(dtype)
         lose(dtype, 128256)
+    for sizes in ((1, 1, 1), (8, 64, 6), (1, 256, 256)):
+        emit(*sizes)
     print(json.dumps({"launches": launches, "spilled": spilled}))
 
 

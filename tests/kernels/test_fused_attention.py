@@ -1,6 +1,8 @@
 """Fused attention without cuDNN's plans: the same numbers, and on a planned GPU no path stores all scores."""
 
-from collections.abc import Callable
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from spectrain.drafters.shared.chunks import attend_chunks
 from spectrain.kernels.fused_attention import unplanned
 from spectrain.kernels.tree_attention import tree_attention_reference
+from spectrain.models import attention
 from spectrain.models.attention import causal_attention, trees_alone, unrolled_attention
 from spectrain.models.kv_cache import Rules
 from spectrain.planning.memory_tracker import MemoryTracker
@@ -44,12 +47,16 @@ class Made(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.count: Counter[str] = Counter()
         self.most = 0
+
+    @property
+    def names(self) -> set[str]:
+        return {*self.count}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.names.add(func.name())
+        self.count[func.name()] += 1
         self.most = max([self.most, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
         return out
 
@@ -98,6 +105,116 @@ def test_no_path_stores_all_scores(path: str, dtype: torch.dtype) -> None:
             attended.sum().backward()
     assert made.most < HEADS * LENGTH * LENGTH, made.names
     assert any("attention" in name for name in made.names) and not any("cudnn" in name for name in made.names)
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's flash attention on a CPU, in its own words: a stand-in by the definition, so that torch's own schema and
+    derivative are what calls it."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", standing_in, "CPU")
+    library.impl("_flash_attention_backward", standing_in_backward, "CPU")
+    monkeypatch.setattr(attention, "takes_documents", lambda q, v: True)
+    yield
+    library._destroy()
+
+
+def documents(
+    q: Tensor, k: Tensor, starts: Tensor | None, scale: float | None, back: int | None, ahead: int | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Scores [H, T, T] of every document of queries [T, H, D] and keys [T, K, D], -inf where nothing is seen."""
+    ends = [0, len(q)] if starts is None else starts.tolist()
+    for first, last in itertools.pairwise(ends):
+        place = torch.arange(last - first)
+        part = slice(first, last)
+        keys = k[part].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = torch.einsum("thd,shd->hts", q[part], keys) * (q.shape[-1] ** -0.5 if scale is None else scale)
+        distance = place[:, None] - place
+        seen = (distance >= -(ahead or 0)) & ((distance <= back) if back is not None else True)
+        yield part, scores.masked_fill(~seen, float("-inf"))
+
+
+def standing_in(
+    q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, starts_k: Tensor | None, most: int, most_k: int, dropout: float,
+    is_causal: bool, debug: bool, scale: float | None = None, window_size_left: int | None = None,
+    window_size_right: int | None = None, **others: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    assert is_causal and not dropout and (starts is None or most == most_k == int(starts.diff().max()))
+    if q.dim() == 4:
+        rows = [standing_in(*row, None, None, most, most, 0.0, True, False, scale, window_size_left) for row in zip(q, k, v)]
+        return *(torch.stack(parts) for parts in zip(*(row[:2] for row in rows))), *rows[0][2:]
+    out, logs = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    for part, scores in documents(q, k, starts, scale, window_size_left, window_size_right):
+        values = v[part].repeat_interleave(q.shape[1] // v.shape[1], 1)
+        out[part] = torch.einsum("hts,shd->thd", scores.softmax(-1), values)
+        logs[:, part] = scores.logsumexp(-1)
+    nothing = torch.zeros(2)
+    return out, logs, nothing, nothing, nothing
+
+
+def standing_in_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logs: Tensor, starts: Tensor | None, starts_k: Tensor | None,
+    most: int, most_k: int, dropout: float, is_causal: bool, seed: Tensor, offset: Tensor, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """P = exp(S - L), dS = P (dP - rowsum(dO O)), from nothing but the output and its log-sum-exps."""
+    if q.dim() == 4:
+        options = None, None, most, most, 0.0, True, seed, offset, scale, window_size_left
+        rows = [standing_in_backward(*row, *options) for row in zip(grad, q, k, v, out, logs)]
+        return tuple(torch.stack(parts) for parts in zip(*rows))
+    groups, size = q.shape[1] // k.shape[1], q.shape[-1]
+    found = [torch.zeros_like(x) for x in (q, k, v)]
+    for part, scores in documents(q, k, starts, scale, window_size_left, window_size_right):
+        keys, values = (x[part].repeat_interleave(groups, 1) for x in (k, v))
+        chances = (scores - logs[:, part, None]).exp()
+        of_chances = torch.einsum("thd,shd->hts", grad[part], values) - (grad[part] * out[part]).sum(-1).t()[..., None]
+        of_scores = chances * of_chances * (size**-0.5 if scale is None else scale)
+        found[0][part] = torch.einsum("hts,shd->thd", of_scores, keys)
+        found[1][part] = torch.einsum("hts,thd->shd", of_scores, q[part]).unflatten(1, (-1, groups)).sum(2)
+        found[2][part] = torch.einsum("hts,thd->shd", chances, grad[part]).unflatten(1, (-1, groups)).sum(2)
+    return tuple(found)
+
+
+Attending = Callable[[Tensor, Tensor, Tensor], Tensor]
+DOCUMENTS: dict[str, Attending] = {
+    "packed": partial(causal_attention, lengths=(5, 1, 14)),
+    "packed, window": partial(causal_attention, lengths=(5, 1, 14), window=6, scale=0.4),
+    "window": partial(causal_attention, window=6),
+    "unrolled": lambda q, k, v: unrolled_attention(q, [k, 2 * k, k - 1], [v, v + 1, v * v], (5, 1, 14), Rules(scale=0.3)),
+    "unrolled, wide window": lambda q, k, v: unrolled_attention(q, [k, 2 * k], [v, v + 1], (5, 1, 14), Rules(window=15)),
+}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_one_launch_attends_as_one_a_document(path: str, request: pytest.FixtureRequest) -> None:
+    """Values and gradients, of grouped heads, by what a GPU is asked for and by what a CPU runs."""
+    torch.manual_seed(0)
+    batch = 2 if path == "window" else 1
+    parts = [torch.randn(batch, heads, 20, 8, requires_grad=True) for heads in (4, 2, 2)]
+    weight, found = torch.randn(batch, 4, 20, 8), []
+    for fixture in (None, "flash"):
+        if fixture is not None:
+            request.getfixturevalue(fixture)
+        with Made() as made:
+            out = DOCUMENTS[path](*parts)
+            found.append((out, *torch.autograd.grad((out * weight).sum(), parts)))
+        assert ("aten::_flash_attention_forward" in made.names) == (fixture is not None)
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_documents_are_one_launch() -> None:
+    """On a planned GPU eight of them launch what one does, and nothing joins their outputs or gradients."""
+    counts = []
+    for lengths in ((96,), (12,) * 8):
+        with MemoryTracker(GPU), Made() as made:
+            q, k, v = (
+                torch.empty(1, heads, LENGTH, SIZE, device=GPU, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
+            )
+            for attended in (causal_attention(q, k, v, lengths), unrolled_attention(q, [k] * 3, [v] * 3, lengths)):
+                attended.sum().backward()
+        counts.append(sum(count for name, count in made.count.items() if "flash_attention" in name))
+    assert counts == [4, 4], made.count
 
 
 def test_a_mask_with_grouped_heads_would_store_them() -> None:

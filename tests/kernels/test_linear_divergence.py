@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spectrain import kernels
+import spectrain.kernels.linear_divergence as module
 from spectrain.bench.divergence import systems
 from spectrain.drafters.shared.losses import DIVERGENCES, UNNORMALISED, divergence, forward_kl, jensen_shannon, split_loss
 from spectrain.kernels.linear_divergence import (
@@ -343,6 +343,35 @@ def test_chunks_of_low_precision_add_up_in_float32() -> None:
     torch.testing.assert_close(every, 256 * one)
 
 
+def test_wide_sums_in_one_call_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU adds to float32 at once, here by a stand-in behind torch's own schema, is the sum of the products, rounded
+    less: gradients of chunks in bfloat16 are nearer to those of float32."""
+    library = torch.library.Library("aten", "IMPL")
+    calls: list[str] = []
+
+    def multiply(left: Tensor, right: Tensor, out_dtype: torch.dtype) -> Tensor:
+        calls.append("mm")
+        return (left.double() @ right.double()).to(out_dtype)
+
+    def add(total: Tensor, left: Tensor, right: Tensor, out_dtype: torch.dtype, *, out: Tensor, **others: Any) -> Tensor:
+        calls.append("addmm")
+        return out.copy_(total + multiply(left, right, out_dtype))
+
+    library.impl("mm.dtype", multiply, "CPU")
+    library.impl("addmm.dtype_out", add, "CPU")
+    hidden, head = torch.randn(24, WIDTH).bfloat16(), layer(WIDTH, VOCAB, torch.bfloat16)
+    tokens, errors = torch.randint(0, VOCAB, (24,)), []
+    exact = Projection(head.weight.detach().float().requires_grad_())
+    (wanted,) = torch.autograd.grad(linear_divergence(hidden.float(), exact, tokens).loss, exact.weight)
+    for wide in (False, True):
+        monkeypatch.setattr(module, "_adds_wide", lambda left, dtype, wide=wide: wide)
+        (found,) = torch.autograd.grad(linear_divergence(hidden, head, tokens, chunk=8).loss, head.weight)
+        torch.testing.assert_close(found.float(), wanted, rtol=3e-2, atol=3e-2)
+        errors.append(float((found.float() - wanted).abs().mean()))
+    library._destroy()
+    assert calls == ["mm", "addmm", "mm", "addmm", "mm"] and errors[1] <= errors[0]
+
+
 class Seen(TorchDispatchMode):
     """The size of the largest tensor that any operation returned, and which operations ran."""
 
@@ -469,7 +498,7 @@ def test_a_target_multiplied_by_pieces_says_the_same(own_mass: bool, monkeypatch
     case = Case(torch.float32, scale=0.7)
     results = []
     for products in (1, 3 * len(case.target.weight), 1 << 23):
-        monkeypatch.setattr(kernels.linear_divergence, "PRODUCTS", products)
+        monkeypatch.setattr(module, "PRODUCTS", products)
         best, target = target_over(case.final, case.target, case.ids, own_mass)
         results.append((best, target(slice(0, len(case.final)))))
     for found in results[1:]:

@@ -30,6 +30,7 @@ from spectrain.drafters.pard import Pard
 from spectrain.drafters.peagle import PEagle
 from spectrain.drafters.redrafter import Redrafter
 from spectrain.drafters.transformer_heads import TransformerHeads
+from spectrain.models.joined_linears import join_linears
 from spectrain.models.target import Target
 from spectrain.planning.launches import LaunchCounter, count_round
 from spectrain.trees import Beam, Chain, Eagle2, TreeBuilder
@@ -80,6 +81,7 @@ def engine_of(name: str) -> Captured:
     target = cut_tiny(3)
     made = None if drafter is None else drafter(target).eval().to("meta")
     target.to("meta")
+    join_linears(target.model)  # as `pack` does on a GPU
     return Captured(target, rule, made, builder)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from spectrain.models.attention import causal_attention
 from spectrain.models.prepacked import pack_linears
 from spectrain.planning.dry_run import autocasting
 from spectrain.planning.memory_tracker import FORMULAS, MemoryTracker
@@ -117,3 +118,35 @@ def test_packed_copies_of_weights_are_held() -> None:
         with torch.no_grad():
             linear(torch.zeros(2, 600))
     assert tracker.peak()["packed copies of weights"] == 4 * 600 * 500
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_packed_documents_count_as_each_of_them(window: int | None) -> None:
+    """FLOPs of one launch over all, forward and backward, are those of a launch for each; what follows a window is counted
+    masked or not, as ever."""
+    found = []
+    for documents in (((7, 30, 2),), ((7,), (30,), (2,))):
+        with MemoryTracker(torch.device("cuda", 0)) as tracker:
+            for lengths in documents:
+                q, k, v = (
+                    torch.empty(1, heads, sum(lengths), 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                    for heads in (4, 2, 2)
+                )
+                causal_attention(q, k, v, lengths, window=window).sum().backward()
+        found.append(tracker.flops["other"])
+    assert found[0] == found[1] == 4 * 16 * 4 * (7**2 + 30**2 + 2**2) * 7 // 2
+
+
+def test_sums_of_products_in_another_type_count_as_others() -> None:
+    """What is added to float32 at once is as many FLOPs as in one type; torch's own formula stumbles over the type."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with MemoryTracker(torch.device("cuda", 0)) as tracker:
+            total = torch.zeros(4, 6, device="cuda")
+            left, right = torch.empty(4, 5, device="cuda", dtype=dtype), torch.empty(5, 6, device="cuda", dtype=dtype)
+            if dtype == torch.float32:
+                torch.addmm(total, left, right, out=total)
+            else:
+                torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        found.append(tracker.flops["other"])
+    assert found == [2 * 4 * 5 * 6] * 2

@@ -1,0 +1,85 @@
+"""What a round emits: kernel = reference = a loop over texts, and the kernel compiles for sm_90."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectrain.kernels import token_commit as module
+from spectrain.kernels.token_commit import Texts, token_commit, token_commit_reference
+from tests.kernels import aot
+
+pytest.importorskip("triton", reason="triton is not installed, so there is no kernel to interpret")
+
+Case = tuple[Tensor, Tensor, Tensor, Tensor, Texts]
+
+
+def round_of(counts: list[int], num_nodes: int, num_stops: int) -> Case:
+    """A verified batch: texts that are done, that have one token left, and that have many; few tokens, so that some end."""
+    batch, steps = len(counts), max(counts)
+    nodes = torch.randint(0, 7, (batch, num_nodes))
+    path = torch.stack([torch.randperm(num_nodes)[:steps].sort().values for _ in counts])
+    left = torch.tensor([(1, 50, 3)[row % 3] for row in range(batch)])
+    active = torch.tensor([row % 4 != 1 for row in range(batch)])
+    texts = Texts(torch.full((batch, 40), 9), torch.randint(0, 20, (batch,)), active, left, torch.arange(num_stops))
+    return nodes, path, torch.tensor(counts), torch.randint(0, 7, (batch,)), texts
+
+
+def copied(case: Case) -> Case:
+    *trees, texts = case
+    return *(x.clone() for x in trees), Texts(*(x.clone() for x in texts))  # type: ignore[return-value]
+
+
+def looped(nodes: Tensor, path: Tensor, counts: Tensor, bonus: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+    emitted, kept = torch.empty_like(path), torch.zeros_like(counts)
+    for row, count in enumerate(counts.tolist()):
+        behind = [*path[row, 1:].tolist(), int(path[row, -1])]
+        tokens = [int(nodes[row, node]) for node in behind]
+        tokens[count - 1] = int(bonus[row])
+        emitted[row] = torch.tensor(tokens)
+        if not texts.active[row]:
+            continue
+        kept[row], start = count, int(texts.lengths[row]) + 1
+        texts.tokens[row, start : start + count] = torch.tensor(tokens[:count])
+        texts.left[row] -= count
+        texts.active[row] = texts.left[row] > 0 and not {*tokens[:count]} & {*texts.stops.tolist()}
+    return emitted, kept
+
+
+@pytest.mark.sweep(3, free=("num_stops",))
+@pytest.mark.parametrize("num_stops", [0, 1, 3])
+@pytest.mark.parametrize(("counts", "num_nodes"), [([1], 1), ([1, 4, 2, 3, 1, 4, 4], 9), ([17, 3, 1, 16], 64)])
+def test_kernel_equals_reference_and_loop(
+    monkeypatch: pytest.MonkeyPatch, counts: list[int], num_nodes: int, num_stops: int
+) -> None:
+    """What is emitted, every text, how much of it is left and whether it goes on."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    torch.manual_seed(len(counts) + num_stops)
+    case, ended = round_of(counts, num_nodes, num_stops), 0
+    found = []
+    for commit in (token_commit, token_commit_reference, looped):
+        copy = copied(case)
+        found.append((*commit(*copy), *copy[-1]))
+        ended = int((case[-1].active & ~copy[-1].active).sum())
+    for other in found[1:]:
+        assert all(torch.equal(one, another) for one, another in zip(found[0], other, strict=True))
+    assert not torch.equal(found[0][2], case[-1].tokens) and (ended > 0 or len(counts) == 1)
+
+
+def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator's schema says what it changes, and its fake stands in for it."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    *trees, texts = round_of([1, 3], 5, 2)
+    torch.library.opcheck(module._emit, (*trees, *texts))
+
+
+@pytest.mark.sweep(1, free=("num_steps",))
+@pytest.mark.parametrize("num_steps", [1, 8, 256])
+def test_kernel_compiles_for_sm_90(num_steps: int) -> None:
+    """No stack and no shared memory, with one stop token or eight."""
+    long = ("nodes_ptr", "path_ptr", "counts_ptr", "bonus_ptr", "tokens_ptr", "lengths_ptr", "left_ptr", "stops_ptr",
+            "emitted_ptr", "kept_ptr")  # fmt: skip
+    types = dict.fromkeys(long, "*i64") | {"active_ptr": "*i1"}
+    for num_stops in (1, 8):
+        constants = {"BLOCK_P": num_steps, "BLOCK_S": num_stops}
+        usage = aot.compile_for(aot.Request("spectrain.kernels.token_commit", "_emit_kernel", types, constants, 1, 3))
+        assert usage.stack == 0 and usage.registers <= 255, usage
