@@ -505,15 +505,18 @@ def target_over(
         best, log_z = most_likely(final, head, chunk)
         return best, HeadTarget(final, head.entries(entries), log_z if own_mass else None)
     at_once = max(1, PRODUCTS // len(head.weight)) if final.device.type == "cpu" else max(1, len(final))
-    best, log_z, kept = [], [], []
+    likeliest, masses, kept = [], [], []
     for states in final.split(at_once):
         said = Said(head.product(states), head.scale, head.softcap)
-        likeliest, total = _best_of(said) if own_mass else (_likeliest(said), None)
-        best.append(likeliest)
-        log_z.append(total)
+        if own_mass:
+            likely, mass = _best_of(said)
+            masses.append(mass)
+        else:
+            likely = _likeliest(said)
+        likeliest.append(likely)
         kept.append(said.product[:, entries])
-    mass = torch.cat([total for total in log_z if total is not None]) if own_mass else None
-    return torch.cat(best), SaidBefore(Said(torch.cat(kept), head.scale, head.softcap, mass))
+    theirs = Said(torch.cat(kept), head.scale, head.softcap, torch.cat(masses) if own_mass else None)
+    return torch.cat(likeliest), SaidBefore(theirs)
 
 
 @dataclass(frozen=True)
