@@ -41,6 +41,7 @@ from spectrain.decoding.acceptance import (
     VerifiedTree,
     Walking,
     transport,
+    walking,
     weighing,
 )
 from spectrain.errors import UserError
@@ -885,7 +886,7 @@ WRONG = [
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
 def test_a_wrong_variant_is_caught(wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof finds another joint distribution than the target's, and still one that sums to 1."""
-    for module in (weighing, transport) if wrong.patch is not None else ():
+    for module in (walking, weighing, transport) if wrong.patch is not None else ():
         monkeypatch.setattr(module, *wrong.patch, raising=False)
     caught = 0
     for seed in range(6):

@@ -41,10 +41,10 @@ def unpacked(packed: Tensor, lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
-    """Equal within 1e-5 of the larger of them."""
+    """Equal within 3e-5 of the larger of them: what is left in float32 of sums in another order (in float64 1e-14)."""
     scale = max(float(expected.detach().abs().max()), 1e-3) if expected.numel() else 1.0
     assert actual.shape == expected.shape
-    assert float((actual - expected).detach().abs().max()) <= 1e-5 * scale if expected.numel() else True
+    assert float((actual - expected).detach().abs().max()) <= 3e-5 * scale if expected.numel() else True
 
 
 def gradients(name: str, target: Target, stage: int, packed: bool, source: Any = None) -> tuple[Any, dict[str, Tensor]]:
