@@ -1,19 +1,27 @@
 """EAGLE-3 trained here and by the speculators library, on the same tokens in as many passes: acceptance, tokens a second.
 
     python scripts/against_speculators.py [--work DIR] [--out FILE] [--seeds 3] [--passes 1] [--prompts 16]
+    python scripts/against_speculators.py --pace 24 [--out FILE]
 
 Needs an environment with both (make .venv-engines/installed). The target is tiny, with embedded conversations up to --limit,
 batches of 512 packed tokens and three unrolled steps. The library has its defaults: Muon with AdamW beside it, its rates, its
 warm-up and linear decay, its norms; attention in torch's eager code, for its own wants a GPU. Both are scored by this project
 on the same held-out prompts, by chains of three and by trees. Seconds are of the processor, the target's features included.
+
+With --pace so many steps on SmolLM2 instead, a draft vocabulary of 8,192 in both, step by step in turn over the same batches,
+one thread: seconds of the processor from given features (as from a store), and of the target's forward that computes them.
+Beside a target in bfloat16 both compute their products in bfloat16.
 """
 
 import argparse
 import json
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,17 +29,27 @@ import torch
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3 import Eagle3DraftModel
 from speculators.train.optimizers import build_optimizers
+from torch import Tensor
 from transformers import LlamaConfig, get_linear_schedule_with_warmup
 
 import spectrain
+from spectrain.cli.interface import composed, composing
 from spectrain.data.dataset import Batching, Dataset
 from spectrain.data.readers import Embedded
+from spectrain.features.base import BatchRequest, Source
 from spectrain.features.batch import Batch, collate
+from spectrain.models.features import Features
 from spectrain.models.loading import load_tiny
 from spectrain.models.target import Target
 from spectrain.provenance import provenance
+from spectrain.runs.fresh import fresh_drafter
+from spectrain.settings.build import build
+from spectrain.training.job import Job
+from spectrain.training.parallel import parallel
+from spectrain.training.trainer import Trainer
 
 STEPS, BATCH, LAYERS = 3, 512, (2, 4, 5)
+CPU = torch.device("cpu")
 THEIR_OPTIMIZER = SimpleNamespace(
     optimizer="muon", lr=1e-3, weight_decay=0.01, muon_lr=1e-3, muon_momentum=0.95, muon_weight_decay=0.1, muon_ns_steps=5,
     muon_adjust_lr_fn="match_rms_adamw",
@@ -43,10 +61,13 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--work", type=Path, default=Path("runs/against-speculators"))
     arguments.add_argument("--out", type=Path, default=None)
-    for name, default in (("seeds", 3), ("passes", 1), ("prompts", 16), ("limit", 320)):
+    for name, default in (("seeds", 3), ("passes", 1), ("prompts", 16), ("limit", 320), ("pace", 0)):
         arguments.add_argument(f"--{name}", type=int, default=default)
     asked = arguments.parse_args()
     torch.set_num_threads(1)
+    if asked.pace:
+        write(pace(asked.pace, asked.limit), asked.out)
+        return
     rows = []
     for seed in range(asked.seeds):
         for by in (train_ours, train_theirs) if seed % 2 == 0 else (train_theirs, train_ours):
@@ -59,10 +80,13 @@ def main() -> None:
     for key in ("chain", "tree", "tokens_a_second"):
         ours, theirs = (mean(row[key] for row in rows if row["by"] == by) for by in ("train_ours", "train_theirs"))
         found[key] = {"ours": ours, "theirs": theirs, "ratio": ours / theirs}
-    found |= {"rows": rows, "provenance": provenance()}
     print(json.dumps({key: found[key] for key in ("chain", "tree", "tokens_a_second")}, indent=1))
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    write(found | {"rows": rows, "provenance": provenance()}, asked.out)
+
+
+def write(found: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def train_ours(folder: Path, seed: int, passes: int, limit: int) -> tuple[int, float]:
@@ -85,50 +109,117 @@ def train_theirs(folder: Path, seed: int, passes: int, limit: int) -> tuple[int,
     batching = Batching(BATCH, seed, packed=True)
     num_steps = passes * data.num_batches(batching)
     torch.manual_seed(seed)
-    model = library_model(target)
-    loss_config: Any = resolve_loss_config("kl_div", "eager")
-    optimizers = build_optimizers(model, THEIR_OPTIMIZER)
-    schedules = [get_linear_schedule_with_warmup(one, round(0.01 * num_steps), num_steps) for one in optimizers]
+    theirs = Theirs(target, torch.arange(target.head.vocab_size), LAYERS, num_steps)
     tokens = 0
     for examples in islice(data.stream(batching), num_steps):
         batch = collate(examples, packed=True)
         tokens += batch.tokens.numel()
-        _, loss, _ = model(**shifted(batch, target), ttt_steps=STEPS, loss_config=loss_config)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for one in (*optimizers, *schedules):
-            one.step()
-        model.zero_grad()
+        features = target.features(batch.tokens, (*LAYERS, target.num_layers), batch.lengths)
+        theirs.step(shifted(batch, features, LAYERS, target.num_layers))
     seconds = time.process_time() - began
-    model.save_pretrained(folder / "drafter")
+    theirs.model.save_pretrained(folder / "drafter")
     return tokens, seconds
 
 
-def library_model(target: Target) -> Any:
-    """The library's EAGLE-3 for a target, over its whole vocabulary, with the defaults of its command line."""
+class Theirs:
+    """The library's model, loss, optimisers and schedule of a training."""
+
+    def __init__(self, target: Target, draft_ids: Tensor, layers: tuple[int, ...], num_steps: int) -> None:
+        self.model = library_model(target, draft_ids, layers)
+        self.loss: Any = resolve_loss_config("kl_div", "eager")
+        self.optimizers = build_optimizers(self.model, THEIR_OPTIMIZER)
+        self.schedules = [get_linear_schedule_with_warmup(one, round(0.01 * num_steps), num_steps) for one in self.optimizers]
+        self.autocast = partial(torch.autocast, "cpu", torch.bfloat16, target.dtype == torch.bfloat16)
+
+    def step(self, inputs: dict[str, Any]) -> None:
+        with self.autocast():
+            _, loss, _ = self.model(**inputs, ttt_steps=STEPS, loss_config=self.loss)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for one in (*self.optimizers, *self.schedules):
+            one.step()
+        self.model.zero_grad()
+
+
+class Given(Source):
+    """One batch, whose features are there already."""
+
+    given: Batch
+
+    def batch(self, request: BatchRequest) -> Batch:
+        return self.given
+
+
+def pace(steps: int, limit: int) -> dict[str, Any]:
+    """Seconds of a step, ours and theirs, over the same batches of SmolLM2, in turn; the median of each."""
+    with composing():
+        config, _ = composed("train", {"recipe": "eagle3", "drafter.ttt_steps": STEPS, "trainer.packing": True})
+    target: Target = build(config.target)
+    target.pack()
+    data: Dataset = Embedded(limit=limit, max_length=512).dataset(target.tokenizer)
+    drafter, trainer, given = fresh_drafter(config, target, data), Trainer.of(config), Given()
+    layers: tuple[int, ...] = drafter.fused  # type: ignore[assignment]
+    wanted = (*layers, "final", target.num_layers)
+    job = Job(trainer, drafter, target, given, parallel(trainer.accelerator(), "auto", 1, trainer.autocast(target, CPU)), steps)
+    job.begin()
+    theirs = Theirs(target, drafter.draft_ids, layers, steps)
+    seconds: dict[str, list[float]] = {"target": [], "ours": [], "theirs": []}
+    tokens = []
+    for number, examples in enumerate(islice(data.stream(Batching(BATCH, 0, packed=True)), steps)):
+        batch = collate(examples, packed=True)
+        features = timed(seconds["target"], partial(target.features, batch.tokens, wanted, batch.lengths))
+        given.given = replace(batch, features=features)
+        inputs = shifted(batch, features, layers, target.num_layers)
+        both = [("ours", partial(job.train_step, [examples])), ("theirs", partial(theirs.step, inputs))]
+        for by, step in both if number % 2 else both[::-1]:
+            timed(seconds[by], step)
+        tokens.append(batch.tokens.numel())
+    middle = {by: median(found[2:]) for by, found in seconds.items()}  # behind two that warm up
+    found = {
+        "setting": {"target": target.name, "dtype": str(target.dtype), "steps": steps, "tokens_a_step": mean(tokens),
+                    "draft_vocab": len(drafter.draft_ids), "unrolled": STEPS, "threads": 1},
+        "seconds_a_step": middle,
+        "ratio_from_features": middle["theirs"] / middle["ours"],
+        "ratio_with_the_target": (middle["theirs"] + middle["target"]) / (middle["ours"] + middle["target"]),
+        "tokens_a_second_from_features": {by: mean(tokens) / middle[by] for by in ("ours", "theirs")},
+    }  # fmt: skip
+    print(json.dumps(found, indent=1))
+    return found | {"seconds": seconds, "provenance": provenance()}
+
+
+def timed(seconds: list[float], work: Callable[[], Any]) -> Any:
+    """What `work` gives; its seconds of the processor are added."""
+    began = time.process_time()
+    found = work()
+    seconds.append(time.process_time() - began)
+    return found
+
+
+def library_model(target: Target, draft_ids: Tensor, layers: tuple[int, ...]) -> Any:
+    """The library's EAGLE-3 for a target, over a draft vocabulary, with the defaults of its command line."""
     said = target.model.config.to_diff_dict()
     config = LlamaConfig(**{key: value for key, value in said.items() if key not in ("model_type", "architectures")})
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
-    every = target.head.vocab_size
+    drafted = torch.zeros(target.head.vocab_size, dtype=torch.bool)
+    drafted[draft_ids] = True
     return Eagle3DraftModel.from_training_args(
-        config, t2d=torch.ones(every, dtype=torch.bool), d2t=torch.zeros(every, dtype=torch.int64), draft_vocab_size=every,
-        ttt_steps=STEPS, verifier_name_or_path=target.path, target_layer_ids=list(LAYERS), draft_attn_impl="eager",
+        config, t2d=drafted, d2t=draft_ids - torch.arange(len(draft_ids)), draft_vocab_size=len(draft_ids),
+        ttt_steps=STEPS, verifier_name_or_path=target.path, target_layer_ids=list(layers), draft_attn_impl="eager",
         norm_before_residual=True, norm_before_fc=True, norm_output=True,
     )  # fmt: skip
 
 
-def shifted(batch: Batch, target: Target) -> dict[str, Any]:
+def shifted(batch: Batch, features: Features, layers: tuple[int, ...], num_layers: int) -> dict[str, Any]:
     """A batch as the library's trainer hands it in: features at t beside token t + 1, document by document."""
     assert batch.lengths is not None
-    features = target.features(batch.tokens, (*LAYERS, target.num_layers), batch.lengths)
-    last = features.at(target.num_layers)
+    last = features.at(num_layers)
     ends = torch.tensor(batch.lengths).cumsum(0)
     follows = torch.ones(batch.tokens.shape[1], dtype=torch.bool)  # the places that a place of the same document follows
     follows[ends - 1] = False
     here = follows.nonzero()[:, 0]
     documents = torch.repeat_interleave(torch.arange(len(ends)), torch.tensor(batch.lengths))
     return {
-        "hidden_states": features.fused(LAYERS)[:, here], "input_ids": batch.tokens[:, here + 1],
+        "hidden_states": features.fused(layers)[:, here], "input_ids": batch.tokens[:, here + 1],
         "document_ids": documents[None, here], "loss_mask": batch.loss_mask[:, here + 1],
         "position_ids": batch.positions[:, here + 1], "verifier_last_hidden_states": last[:, here + 1],
     }  # fmt: skip
