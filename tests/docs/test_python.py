@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+import spectrain
+from spectrain.models.prepacked import is_packed
+
 ROOT = Path(__file__).parents[2]
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "python.md").read_text(), re.MULTILINE | re.DOTALL)
 SMALLER = {
@@ -52,6 +55,14 @@ def test_it_answers(found: dict[str, Any]) -> None:
     """A result for each prompt; the drafter that was saved and read again gives the same text."""
     one, two = (result.text for result in found["results"])
     assert one.strip() and two.strip() and found["kept"] == one
+
+
+def test_plain_decoding_runs_what_drafted_decoding_runs() -> None:
+    """The same packed linears, or its time would be none to compare with."""
+    target = spectrain.Target.from_pretrained("tiny")
+    assert not any(is_packed(module) for module in target.model.modules())
+    spectrain.generate(target, None, ["What is a bee?"], max_new_tokens=2)
+    assert is_packed(target.model.model.layers[0].mlp.down_proj)
 
 
 def test_the_score_is_from_decoding(found: dict[str, Any]) -> None:
