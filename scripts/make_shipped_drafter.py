@@ -8,6 +8,7 @@ spectrain/runs/shipped.py name.
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -30,7 +31,8 @@ def main() -> None:
     (out / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     facts = json.loads((asked.run / "provenance.json").read_text())
     del facts["target"]  # a path of the machine that trained it
-    facts["command"] = " ".join(word for word in facts["command"].split() if not word.startswith("run="))
+    words = [word for word in facts["command"].split() if not word.startswith("run=")]
+    facts["command"] = " ".join(re.sub(r"=/\S*/", "=", word) for word in words)  # names of files, not their places
     (out / "provenance.json").write_text(json.dumps(facts, indent=2) + "\n")
     print(f"{out}: {sum(file.stat().st_size for file in out.iterdir()) / 1e6:.1f} MB")
 
