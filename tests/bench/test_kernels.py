@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spectrain.bench import attention, correctness, kernels, measure
-from spectrain.bench.attention import Cell, Geometry, Problem, floor
+from spectrain.bench.attention import CONSTANTS, Cell, Geometry, Problem, bounds, cost
 from spectrain.bench.kernels import TOY, KernelBench, KernelSizes
 from spectrain.bench.measure import Rows, interleaved, paired_ratio, spread
 from spectrain.cli.main import main
@@ -61,7 +61,9 @@ def test_rows_hold_what_the_report_derives_from(written: Path) -> None:
         assert (row["batch"], row["prefix"], row["nodes"]) == (cell.batch, cell.prefix, cell.nodes)
         assert set(row["us"]) | set(row["not_run"]) == set(attention.SYSTEMS) and not set(row["us"]) & set(row["not_run"])
         assert all(us["p10"] <= us["median"] <= us["p90"] for us in row["us"].values())
-        assert row["floor_us"] == pytest.approx(floor((row["bytes"], row["flops"]), ceilings) * 1e6)
+        by_bytes, by_products = row["bytes"] / ceilings["bytes_per_second"], row["flops"] / ceilings["flops_per_second"]
+        assert row["floor_us"] == pytest.approx(max(by_bytes, by_products) * 1e6)
+        assert row["goal_us"] == pytest.approx(max(by_bytes, by_products / 0.6) * 1e6 + 5)
         assert row["share_of_floor"] == pytest.approx(row["floor_us"] / row["us"]["ours"]["median"])
         assert set(row["times_ours"]) == set(row["us"]) - {"ours"}
     (loss,) = TOY.losses()
@@ -198,7 +200,7 @@ def test_cost_counts_every_tensor_once() -> None:
     """Bytes of keys, values, queries and output; operations of the two products, as a profiler counts them."""
     problem = Problem(Cell(2, 30, 5), TINY, num_buffers=1)
     q, k, v = problem.inputs(0)
-    size, operations = problem.cost()
+    size, operations = cost(problem.cell, problem.geometry)
     assert size == 2 * q.nbytes + k.nbytes + v.nbytes
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -206,6 +208,22 @@ def test_cost_counts_every_tensor_once() -> None:
         grouped = q.unflatten(1, (2, 2)).flatten(2, 3)  # [B, K, G N, D]
         (grouped @ k.mT) @ v
     assert operations == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "batch, prefix, nodes, floor, goal",
+    [(1, 1024, 64, 1.44, 7.4), (1, 8192, 64, 10.96, 23.3), (1, 32768, 64, 43.6, 77.6), (8, 1024, 64, 11.6, 24.3),
+     (8, 8192, 64, 87.7, 151), (8, 32768, 64, 349, 586), (1, 32768, 16, 31.3, 36.3), (1, 32768, 1, 31.2, 36.2)],
+)  # fmt: skip
+def test_floors_and_goals_of_an_h200(batch: int, prefix: int, nodes: int, floor: float, goal: float) -> None:
+    """Microseconds as they follow by hand: 64 nodes are bound by products, 16 and 1 by bytes; floor < goal, whatever binds."""
+    heads = Geometry(*KernelSizes().heads, torch.bfloat16, CPU)
+    found = bounds(Cell(batch, prefix, nodes), heads, CONSTANTS)
+    assert found == pytest.approx((floor, goal), rel=5e-3)
+    single, wide = Cell(batch, prefix, 1), Geometry(32, 8, 256, torch.bfloat16, CPU)
+    ungrouped = bounds(single, Geometry(32, 32, 128, torch.bfloat16, CPU)).floor
+    assert ungrouped == pytest.approx(4 * bounds(single, heads).floor, rel=3e-3)
+    assert bounds(Cell(batch, prefix, nodes), wide).floor == pytest.approx(2 * found.floor)
 
 
 def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
