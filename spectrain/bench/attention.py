@@ -217,11 +217,8 @@ SYSTEMS: dict[str, System] = {
 """What is timed. Each is handed the problem and a dictionary for what else it wants noted."""
 
 
-def prepare(name: str, problem: Problem, results: Rows, launches: int, notes: dict[str, Any]) -> TimedWork:
+def prepare(name: str, problem: Problem, launches: int, notes: dict[str, Any]) -> TimedWork:
     """A system ready to be timed; raises where it cannot run here, or where it computes something else."""
-    attempt = f"{problem.cell.name}/{name}"
-    if results.begin(attempt) > 1:
-        raise RuntimeError("the process ended twice while this ran")
     work = SYSTEMS[name](problem, notes)
     if name not in ("ours", "unmasked"):
         error = relative_error(work(0), problem.answer)
@@ -230,22 +227,40 @@ def prepare(name: str, problem: Problem, results: Rows, launches: int, notes: di
     return TimedWork(work, problem.geometry.device, launches)
 
 
+def prepared(
+    problem: Problem, results: Rows, launches: int, notes: dict[str, dict[str, Any]], failed: dict[str, str]
+) -> dict[str, TimedWork]:
+    """Every system that runs here, ready to be timed; why another does not is left in `failed`.
+
+    A system that leaves the device unusable ends the process, and is left out of every cell from then on; so is one that was
+    under way twice when a process ended otherwise. Only ours is tried in every cell.
+    """
+    replays: dict[str, TimedWork] = {}
+    for name in SYSTEMS:
+        attempt = f"{problem.cell.name}/{name}"
+        if name != "ours" and results.ended_by(name) > 1:
+            failed[name] = "RuntimeError: it left the device unusable, or a process ended twice while it ran"
+            continue
+        results.begin(attempt)
+        try:
+            replays[name] = prepare(name, problem, launches, notes[name])
+        except Exception as error:
+            failed[name] = reason(error)
+            results.begin(attempt)  # counted twice: where the next line raises, it is known what ended the process
+            check_alive(problem.geometry.device)
+        results.end(attempt)
+    return replays
+
+
 @torch.no_grad()
 def table_row(
     cell: Cell, geometry: Geometry, results: Rows, ceilings: dict[str, float], launches: int, repeats: int
 ) -> dict[str, Any]:
     """Times of every system, interleaved; our share of the floor; how many times as long the others take."""
     problem = Problem(cell, geometry)
-    replays: dict[str, TimedWork] = {}
     failed: dict[str, str] = {}
     notes: dict[str, dict[str, Any]] = {name: {} for name in SYSTEMS}
-    for name in SYSTEMS:
-        try:
-            replays[name] = prepare(name, problem, results, launches, notes[name])
-        except Exception as error:
-            failed[name] = reason(error)
-            check_alive(geometry.device)  # where this raises, the process ends and the attempt stays noted
-        results.end(f"{cell.name}/{name}")
+    replays = prepared(problem, results, launches, notes, failed)
     samples = interleaved(replays, repeats)
     systems = {
         name: {**spread(seconds), "launches": replays[name].launches, **notes[name]} for name, seconds in samples.items()

@@ -178,9 +178,9 @@ def test_what_ends_the_process_is_left_out_the_third_time(tmp_path: Path, monkey
             patch.setitem(attention.SYSTEMS, "sdpa", killed)
             table_row(path, here)
     assert read(path)["attempts"] == {"table/B=1 prefix=20 N=5/sdpa": 2}
-    row = table_row(path, here)
-    assert row["not_run"] == {"sdpa": "RuntimeError: the process ended twice while this ran"} and "ours" in row["us"]
-    assert "sdpa" in table_row(path, here)["us"]
+    for _ in range(2):
+        row = table_row(path, here)
+        assert "ended twice while it ran" in row["not_run"]["sdpa"] and "ours" in row["us"] and len(row["not_run"]) == 1
 
 
 @pytest.mark.parametrize("cell", [Cell(1, 20, 5), Cell(2, 3, 70), Cell(2, 9, 1)])
@@ -280,6 +280,92 @@ def test_a_row_that_ends_the_process_takes_no_other_along(tmp_path: Path, monkey
     assert rows[poor]["failed"] == "the process ended 2 times while this ran" and read(path)["attempts"] == {}
     assert all(rows[name]["within"] for name in cases if name != poor) and sorted(order) == sorted([*cases, poor])
     assert order.index(poor) < len(cases) - 1  # the first process did not reach them all
+
+
+class LosableDevice:
+    """A device that an illegal access leaves unusable, for all that the same process asks of it later."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lost, seconds = False, measure.TimedWork.seconds
+        monkeypatch.setattr(measure, "wait", self.ask)
+        monkeypatch.setattr(measure.TimedWork, "seconds", lambda work: (self.ask(), seconds(work))[1])
+
+    def ask(self, *_: Any) -> None:
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def access_illegally(self) -> None:
+        self.lost = True
+        self.ask()
+
+    def processes(self, path: Path, count: int) -> int:
+        """Run so many processes, as the script does while they fail; how many of them failed."""
+        for number in range(count):
+            self.lost = False
+            try:
+                KernelBench(out=str(path), toy=True).run()
+                return number
+            except RuntimeError as error:
+                assert "illegal memory access" in str(error)
+        return count
+
+
+def test_an_illegal_access_of_one_kernel_starves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that ends the process in each of its cases: after the script's three processes all other rows are there, the
+    table among them, and the report names what failed."""
+    path, device = tmp_path / "kernels.json", LosableDevice(monkeypatch)
+
+    def judged(check: Any, case: Any, dtype: torch.dtype, of: torch.device) -> dict[str, Any]:
+        device.ask()
+        if check is correctness.CHECKS["row_kl"]:
+            device.access_illegally()
+        return {"within": True, "relative_error": 0.0, "by_kernel": True}
+
+    monkeypatch.setattr(kernels, "judge", judged)
+    monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.ours, "sdpa": attention.sdpa})
+    assert device.processes(path, 3) == 3
+    rows = read(path)["rows"]
+    poor = {name for name in all_names() if name.startswith("correctness/row_kl/")}
+    failed = {name for name, row in rows.items() if "failed" in row}
+    assert set(rows) - failed == all_names() - poor and len(failed) == 3 and failed < poor
+    assert all("illegal memory access" in rows[name]["failed"] for name in failed)
+    assert device.processes(path, 20) < 20  # each case twice, and then it is through
+    content = read(path)
+    assert set(content["rows"]) == all_names() and content["attempts"] == {}
+    ends = "the process ended 2 times while this ran (RuntimeError: CUDA error: an illegal memory access was encountered)"
+    assert {name: row["failed"] for name, row in content["rows"].items() if "failed" in row} == dict.fromkeys(poor, ends)
+
+
+def test_an_illegal_access_of_a_baseline_starves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends the process in every cell is tried in one: the second process measures every row without it."""
+    path, device = tmp_path / "kernels.json", LosableDevice(monkeypatch)
+
+    def flex(problem: Problem, notes: dict[str, Any]) -> Any:
+        return lambda i: device.access_illegally()
+
+    monkeypatch.setattr(kernels, "judge", lambda *arguments: {"within": True, "relative_error": 0.0, "by_kernel": True})
+    monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.ours, "flex": flex, "sdpa": attention.sdpa})
+    assert device.processes(path, 3) == 1
+    rows = read(path)["rows"]
+    assert set(rows) == all_names() and not [row for row in rows.values() if "failed" in row]
+    for cell in TOY.cells():
+        assert set(rows[cell.name]["us"]) == {"ours", "sdpa"} and "unusable" in rows[cell.name]["not_run"]["flex"]
+
+
+def test_the_script_goes_on_three_times_and_then_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part whose process fails is run three times in all; the report is written, and the status is the part's."""
+    told, python = tmp_path / "told", tmp_path / "python"
+    python.write_text(f'#!/bin/bash\necho "$2" >> {told}\n[[ "$2" != *Bench* ]]\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(python))
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    script = Path(kernels.__file__).parents[2] / "scripts" / "gpu_check.sh"
+    for part in (["kernels", "all", "toy"], ["engine", "counts", "toy"]):
+        told.write_text("")
+        ran = subprocess.run(["bash", str(script), *part], capture_output=True, text=True, check=False)
+        words = ["Bench" in line or ("Report" in line and "report") for line in told.read_text().splitlines()]
+        assert ran.returncode == 1 and words == [True, True, True, "report"], ran.stderr
+        assert (tmp_path / "out" / "report.md").exists()
 
 
 def test_a_row_that_never_ends_is_left(tmp_path: Path) -> None:
