@@ -88,7 +88,7 @@ class KernelBench(Bench):
 
     def correctness(self) -> Iterator[Step]:
         for name, check, case, dtype in named(self.toy):
-            yield Step(name, digest(check.module), partial(judge, check, case, dtype, self.device))
+            yield Step(name, digest(*check.modules), partial(judge, check, case, dtype, self.device))
 
     def table(self) -> Iterator[Step]:
         geometry = Geometry(*self.sizes.heads, self.dtype, self.device)

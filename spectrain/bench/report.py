@@ -255,7 +255,7 @@ def notes(evidence: Evidence) -> list[str]:
     found = [f"Not run in {count} rows: {text}." for text, count in reasons.items()]
     found += [f"Failed: {name}: {row['failed']}." for name, row in evidence.rows.items() if "failed" in row]
     now = {"table": digest(tree_attention), "divergence": digest(linear_divergence)}
-    now |= {f"correctness/{kernel}": digest(check.module) for kernel, check in CHECKS.items()}
+    now |= {f"correctness/{kernel}": digest(*check.modules) for kernel, check in CHECKS.items()}
     old = [name for name, row in evidence.rows.items() for part, source in now.items()
            if name.startswith(f"{part}/") and row.get("source") != source]  # fmt: skip
     return [*found, *([f"{len(old)} rows were measured before their kernel's file changed last."] if old else [])]

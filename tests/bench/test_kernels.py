@@ -247,6 +247,14 @@ def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     json.dumps(row, allow_nan=False)
 
 
+def test_every_kernel_is_checked() -> None:
+    """Each file that registers an operation is one whose change makes some verdict void, and has cases in every type."""
+    sources = Path(kernels.__file__).parents[1].joinpath("kernels").glob("*.py")
+    registering = {path.name for path in sources if 'custom_op("spectrain::' in path.read_text()}
+    checked = {Path(str(module.__file__)).name for check in correctness.CHECKS.values() for module in check.modules}
+    assert registering == checked and all(check.cases and check.toy_cases for check in correctness.CHECKS.values())
+
+
 def test_a_failing_row_is_kept_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in one row is written down, and the next is measured."""
     monkeypatch.setattr(kernels, "judge", lambda *arguments: 1 / 0)
