@@ -49,10 +49,17 @@ class Cell:
     batch: int
     prefix: int
     nodes: int
+    heads: tuple[int, int, int] | None = None  # query heads, key-value heads, head size, where they are not the table's
 
     @property
     def name(self) -> str:  # of its row in the results
-        return f"table/B={self.batch} prefix={self.prefix} N={self.nodes}"
+        heads = "" if self.heads is None else " heads={}:{}x{}".format(*self.heads)
+        return f"table/B={self.batch} prefix={self.prefix} N={self.nodes}{heads}"
+
+    @property
+    def title(self) -> str:
+        heads = "" if self.heads is None else ", {} to {} heads of {}".format(*self.heads)
+        return f"{self.batch} / {self.prefix} / {self.nodes}{heads}"
 
 
 def random_tree(batch: int, num_nodes: int, device: torch.device, seed: int = 0) -> TokenTree:

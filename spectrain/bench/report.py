@@ -15,7 +15,7 @@ import torch
 from spectrain.errors import UserError
 from spectrain.kernels import linear_divergence, tree_attention
 
-from .attention import CONSTANTS, Bounds, Cell, Geometry, bounds
+from .attention import CONSTANTS, Bounds, Cell, bounds
 from .correctness import CHECKS, named
 from .kernels import KernelSizes
 from .steps import digest
@@ -186,7 +186,7 @@ def attention_lines(evidence: Evidence) -> list[list[str]]:
     """Tree attention in every cell: its floor, its goal, its time, and how many times as long the others take."""
     lines = []
     for cell in KernelSizes().cells():
-        row, name = evidence.measured(cell.name), f"{cell.batch} / {cell.prefix} / {cell.nodes}"
+        row, name = evidence.measured(cell.name), cell.title
         if row is None:
             limits = expected(evidence, cell)
             lines.append([name, f"{limits.floor:.1f}", f"{limits.goal:.1f}", NOT_MEASURED, *[""] * (4 + len(BASELINES))])
@@ -204,7 +204,7 @@ def expected(evidence: Evidence, cell: Cell) -> Bounds:
     """Floor and goal of a cell that has no row: by the card's ceilings where they were measured, else by an H200's."""
     found = {rate: evidence.number(f"ceilings/{name}", rate) or CONSTANTS[rate]
              for name, rate in (("copy", "bytes_per_second"), ("product", "flops_per_second"))}  # fmt: skip
-    return bounds(cell, Geometry(*KernelSizes().heads, torch.bfloat16, torch.device("cuda")), found)
+    return bounds(cell, KernelSizes().geometry(cell, torch.bfloat16, torch.device("cuda")), found)
 
 
 def divergence_table(evidence: Evidence) -> str:

@@ -403,9 +403,14 @@ def test_samples_are_paired_and_spread() -> None:
 
 
 def test_the_table_is_the_one_asked_for() -> None:
-    """Llama-3.1-8B's heads, both batches, three prefixes, five trees; those of 64 nodes, which have goals, come first."""
+    """Llama-3.1-8B's heads, both batches, three prefixes, five trees; those of 64 nodes come first, and next other heads."""
     cells = KernelSizes().cells()
-    assert KernelSizes().heads == (32, 8, 128) and len(set(cells)) == 30
+    others = cells[6:9]
+    assert KernelSizes().heads == (32, 8, 128) and len({cell.name for cell in cells}) == len(cells) == 30 + len(others)
+    assert {(cell.batch, cell.prefix, cell.nodes) for cell in others} == {(1, 8192, 64)}
+    of = KernelSizes().geometry(others[0], torch.bfloat16, CPU)
+    assert (of.num_heads, of.num_kv_heads, of.head_size) == others[0].heads == (28, 4, 128)
+    assert others[0].title == "1 / 8192 / 64, 28 to 4 heads of 128" and not any(cell.heads for cell in cells[:6] + cells[9:])
     assert {(cell.batch, cell.prefix) for cell in cells[:6]} == {(b, p) for b in (1, 8) for p in (1024, 8192, 32768)}
     assert all(cell.nodes == 64 for cell in cells[:6])
 

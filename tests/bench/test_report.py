@@ -56,7 +56,7 @@ def test_nothing_is_measured_yet(tmp_path: Path) -> None:
     """Without a file every goal, every cell and every loss is there, and not measured."""
     found = lines(markdown(tmp_path))
     assert all(found[name][1] == "not measured" for name in goals())
-    assert all(found[f"{cell.batch} / {cell.prefix} / {cell.nodes}"][2] == "not measured" for cell in KernelSizes().cells())
+    assert all(found[cell.title][2] == "not measured" for cell in KernelSizes().cells())
     assert "Missed" not in markdown(tmp_path)
     assert all(found[f"{loss.rows} / {loss.vocab}"][0] == "not measured" for loss in KernelSizes().losses())
 
@@ -103,7 +103,7 @@ def test_every_miss_is_named(tmp_path: Path) -> None:
     found = lines(markdown(tmp_path))
     assert len(named_misses) == sum("missed" in cells for cells in found.values()) > 18
     assert "Missed: tree attention, B=1 prefix=32768 N=64: share of its floor, 0.5 for >= 0.55." in named_misses
-    slow = [f"{cell.batch} / {cell.prefix} / {cell.nodes}" for cell in KernelSizes().cells() if cell.nodes < 32]
+    slow = [cell.title for cell in KernelSizes().cells() if cell.nodes < 32]
     misses = {f"Missed: tree attention, {cell} (B / prefix / N), {found[cell][2]} us for 25.0." for cell in slow}
     assert misses == {line for line in named_misses if "(B / prefix / N)" in line}
     assert all(line in markdown(tmp_path).splitlines() for line in named_misses)
