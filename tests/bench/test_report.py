@@ -117,6 +117,15 @@ def test_a_cell_without_a_row_goes_by_the_ceilings_that_are_there(tmp_path: Path
     assert lines(markdown(tmp_path))["1 / 32768 / 64"][:3] == ["87.2", "150.3", "not measured"]
 
 
+def test_heads_beside_the_tables_need_no_flex_attention() -> None:
+    """The line over all rows is over those of the table's heads."""
+    rows = whole_rows()
+    for cell in KernelSizes().cells():
+        if cell.heads is not None:
+            del rows[cell.name]["times_ours"]["flex"]
+    assert values(Evidence("GPU", rows=rows))["tree attention, the least of all rows: time of FlexAttention over ours"] == 1.1
+
+
 def test_an_incomplete_run_proves_nothing_about_all_rows(tmp_path: Path) -> None:
     """One row without FlexAttention, one kernel's case missing: the lines over all of them are not measured."""
     rows = whole_rows()
