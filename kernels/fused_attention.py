@@ -43,7 +43,12 @@ def unplanned(
 
 def takes_documents(q: Tensor, v: Tensor) -> bool:
     """Whether flash attention takes queries and values like these as `document_attention` gives them to it, on a GPU."""
-    return q.device.type == "cuda" and _is_flash(q) and q.shape[-1] == v.shape[-1] and q.shape[-1] % 8 == 0
+    return q.device.type == "cuda" and takes_flash(q) and q.shape[-1] == v.shape[-1]
+
+
+def takes_flash(q: Tensor) -> bool:
+    """Whether flash attention takes queries like these where it is called by itself, without the padding of torch's front."""
+    return _is_flash(q) and q.shape[-1] % 8 == 0
 
 
 def document_attention(
@@ -74,8 +79,16 @@ def starts_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _is_flash(q: Tensor) -> bool:
-    """Whether flash attention takes queries like these: in half precision, autocast's included."""
-    return _flash_dtype(q) in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256
+    """Whether flash attention takes queries like these: in half precision, autocast's included, on a GPU that has it."""
+    return _flash_dtype(q) in (torch.bfloat16, torch.float16) and q.shape[-1] <= 256 and _has_flash(q.device)
+
+
+def _has_flash(device: torch.device) -> bool:
+    """NVIDIA's from Ampere on; AMD's gives the log-sum-exps of packed documents in another shape. Where there is none, one that
+    has it is planned for."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _flash_dtype(q: Tensor) -> torch.dtype:

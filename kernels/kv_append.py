@@ -37,11 +37,11 @@ if triton is not None:
         HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
     ):  # fmt: skip
         """One node's keys or values; grid [N, B, 2]."""
-        node, batch = tl.program_id(0), tl.program_id(1)
+        node, batch = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
         head, dim = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
         inside = (head < HEADS) & (dim < HEAD_SIZE)
         slot = tl.load(lengths_ptr + batch) + pending + node
-        store_ptr += batch.to(tl.int64) * store_stride_b + slot * store_stride_t
+        store_ptr += batch * store_stride_b + slot * store_stride_t
         place = head * HEAD_SIZE + dim
         if tl.program_id(2) == 0:
             x = tl.load(keys_ptr + batch * keys_stride_b + node * keys_stride_n + (head * keys_stride_h + dim), mask=inside)

@@ -696,4 +696,11 @@ def _adds_wide(left: Tensor, dtype: torch.dtype) -> bool:
         and left.dtype in (torch.bfloat16, torch.float16)
         and dtype == torch.float32
         and runs_on(left.device)
+        and _takes_wide_totals(torch.__version__)
     )
+
+
+def _takes_wide_totals(version: str) -> bool:
+    """Whether this torch adds to a total of the product's wider dtype: before 2.10 a GPU wanted it in that of the factors."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return (major, minor) >= (2, 10)

@@ -48,12 +48,19 @@ tries() {
 target=(target=smollm2)
 [ -n "${TARGET:-}" ] && target=(target=smollm2 "target.path=$TARGET")
 
+# The same, and what is measured by now in $OUT/report.md, whatever became of it.
+tries_and_tells() {
+  local code=0
+  tries "$@" || code=$?
+  "$PYTHON" -c "from spectrain.bench.report import Report; Report('$OUT').run()" > "$OUT/report.md"
+  return "$code"
+}
+
 # What `spectrain bench kernels` and `spectrain bench report` run, without the command line: torch, triton and rich are enough.
 kernels() {
   local out="$OUT/kernels.json" toy=False
   if [ "${2:-}" = toy ]; then out="$OUT/kernels-toy.json" toy=True; fi
-  tries "$PYTHON" -c "from spectrain.bench.kernels import KernelBench as K; K('${1:-all}', '$out', $toy, 420).run()"
-  "$PYTHON" -c "from spectrain.bench.report import Report; Report('$OUT').run()" > "$OUT/report.md"
+  tries_and_tells "$PYTHON" -c "from spectrain.bench.kernels import KernelBench as K; K('${1:-all}', '$out', $toy, 420).run()"
 }
 
 # Without the command line too: transformers and peft besides.
@@ -62,8 +69,7 @@ engine() {
   [ $# -gt 0 ] || { echo "gpu_check.sh engine: say which, counts, identity, single, batched or training" >&2; exit 2; }
   if [ "${2:-}" = toy ]; then out="$OUT/engine-toy.json" toy=True; fi
   [ -n "${TARGET:-}" ] && place="'$TARGET'"
-  tries "$PYTHON" -c "from spectrain.bench.engine import EngineBench as E; E('$1', '$out', $toy, 360, $place).run()"
-  "$PYTHON" -c "from spectrain.bench.report import Report; Report('$OUT').run()" > "$OUT/report.md"
+  tries_and_tells "$PYTHON" -c "from spectrain.bench.engine import EngineBench as E; E('$1', '$out', $toy, 360, $place).run()"
 }
 
 online() {

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,8 @@ from .measure import Rows, TimedWork, Work, check_alive, interleaved, paired_rat
 
 BEYOND_CACHE = 120_000_000  # bytes of keys and values in rotation, twice the L2 of an H200
 CONSTANTS = {"bytes_per_second": 4.3e12, "flops_per_second": 790e12}  # of an H200: copying, and bf16 products of random data
+PRODUCTS_REACHED = 0.60  # of a large product's rate: Triton's flash attention, 477 of 790 TFLOP/s (H100, head size 128, 16k)
+FIXED = 5e-6  # seconds of any shape: two launches, the first loads, joining the splits
 AGREES = 0.05  # relative difference to ours above which a system computes something else
 
 
@@ -47,10 +49,17 @@ class Cell:
     batch: int
     prefix: int
     nodes: int
+    heads: tuple[int, int, int] | None = None  # query heads, key-value heads, head size, where they are not the table's
 
     @property
     def name(self) -> str:  # of its row in the results
-        return f"table/B={self.batch} prefix={self.prefix} N={self.nodes}"
+        heads = "" if self.heads is None else " heads={}:{}x{}".format(*self.heads)
+        return f"table/B={self.batch} prefix={self.prefix} N={self.nodes}{heads}"
+
+    @property
+    def title(self) -> str:
+        heads = "" if self.heads is None else ", {} to {} heads of {}".format(*self.heads)
+        return f"{self.batch} / {self.prefix} / {self.nodes}{heads}"
 
 
 def random_tree(batch: int, num_nodes: int, device: torch.device, seed: int = 0) -> TokenTree:
@@ -99,17 +108,32 @@ class Problem:
             return None
         return torch.cat([tree.new_ones(*tree.shape[:2], self.cell.prefix), tree], 2)[:, None]
 
-    def cost(self) -> tuple[int, int]:
-        """Bytes that must move, keys and values once with queries and output; operations of both products."""
-        batch, nodes, slots = self.cell.batch, self.cell.nodes, self.cell.prefix + self.cell.nodes
-        heads, width = self.geometry.num_heads, self.geometry.head_size
-        elements = 2 * batch * (slots * self.geometry.num_kv_heads + nodes * heads) * width
-        return elements * self.geometry.dtype.itemsize, 4 * batch * nodes * slots * heads * width
+
+def cost(cell: Cell, geometry: Geometry) -> tuple[int, int]:
+    """Bytes that must move, keys and values once with queries and output; operations of both products."""
+    batch, nodes, slots = cell.batch, cell.nodes, cell.prefix + cell.nodes
+    heads, width = geometry.num_heads, geometry.head_size
+    elements = 2 * batch * (slots * geometry.num_kv_heads + nodes * heads) * width
+    return elements * geometry.dtype.itemsize, 4 * batch * nodes * slots * heads * width
 
 
-def floor(cost: tuple[int, int], ceilings: dict[str, float]) -> float:
-    """Seconds that nothing can beat: all bytes at the rate of a copy, or all products at that of a large one."""
-    return max(cost[0] / ceilings["bytes_per_second"], cost[1] / ceilings["flops_per_second"])
+class Bounds(NamedTuple):
+    """Microseconds of a cell."""
+
+    floor: float  # nothing can beat it: all bytes at the rate of a copy, or all products at that of a large one
+    goal: float  # what our kernel is to take at most
+
+
+def bounds(cell: Cell, geometry: Geometry, ceilings: dict[str, float] = CONSTANTS) -> Bounds:
+    """The floor of a cell, and its goal: 5 us and the longer of its bytes and its products.
+
+    Products are to reach 0.60 of a large product's rate, bytes the whole rate of a copy, which is measured. With four query
+    heads a key-value head behind 32k tokens, products bind from 28 nodes on (H200), and bytes below.
+    """
+    size, operations = cost(cell, geometry)
+    by_bytes, by_products = size / ceilings["bytes_per_second"], operations / ceilings["flops_per_second"]
+    reachable = max(by_bytes, by_products / PRODUCTS_REACHED)
+    return Bounds(1e6 * max(by_bytes, by_products), 1e6 * (reachable + FIXED))
 
 
 def ours(problem: Problem, notes: dict[str, Any]) -> Work:
@@ -200,11 +224,8 @@ SYSTEMS: dict[str, System] = {
 """What is timed. Each is handed the problem and a dictionary for what else it wants noted."""
 
 
-def prepare(name: str, problem: Problem, results: Rows, launches: int, notes: dict[str, Any]) -> TimedWork:
+def prepare(name: str, problem: Problem, launches: int, notes: dict[str, Any]) -> TimedWork:
     """A system ready to be timed; raises where it cannot run here, or where it computes something else."""
-    attempt = f"{problem.cell.name}/{name}"
-    if results.begin(attempt) > 1:
-        raise RuntimeError("the process ended twice while this ran")
     work = SYSTEMS[name](problem, notes)
     if name not in ("ours", "unmasked"):
         error = relative_error(work(0), problem.answer)
@@ -213,22 +234,40 @@ def prepare(name: str, problem: Problem, results: Rows, launches: int, notes: di
     return TimedWork(work, problem.geometry.device, launches)
 
 
+def prepared(
+    problem: Problem, results: Rows, launches: int, notes: dict[str, dict[str, Any]], failed: dict[str, str]
+) -> dict[str, TimedWork]:
+    """Every system that runs here, ready to be timed; why another does not is left in `failed`.
+
+    A system that leaves the device unusable ends the process, and is left out of every cell from then on; so is one that was
+    under way twice when a process ended otherwise. Only ours is tried in every cell.
+    """
+    replays: dict[str, TimedWork] = {}
+    for name in SYSTEMS:
+        attempt = f"{problem.cell.name}/{name}"
+        if name != "ours" and results.ended_by(name) > 1:
+            failed[name] = "RuntimeError: it left the device unusable, or a process ended twice while it ran"
+            continue
+        results.begin(attempt)
+        try:
+            replays[name] = prepare(name, problem, launches, notes[name])
+        except Exception as error:
+            failed[name] = reason(error)
+            results.begin(attempt)  # counted twice: where the next line raises, it is known what ended the process
+            check_alive(problem.geometry.device)
+        results.end(attempt)
+    return replays
+
+
 @torch.no_grad()
 def table_row(
     cell: Cell, geometry: Geometry, results: Rows, ceilings: dict[str, float], launches: int, repeats: int
 ) -> dict[str, Any]:
     """Times of every system, interleaved; our share of the floor; how many times as long the others take."""
     problem = Problem(cell, geometry)
-    replays: dict[str, TimedWork] = {}
     failed: dict[str, str] = {}
     notes: dict[str, dict[str, Any]] = {name: {} for name in SYSTEMS}
-    for name in SYSTEMS:
-        try:
-            replays[name] = prepare(name, problem, results, launches, notes[name])
-        except Exception as error:
-            failed[name] = reason(error)
-            check_alive(geometry.device)  # where this raises, the process ends and the attempt stays noted
-        results.end(f"{cell.name}/{name}")
+    replays = prepared(problem, results, launches, notes, failed)
     samples = interleaved(replays, repeats)
     systems = {
         name: {**spread(seconds), "launches": replays[name].launches, **notes[name]} for name, seconds in samples.items()
@@ -236,10 +275,11 @@ def table_row(
     row: dict[str, Any] = {
         "batch": cell.batch, "prefix": cell.prefix, "nodes": cell.nodes, "heads": geometry.num_heads,
         "kv_heads": geometry.num_kv_heads, "head_size": geometry.head_size, "repeats": repeats, "buffers": problem.num_buffers,
-        "bytes": problem.cost()[0], "flops": problem.cost()[1], "us": systems, "not_run": failed,
+        "us": systems, "not_run": failed,
     }  # fmt: skip
-    row["floor_us"] = floor(problem.cost(), ceilings) * 1e6
-    row["constant_floor_us"] = floor(problem.cost(), CONSTANTS) * 1e6
+    row["bytes"], row["flops"] = cost(cell, geometry)
+    row["floor_us"], row["goal_us"] = bounds(cell, geometry, ceilings)
+    row["constant_floor_us"] = bounds(cell, geometry).floor
     if "ours" not in samples:
         return {**row, "failed": failed["ours"]}
     median = systems["ours"]["median"]

@@ -41,7 +41,7 @@ Case = Callable[[torch.dtype, torch.device], KernelOutcome]
 class Check:
     """The cases of one kernel, by name, and how far it may be off, relative to the size of an output."""
 
-    module: ModuleType
+    modules: tuple[ModuleType, ...]  # whose change makes an old verdict void
     cases: dict[str, Case]
     toy_cases: dict[str, Case]
     tolerance: dict[torch.dtype, float] = field(default_factory=lambda: dict.fromkeys(DTYPES, 0.0))
@@ -216,13 +216,16 @@ def verdict(
 
 CHECKS: dict[str, Check] = {
     "tree_attention": Check(
-        tree_attention,
+        (tree_attention,),
         {
             "B=1 prefix=8192 N=1": partial(attend, lengths=(8192,), nodes=1),
             "B=1 prefix=8192 N=64": partial(attend, lengths=(8192,), nodes=64),
             "B=1 prefix=32768 N=16": partial(attend, lengths=(32768,), nodes=16),
             "B=8 ragged to 1000 N=64": partial(attend, lengths=(1000, 0, 1, 63, 64, 65, 300, 999), nodes=64),
             "B=3 ragged to 300 N=100 D=64": partial(attend, lengths=(300, 7, 128), nodes=100, heads=(8, 8), width=64),
+            "28 to 4 heads": partial(attend, lengths=(1000, 150), nodes=64, heads=(28, 4)),
+            "16 to 2 heads of 256": partial(attend, lengths=(1000, 150), nodes=64, heads=(16, 2), width=256),
+            "8 heads of 80": partial(attend, lengths=(1000, 150), nodes=64, heads=(8, 8), width=80),
             "window 200": partial(attend, lengths=(1000, 150), nodes=64, window=200),
             "softcap 2": partial(attend, lengths=(1000, 150), nodes=64, softcap=2.0),
         },
@@ -233,7 +236,7 @@ CHECKS: dict[str, Check] = {
         {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3},
     ),
     "row_kl": Check(
-        linear_divergence,
+        (linear_divergence,),
         {
             "2048 rows, V=32000": partial(row_kl, rows=2048, vocab=32000),
             "512 rows, V=128256": partial(row_kl, rows=512, vocab=128256),
@@ -243,13 +246,13 @@ CHECKS: dict[str, Check] = {
         {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 8e-3},
     ),
     "linear_divergence": Check(
-        linear_divergence,
+        (linear_divergence,),
         {"1024 rows, D=1024, V=32000": partial(divergence, rows=1024, width=1024, vocab=32000)},
         {"9 rows, D=16, V=50": partial(divergence, rows=9, width=16, vocab=50)},
         {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2},
     ),
     "kv_commit": Check(
-        kv_commit,
+        (kv_commit,),
         {
             "32 layers, N=64": partial(commit, nodes=64, counts=(1, 5, 9, 33), layers=32, heads=8, width=128),
             "3 layers, N=100": partial(commit, nodes=100, counts=(0, 100), layers=3, heads=2, width=80),
@@ -257,7 +260,7 @@ CHECKS: dict[str, Check] = {
         {"2 layers, N=9": partial(commit, nodes=9, counts=(1, 4), layers=2, heads=2, width=16)},
     ),
     "kv_append": Check(
-        kv_append,
+        (kv_append,),
         {
             "B=8 N=64": partial(append, batch=8, nodes=64, heads=8, width=128),
             "B=2 N=3, 5 heads of 96": partial(append, batch=2, nodes=3, heads=5, width=96),
@@ -265,7 +268,7 @@ CHECKS: dict[str, Check] = {
         {"B=2 N=3": partial(append, batch=2, nodes=3, heads=2, width=16)},
     ),
     "token_commit": Check(
-        token_commit,
+        (token_commit, round_log),
         {
             "B=8 N=64": partial(emit, counts=(1, 2, 3, 4, 5, 6, 7, 8), nodes=64, stops=2),
             "B=1 N=256": partial(emit, counts=(17,), nodes=256, stops=1),
@@ -273,7 +276,7 @@ CHECKS: dict[str, Check] = {
         {"B=2 N=9": partial(emit, counts=(1, 4), nodes=9, stops=2)},
     ),
     "tree_verify": Check(
-        tree_verify,
+        (tree_verify,),
         {
             "greedy, B=8 N=64": partial(verdict, rule="greedy", batch=8, nodes=64, vocab=128256),
             "greedy, B=1 N=256": partial(verdict, rule="greedy", batch=1, nodes=256, vocab=32000),

@@ -10,6 +10,8 @@ from functools import partial
 from itertools import product
 from typing import Any, Literal
 
+import torch
+
 from spectrain.kernels import linear_divergence, tree_attention
 
 from .attention import Cell, Geometry, table_row
@@ -36,16 +38,23 @@ class KernelSizes:
     launches: int = 32
     repeats: int = 50
     loss_repeats: int = 20
+    other_heads: tuple[tuple[int, int, int], ...] = ((28, 4, 128), (64, 8, 64), (16, 2, 256))  # Qwen2-7B, gpt-oss, Qwen3-Next
 
     def cells(self) -> list[Cell]:
-        """The rows of the table, those with a goal first."""
-        return [Cell(*shape) for nodes in self.nodes for shape in product(self.batches, self.prefixes, (nodes,))]
+        """The rows of the table, the largest trees first, and behind them the largest one of a single row by other heads."""
+        most, *fewer = [[Cell(*shape) for shape in product(self.batches, self.prefixes, (nodes,))] for nodes in self.nodes]
+        middle = self.prefixes[len(self.prefixes) // 2]
+        others = [Cell(self.batches[0], middle, self.nodes[0], heads) for heads in self.other_heads]
+        return [*most, *others, *(cell for cells in fewer for cell in cells)]
+
+    def geometry(self, cell: Cell, dtype: torch.dtype, device: torch.device) -> Geometry:
+        return Geometry(*(cell.heads or self.heads), dtype, device)
 
     def losses(self) -> list[Loss]:
         return [Loss(rows, self.loss_width, vocab) for rows, vocab in product(self.loss_rows, self.vocabularies)]
 
 
-TOY = KernelSizes(1 << 16, 32, (4, 2, 16), (1, 2), (33,), (9, 1), (6,), 16, (40,), 2, 3, 3)
+TOY = KernelSizes(1 << 16, 32, (4, 2, 16), (1, 2), (33,), (9, 1), (6,), 16, (40,), 2, 3, 3, ((3, 1, 8),))
 """Every line of it in seconds, on any machine; the numbers mean nothing."""
 
 
@@ -88,14 +97,14 @@ class KernelBench(Bench):
 
     def correctness(self) -> Iterator[Step]:
         for name, check, case, dtype in named(self.toy):
-            yield Step(name, digest(check.module), partial(judge, check, case, dtype, self.device))
+            yield Step(name, digest(*check.modules), partial(judge, check, case, dtype, self.device))
 
     def table(self) -> Iterator[Step]:
-        geometry = Geometry(*self.sizes.heads, self.dtype, self.device)
         for cell in self.sizes.cells():
-            yield Step(cell.name, digest(tree_attention), partial(self.table_row, cell, geometry))
+            yield Step(cell.name, digest(tree_attention), partial(self.table_row, cell))
 
-    def table_row(self, cell: Cell, geometry: Geometry) -> dict[str, Any]:
+    def table_row(self, cell: Cell) -> dict[str, Any]:
+        geometry = self.sizes.geometry(cell, self.dtype, self.device)
         return table_row(cell, geometry, self.results, self.rates(), self.sizes.launches, self.sizes.repeats)
 
     def divergence(self) -> Iterator[Step]:

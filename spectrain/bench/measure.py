@@ -84,6 +84,10 @@ class Rows:
         """How much went wrong with a row before: nothing, a failure, or so many processes that it ended."""
         return self.attempts.get(name, 0) or int("failed" in self.rows.get(name, {}))
 
+    def ended_by(self, system: str) -> int:
+        """How often a system, in whatever row, was under way when a process ended."""
+        return sum(count for name, count in self.attempts.items() if name.endswith(f"/{system}"))
+
     def begin(self, name: str) -> int:
         """Note that something risky begins, before it can end the process; how often it had begun and never ended."""
         before = self.attempts.get(name, 0)

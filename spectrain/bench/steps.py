@@ -31,6 +31,11 @@ class Step:
     source: str | None
     measure: Callable[[], dict[str, Any]]
 
+    @property
+    def kind(self) -> str:
+        """Of a correctness case, its kernel."""
+        return "/".join(self.name.split("/")[:2])
+
 
 def digest(*modules: ModuleType) -> str:
     """A hash of these modules' files."""
@@ -78,14 +83,24 @@ class Bench(ABC):
             raise UserError("bench.toy=false: there is no GPU here; bench.toy=true runs every line at small size")
         self.results = Rows(Path(self.out), setting(self.device, self.dtype, self.toy))
         console, began = Console(soft_wrap=True), time.monotonic()
-        left = [step for step in self.steps() if not self.results.has(step.name, step.source)]
-        left.sort(key=lambda step: self.results.trouble(step.name))  # what was never tried goes first
+        left = self.left()
         while left and time.monotonic() - began < self.seconds:
             step = left.pop(0)
             console.print(f"{step.name}: {self.measured(step)}", highlight=False, markup=False)
         failed = sum("failed" in row for row in self.results.rows.values())
         count = f"{len(self.results.rows)} rows are in {self.out}, {failed} of them failed"
         console.print(f"{count}; {len(left)} are left: run it again" if left else f"{count}; none is left")
+
+    def left(self) -> list[Step]:
+        """What is not measured, what was never tried first; of that, last, what shares its code or, still later, its kind too
+        with a row that has ended a process."""
+        steps = list(self.steps())
+        ended = [step for step in steps if self.results.attempts.get(step.name)]
+        sources, kinds = {step.source for step in ended}, {step.kind for step in ended}
+        waiting = [step for step in steps if not self.results.has(step.name, step.source)]
+        return sorted(
+            waiting, key=lambda step: (self.results.trouble(step.name), (step.source in sources) + (step.kind in kinds))
+        )
 
     def measured(self, step: Step) -> str:
         """Measure one row, failed or not, and write it; a line about it.
@@ -94,11 +109,13 @@ class Bench(ABC):
         failure before anything is asked of the device again, and the next process begins with the rows that were not tried.
         """
         if self.results.begin(step.name) >= MOST_ATTEMPTS:
-            row: dict[str, Any] = {"failed": f"the process ended {MOST_ATTEMPTS} times while this ran"}
+            before = self.results.rows.get(step.name, {}).get("failed")
+            told = f" ({before})" if before else ""
+            row: dict[str, Any] = {"failed": f"the process ended {MOST_ATTEMPTS} times while this ran{told}"}
         else:
             row = self._watched(step)
         self._keep(step, row)
-        if "failed" in row and self.device.type == "cuda":
+        if "failed" in row:
             check_alive(self.device)  # where this raises, the process ends
         self.results.end(step.name)
         if self.device.type == "cuda":

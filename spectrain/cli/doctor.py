@@ -308,26 +308,49 @@ def try_cache(device: Any) -> float:
     return max(difference(one, other) for one, other in zip(*results))
 
 
+def try_texts(device: Any) -> float:
+    import torch
+
+    from spectrain.kernels.round_log import round_log, round_log_reference
+    from spectrain.kernels.token_commit import Texts, token_commit, token_commit_reference
+
+    nodes, path = (torch.tensor(rows, device=device) for rows in ([[1, 2, 3], [4, 5, 6]], [[0, 2], [0, 1]]))
+    counts, bonus, true = torch.tensor([2, 1], device=device), path[:, 1] + 6, nodes > 0
+    results = []
+    for commit, log in ((token_commit, round_log), (token_commit_reference, round_log_reference)):
+        texts = Texts(nodes.repeat(1, 3), counts + 3, true[:, 0].clone(), counts + 1, bonus[:1])
+        lines = torch.zeros(2, 2, 6, dtype=torch.int64, device=device)
+        emitted, kept = commit(nodes, path, counts, bonus, texts)
+        log(lines, kept[1:], emitted, kept, nodes, true, nodes > 1)
+        results.append((emitted, kept, texts.tokens, texts.active, texts.left, lines))
+    return max(difference(one, other) for one, other in zip(*results))
+
+
 def try_divergence(device: Any) -> float:
     import torch
 
-    from spectrain.kernels.linear_divergence import Projection, linear_divergence
+    from spectrain.kernels.linear_divergence import Projection, linear_divergence, most_likely
 
     hidden, weight = (torch.randn(rows, 16, device=device, requires_grad=True) for rows in (6, 40))
     said = torch.randn(6, 40, device=device).log_softmax(-1)
     loss = linear_divergence(hidden, Projection(weight), lambda rows: said[rows]).loss
-    plain = torch.nn.functional.kl_div((hidden @ weight.T).log_softmax(-1), said, reduction="sum", log_target=True)
+    logits = hidden @ weight.T
+    plain = torch.nn.functional.kl_div(logits.log_softmax(-1), said, reduction="sum", log_target=True)
     gradients = [torch.autograd.grad(one, (hidden, weight)) for one in (loss, plain)]
-    return max(difference(loss, plain), *(difference(one, other) for one, other in zip(*gradients)))
+    likeliest = most_likely(hidden.detach(), Projection(weight.detach()))
+    pairs = zip((loss, *gradients[0], *likeliest), (plain, *gradients[1], logits.argmax(-1), logits.logsumexp(-1)))
+    return max(difference(one, other) for one, other in pairs)
 
 
 def difference(one: Any, other: Any) -> float:
     return float((one.detach().double() - other.detach().double()).abs().max()) if one.numel() else 0.0
 
 
+# A test holds that between them they launch every operation of spectrain.kernels.
 TRIALS: dict[str, Callable[[Any], float]] = {
     "tree attention": try_attention,
     "tree verification": try_verify,
     "key-value cache": try_cache,
+    "texts and log": try_texts,
     "linear divergence": try_divergence,
 }

@@ -104,8 +104,8 @@ class Follower:
         if len(heard.said) <= len(drafted):
             rest = torch.tensor([drafted[len(heard.said) - 1 :]], device=self.context.tokens.device)
             heard.follow(rest, torch.full_like(rest[:, 0], len(heard.said) - 1), len(heard.said))
-        found = likely_outcomes(torch.stack(heard.said[: len(drafted) + 1]), self.outcomes).tolist()
-        ends = [(kept, int(heard.to_target(torch.tensor(token)))) for kept, token in found]
+        kept, tokens = likely_outcomes(torch.stack(heard.said[: len(drafted) + 1]), self.outcomes).unbind(1)
+        ends = torch.stack([kept, heard.to_target(tokens)], dim=1).tolist()  # the host waits once, not for every outcome
         outcomes = [LikelyText([*wish.text, *drafted[:kept], token], token, kept) for kept, token in ends]
         return Foreseen(heard, wish.count, outcomes, self._end)
 

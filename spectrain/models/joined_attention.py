@@ -18,16 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.kernels.fused_attention import starts_of
+from spectrain.kernels.fused_attention import starts_of, takes_flash
 
 aten = torch.ops.aten
 
 
 def is_joinable(q: Tensor, v: Tensor) -> bool:
-    """Whether a causal kernel that tells its log-sum-exp takes these: on a CPU, and in half precision on a GPU."""
+    """Whether a causal kernel that tells its log-sum-exp takes these: on a CPU, and flash attention on a GPU."""
     if q.shape[-1] != v.shape[-1]:
         return False
-    return q.device.type == "cpu" or (q.device.type == "cuda" and q.dtype in (torch.bfloat16, torch.float16))
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return q.device.type == "cpu" or (q.device.type == "cuda" and half and takes_flash(q))
 
 
 def joined_attention(

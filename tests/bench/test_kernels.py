@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spectrain.bench import attention, correctness, kernels, measure
-from spectrain.bench.attention import Cell, Geometry, Problem, floor
+from spectrain.bench.attention import CONSTANTS, Cell, Geometry, Problem, bounds, cost
 from spectrain.bench.kernels import TOY, KernelBench, KernelSizes
 from spectrain.bench.measure import Rows, interleaved, paired_ratio, spread
 from spectrain.cli.main import main
@@ -61,7 +61,9 @@ def test_rows_hold_what_the_report_derives_from(written: Path) -> None:
         assert (row["batch"], row["prefix"], row["nodes"]) == (cell.batch, cell.prefix, cell.nodes)
         assert set(row["us"]) | set(row["not_run"]) == set(attention.SYSTEMS) and not set(row["us"]) & set(row["not_run"])
         assert all(us["p10"] <= us["median"] <= us["p90"] for us in row["us"].values())
-        assert row["floor_us"] == pytest.approx(floor((row["bytes"], row["flops"]), ceilings) * 1e6)
+        by_bytes, by_products = row["bytes"] / ceilings["bytes_per_second"], row["flops"] / ceilings["flops_per_second"]
+        assert row["floor_us"] == pytest.approx(max(by_bytes, by_products) * 1e6)
+        assert row["goal_us"] == pytest.approx(max(by_bytes, by_products / 0.6) * 1e6 + 5)
         assert row["share_of_floor"] == pytest.approx(row["floor_us"] / row["us"]["ours"]["median"])
         assert set(row["times_ours"]) == set(row["us"]) - {"ours"}
     (loss,) = TOY.losses()
@@ -176,9 +178,9 @@ def test_what_ends_the_process_is_left_out_the_third_time(tmp_path: Path, monkey
             patch.setitem(attention.SYSTEMS, "sdpa", killed)
             table_row(path, here)
     assert read(path)["attempts"] == {"table/B=1 prefix=20 N=5/sdpa": 2}
-    row = table_row(path, here)
-    assert row["not_run"] == {"sdpa": "RuntimeError: the process ended twice while this ran"} and "ours" in row["us"]
-    assert "sdpa" in table_row(path, here)["us"]
+    for _ in range(2):
+        row = table_row(path, here)
+        assert "ended twice while it ran" in row["not_run"]["sdpa"] and "ours" in row["us"] and len(row["not_run"]) == 1
 
 
 @pytest.mark.parametrize("cell", [Cell(1, 20, 5), Cell(2, 3, 70), Cell(2, 9, 1)])
@@ -198,7 +200,7 @@ def test_cost_counts_every_tensor_once() -> None:
     """Bytes of keys, values, queries and output; operations of the two products, as a profiler counts them."""
     problem = Problem(Cell(2, 30, 5), TINY, num_buffers=1)
     q, k, v = problem.inputs(0)
-    size, operations = problem.cost()
+    size, operations = cost(problem.cell, problem.geometry)
     assert size == 2 * q.nbytes + k.nbytes + v.nbytes
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -206,6 +208,22 @@ def test_cost_counts_every_tensor_once() -> None:
         grouped = q.unflatten(1, (2, 2)).flatten(2, 3)  # [B, K, G N, D]
         (grouped @ k.mT) @ v
     assert operations == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "batch, prefix, nodes, floor, goal",
+    [(1, 1024, 64, 1.44, 7.4), (1, 8192, 64, 10.96, 23.3), (1, 32768, 64, 43.6, 77.6), (8, 1024, 64, 11.6, 24.3),
+     (8, 8192, 64, 87.7, 151), (8, 32768, 64, 349, 586), (1, 32768, 16, 31.3, 36.3), (1, 32768, 1, 31.2, 36.2)],
+)  # fmt: skip
+def test_floors_and_goals_of_an_h200(batch: int, prefix: int, nodes: int, floor: float, goal: float) -> None:
+    """Microseconds as they follow by hand: 64 nodes are bound by products, 16 and 1 by bytes; floor < goal, whatever binds."""
+    heads = Geometry(*KernelSizes().heads, torch.bfloat16, CPU)
+    found = bounds(Cell(batch, prefix, nodes), heads, CONSTANTS)
+    assert found == pytest.approx((floor, goal), rel=5e-3)
+    single, wide = Cell(batch, prefix, 1), Geometry(32, 8, 256, torch.bfloat16, CPU)
+    ungrouped = bounds(single, Geometry(32, 32, 128, torch.bfloat16, CPU)).floor
+    assert ungrouped == pytest.approx(4 * bounds(single, heads).floor, rel=3e-3)
+    assert bounds(Cell(batch, prefix, nodes), wide).floor == pytest.approx(2 * found.floor)
 
 
 def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +245,14 @@ def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     row = correctness.judge(check, spoilt(float("nan")), torch.float32, CPU)
     assert not row["within"] and row["relative_error"] is row["max_error"] is None
     json.dumps(row, allow_nan=False)
+
+
+def test_every_kernel_is_checked() -> None:
+    """Each file that registers an operation is one whose change makes some verdict void, and has cases in every type."""
+    sources = Path(kernels.__file__).parents[1].joinpath("kernels").glob("*.py")
+    registering = {path.name for path in sources if 'custom_op("spectrain::' in path.read_text()}
+    checked = {Path(str(module.__file__)).name for check in correctness.CHECKS.values() for module in check.modules}
+    assert registering == checked and all(check.cases and check.toy_cases for check in correctness.CHECKS.values())
 
 
 def test_a_failing_row_is_kept_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +290,92 @@ def test_a_row_that_ends_the_process_takes_no_other_along(tmp_path: Path, monkey
     assert order.index(poor) < len(cases) - 1  # the first process did not reach them all
 
 
+class LosableDevice:
+    """A device that an illegal access leaves unusable, for all that the same process asks of it later."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lost, seconds = False, measure.TimedWork.seconds
+        monkeypatch.setattr(measure, "wait", self.ask)
+        monkeypatch.setattr(measure.TimedWork, "seconds", lambda work: (self.ask(), seconds(work))[1])
+
+    def ask(self, *_: Any) -> None:
+        if self.lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def access_illegally(self) -> None:
+        self.lost = True
+        self.ask()
+
+    def processes(self, path: Path, count: int) -> int:
+        """Run so many processes, as the script does while they fail; how many of them failed."""
+        for number in range(count):
+            self.lost = False
+            try:
+                KernelBench(out=str(path), toy=True).run()
+                return number
+            except RuntimeError as error:
+                assert "illegal memory access" in str(error)
+        return count
+
+
+def test_an_illegal_access_of_one_kernel_starves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that ends the process in each of its cases: after the script's three processes all other rows are there, the
+    table among them, and the report names what failed."""
+    path, device = tmp_path / "kernels.json", LosableDevice(monkeypatch)
+
+    def judged(check: Any, case: Any, dtype: torch.dtype, of: torch.device) -> dict[str, Any]:
+        device.ask()
+        if check is correctness.CHECKS["row_kl"]:
+            device.access_illegally()
+        return {"within": True, "relative_error": 0.0, "by_kernel": True}
+
+    monkeypatch.setattr(kernels, "judge", judged)
+    monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.ours, "sdpa": attention.sdpa})
+    assert device.processes(path, 3) == 3
+    rows = read(path)["rows"]
+    poor = {name for name in all_names() if name.startswith("correctness/row_kl/")}
+    failed = {name for name, row in rows.items() if "failed" in row}
+    assert set(rows) - failed == all_names() - poor and len(failed) == 3 and failed < poor
+    assert all("illegal memory access" in rows[name]["failed"] for name in failed)
+    assert device.processes(path, 20) < 20  # each case twice, and then it is through
+    content = read(path)
+    assert set(content["rows"]) == all_names() and content["attempts"] == {}
+    ends = "the process ended 2 times while this ran (RuntimeError: CUDA error: an illegal memory access was encountered)"
+    assert {name: row["failed"] for name, row in content["rows"].items() if "failed" in row} == dict.fromkeys(poor, ends)
+
+
+def test_an_illegal_access_of_a_baseline_starves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ends the process in every cell is tried in one: the second process measures every row without it."""
+    path, device = tmp_path / "kernels.json", LosableDevice(monkeypatch)
+
+    def flex(problem: Problem, notes: dict[str, Any]) -> Any:
+        return lambda i: device.access_illegally()
+
+    monkeypatch.setattr(kernels, "judge", lambda *arguments: {"within": True, "relative_error": 0.0, "by_kernel": True})
+    monkeypatch.setattr(attention, "SYSTEMS", {"ours": attention.ours, "flex": flex, "sdpa": attention.sdpa})
+    assert device.processes(path, 3) == 1
+    rows = read(path)["rows"]
+    assert set(rows) == all_names() and not [row for row in rows.values() if "failed" in row]
+    for cell in TOY.cells():
+        assert set(rows[cell.name]["us"]) == {"ours", "sdpa"} and "unusable" in rows[cell.name]["not_run"]["flex"]
+
+
+def test_the_script_goes_on_three_times_and_then_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part whose process fails is run three times in all; the report is written, and the status is the part's."""
+    told, python = tmp_path / "told", tmp_path / "python"
+    python.write_text(f'#!/bin/bash\necho "$2" >> {told}\n[[ "$2" != *Bench* ]]\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHON", str(python))
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    script = Path(kernels.__file__).parents[2] / "scripts" / "gpu_check.sh"
+    for part in (["kernels", "all", "toy"], ["engine", "counts", "toy"]):
+        told.write_text("")
+        ran = subprocess.run(["bash", str(script), *part], capture_output=True, text=True, check=False)
+        words = ["Bench" in line or ("Report" in line and "report") for line in told.read_text().splitlines()]
+        assert ran.returncode == 1 and words == [True, True, True, "report"], ran.stderr
+        assert (tmp_path / "out" / "report.md").exists()
+
+
 def test_a_row_that_never_ends_is_left(tmp_path: Path) -> None:
     """The watchdog writes that it took too long, and ends the process."""
     path = tmp_path / "kernels.json"
@@ -291,9 +403,14 @@ def test_samples_are_paired_and_spread() -> None:
 
 
 def test_the_table_is_the_one_asked_for() -> None:
-    """Llama-3.1-8B's heads, both batches, three prefixes, five trees; those of 64 nodes, which have goals, come first."""
+    """Llama-3.1-8B's heads, both batches, three prefixes, five trees; those of 64 nodes come first, and next other heads."""
     cells = KernelSizes().cells()
-    assert KernelSizes().heads == (32, 8, 128) and len(set(cells)) == 30
+    others = cells[6:9]
+    assert KernelSizes().heads == (32, 8, 128) and len({cell.name for cell in cells}) == len(cells) == 30 + len(others)
+    assert {(cell.batch, cell.prefix, cell.nodes) for cell in others} == {(1, 8192, 64)}
+    of = KernelSizes().geometry(others[0], torch.bfloat16, CPU)
+    assert (of.num_heads, of.num_kv_heads, of.head_size) == others[0].heads == (28, 4, 128)
+    assert others[0].title == "1 / 8192 / 64, 28 to 4 heads of 128" and not any(cell.heads for cell in cells[:6] + cells[9:])
     assert {(cell.batch, cell.prefix) for cell in cells[:6]} == {(b, p) for b in (1, 8) for p in (1024, 8192, 32768)}
     assert all(cell.nodes == 64 for cell in cells[:6])
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spectrain.cli import doctor
 from spectrain.cli import main as cli
+from spectrain.kernels import dispatch
 
 
 def told(monkeypatch: pytest.MonkeyPatch, capsys: Any, *words: str) -> tuple[Any, str]:
@@ -137,6 +140,25 @@ def test_trials_compare_with_the_reference(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert doctor.TRIALS[name](torch.device(device)) <= doctor.TOLERANCE[device]
+
+
+def test_every_kernel_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation that a module of spectrain.kernels registers is run by some trial, and no module launches without one."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    sources = [path.read_text() for path in Path(dispatch.__file__).parent.glob("*.py")]
+    operations = {name for source in sources for name in re.findall(r'custom_op\("(spectrain::\w+)"', source)}
+    assert all('custom_op("spectrain::' in source for source in sources if re.search(r"_kernel\[", source))
+    seen: set[str] = set()
+
+    class Seeing(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(func.name().split(".")[0])
+            return func(*args, **(kwargs or {}))
+
+    with Seeing():
+        for trial in doctor.TRIALS.values():
+            trial(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    assert operations <= seen and len(operations) >= 8, operations - seen
 
 
 def test_models_of_the_cache_are_counted(healthy: Path) -> None:

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from spectrain.decoding import captured
 from spectrain.decoding.acceptance import AcceptanceRule, Block, Greedy, Match, Recursive, SpeculativeSampling
 from spectrain.decoding.calibration import Forced, Known
-from spectrain.decoding.captured import KEPT, Captured
+from spectrain.decoding.captured import KEPT, Captured, Marks
 from spectrain.decoding.generation import Generation
-from spectrain.decoding.loop import Outcome, decode
+from spectrain.decoding.loop import Outcome, Request, decode
 from spectrain.drafters.amphista import Amphista
 from spectrain.drafters.base import Drafter
 from spectrain.drafters.causal import Causal
@@ -162,6 +165,63 @@ def test_rounds_that_can_be_captured_are_counted(shallow: Target, drafter: str |
     (done,) = engine.decode(PROMPTS[:1], 12, ignore_eos=True)
     (state,) = engine.states.values()
     assert state.warm == len(done.accepted) - (made is not None)
+
+
+class RoundTrace(TorchDispatchMode):
+    """What a graph would hold of a round: its operations, numbers of the host among their arguments, and the places of tensors
+    that the round did not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[object, ...]] = []
+        self.made: set[int] = set()
+        self.kept: list[object] = []  # so that no place is given away twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.steps.append((func.name(), *map(self.told, tree_leaves((args, kwargs)))))
+        held = {place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        self.made |= {place(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)} - held
+        self.kept.append((args, kwargs, out))
+        return out
+
+    def told(self, leaf: object) -> object:
+        if not isinstance(leaf, Tensor) or leaf.device.type == "cpu":
+            return leaf if not isinstance(leaf, Tensor) else leaf.item()  # a graph holds its value
+        where = "made" if place(leaf) in self.made else place(leaf)
+        return where, leaf.storage_offset(), tuple(leaf.shape), leaf.stride(), leaf.dtype
+
+
+def place(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+@pytest.mark.sweep(4, free=("drafter", "builder"))
+@pytest.mark.parametrize(
+    ("drafter", "builder"),
+    [(None, "chain"), *(pair for pair in product(DRAFTERS, ("chain", "eagle2")) if pair not in product(KEEPING, LEAVING))],
+)
+def test_every_round_is_the_one_that_was_captured(drafter: str | None, builder: str) -> None:
+    """Later rounds, and those of other prompts, do what a graph holds of an earlier one: the same operations on the same
+    numbers of the host and on tensors in the same places. Tensors without data show it, by the kernels that a GPU runs."""
+    target = cut_tiny(3)
+    made = None if drafter is None else DRAFTERS[drafter](target).eval().to("meta")
+    target.to("meta")
+    engine = Captured(target, Match(0.8, top_k=5), made, None if made is None else BUILDERS[builder]())
+    traces = []
+    with torch.inference_mode():
+        for prompts, rounds in (([[0] * 7, [0] * 4], 2), ([[0] * 5, [0] * 9], 1)):
+            engine.start(Request(prompts, 30, [rounds, 8], frozenset({rounds})))
+            engine.play_round(Marks(target.device))  # reads the prompts
+            for _ in range(rounds):
+                with RoundTrace() as trace:
+                    list(engine.parts())
+                traces.append(trace)
+            engine.state.carried = {name: getattr(made, name) for name in engine._carried}
+    first, *others = traces
+    assert all(trace.steps == first.steps for trace in others)
+    held = {told[0] for step in first.steps for told in step[1:] if isinstance(told, tuple)}
+    assert engine.state.log is not None and {place(engine.state.log.lines), place(engine.state.context.tokens)} <= held
 
 
 @pytest.mark.parametrize("rounds", [1, 3, 8])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spectrain.decoding.acceptance import Greedy, Match, SpeculativeSampling
 from spectrain.decoding.follower import Follower, Wish, likely_outcomes
@@ -108,6 +109,28 @@ def test_behind_every_outcome_stands_what_would_be_drafted_there(shallow: Target
             foreseen.end()
             assert drafted == alone.draft(text, 3, lambda: False)
         assert told == [alone.draft(PROMPTS[0], 3, lambda: False)]
+
+
+def test_the_host_does_not_wait_for_every_outcome(shallow: Target) -> None:
+    """Foreseeing more outcomes asks the device for no more values."""
+
+    class Asking(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func.name() in ("aten::_local_scalar_dense", "aten::lift_fresh")
+            return func(*args, **(kwargs or {}))
+
+    counts = []
+    for outcomes in (2, 9):
+        follower = Follower(made("causal", shallow), shallow)
+        with torch.inference_mode():
+            follower.begin(64, 3, outcomes)
+            with Asking() as asked:
+                foreseen = follower.foreseen(Wish(1, PROMPTS[0], 3, outcomes=outcomes), [5, 6, 7], lambda tokens: None)
+            assert len(foreseen.outcomes) == outcomes
+        counts.append(asked.count)
+    assert counts[0] == counts[1] > 0
 
 
 def test_as_many_drafts_are_ready_as_outcomes_were_foreseen(shallow: Target) -> None:

@@ -19,6 +19,14 @@ pytest.importorskip("triton", reason="triton is not installed, so there is nothi
 MODULE = "spectrain.kernels.tree_attention"
 TYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 ROWS = (64, 16, 256)  # for each of them another configuration
+LAUNCHES: tuple[dict[str, bool], ...] = (
+    {"split": False},
+    {"split": True},
+    {"split": False, "window": True},
+    {"split": True, "window": True},
+    {"split": True, "window": True, "softcap": True},
+    {"split": True, "softcap": True},
+)
 
 
 def attention(
@@ -29,6 +37,7 @@ def attention(
     window: bool = False,
     softcap: bool = False,
     roomy: bool = True,
+    group: int = 4,
 ) -> Any:
     """The request for what a launch with these tensors would compile."""
     config = choose_config(num_rows, head_size, dtype, roomy)
@@ -37,7 +46,7 @@ def attention(
     types |= dict.fromkeys(["words_ptr", "lengths_ptr", "query_positions_ptr", "key_positions_ptr"], positions)
     types |= {"logs_ptr": "*fp32", "out_ptr": "*fp32" if split else pointer}
     block_d = max(16, 1 << (head_size - 1).bit_length())
-    constants: dict[str, Any] = {"GROUP": 4, "HEAD_SIZE": head_size, "VALUE_SIZE": head_size}
+    constants: dict[str, Any] = {"GROUP": group, "HEAD_SIZE": head_size, "VALUE_SIZE": head_size}
     constants |= {"BLOCK_D": block_d, "BLOCK_V": block_d}
     constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_P": config.block_p}
     absent = [] if split else ["logs_ptr"]
@@ -70,12 +79,13 @@ def assert_fits(request: Any) -> None:
 
 
 @pytest.mark.sweep(1)
+@pytest.mark.parametrize("group", [4, 7])
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("head_size", [64, 128])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_default_configurations_fit_sm90(dtype: torch.dtype, head_size: int, num_rows: int) -> None:
+def test_default_configurations_fit_sm90(dtype: torch.dtype, head_size: int, num_rows: int, group: int) -> None:
     """Every configuration of the common head sizes fits, in bfloat16 and in float32."""
-    assert_fits(attention(dtype, head_size, num_rows))
+    assert_fits(attention(dtype, head_size, num_rows, group=group))
 
 
 @pytest.mark.sweep(1, free=("head_size",))
@@ -91,15 +101,18 @@ def test_combining_fits_sm90(head_size: int) -> None:
 @pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256, 512])
 def test_every_configuration_fits_sm90(head_size: int, num_rows: int, dtype: torch.dtype) -> None:
     """So does every other launch: odd head sizes, windows, softcaps, one split or several."""
-    for options in (
-        {"split": False},
-        {"split": True},
-        {"split": False, "window": True},
-        {"split": True, "window": True},
-        {"split": True, "window": True, "softcap": True},
-        {"split": True, "softcap": True},
-    ):
+    for options in LAUNCHES:
         assert_fits(attention(dtype, head_size, num_rows, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [7, 10])
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_groups_that_are_no_power_of_two_fit_sm90(head_size: int, num_rows: int, group: int) -> None:
+    """Nor does anything spill where finding a row's node takes a division (Qwen2 has seven query heads a key-value head)."""
+    for options in LAUNCHES:
+        assert_fits(attention(torch.bfloat16, head_size, num_rows, group=group, **options))
 
 
 @pytest.mark.sweep(1, free=("raw", "log_z", "kernel"))

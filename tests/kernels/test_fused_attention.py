@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from spectrain.drafters.shared.chunks import attend_chunks
-from spectrain.kernels.fused_attention import unplanned
+from spectrain.kernels.fused_attention import takes_documents, unplanned
 from spectrain.kernels.tree_attention import tree_attention_reference
 from spectrain.models import attention
 from spectrain.models.attention import causal_attention, trees_alone, unrolled_attention
+from spectrain.models.joined_attention import is_joinable
 from spectrain.models.kv_cache import Rules
 from spectrain.planning.memory_tracker import MemoryTracker
 
@@ -117,6 +119,23 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(attention, "takes_documents", lambda q, v: True)
     yield
     library._destroy()
+
+
+@pytest.mark.parametrize(
+    ("size", "capability", "hip", "taken"),
+    [(128, (9, 0), None, True), (80, (8, 6), None, True), (512, (9, 0), None, False), (100, (9, 0), None, False),
+     (128, (7, 5), None, False), (128, (9, 4), "6.4", False)],
+)  # fmt: skip
+def test_flash_attention_is_called_where_there_is_one(
+    size: int, capability: tuple[int, int], hip: str | None, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 512, of a size that 8 does not divide, GPUs before Ampere and AMD's go the way that stores what it must."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    for dtype in (torch.bfloat16, torch.float32):
+        q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 8, 16, size))
+        assert takes_documents(q, q) == is_joinable(q, q) == (taken and dtype == torch.bfloat16)
 
 
 def documents(

@@ -54,6 +54,21 @@ def test_kernel_equals_reference_and_loop(
 
 
 @interpreter
+def test_rows_lie_further_apart_than_32_bits_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New keys of a large batch of long prompts are more than 2^31 elements; of this memory only what is used is touched."""
+    monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")
+    apart = 1 << 30
+    memory = torch.empty(4 * apart + 16, dtype=torch.int8)  # half of it is where 32 bits would lead to
+    keys = memory.as_strided((3, 1, 1, 16), (apart, 16, 16, 1), 2 * apart)
+    keys.copy_(torch.arange(48).view(3, 1, 1, 16))
+    store = torch.zeros(2, 3, 2, 1, 16, dtype=torch.int8)
+    kv_append(store, keys, keys, torch.tensor([0, 1, 0]), 0)
+    expected = torch.zeros_like(store)
+    kv_append_reference(expected, keys, keys, torch.tensor([0, 1, 0]), 0)
+    assert torch.equal(store, expected) and store.sum() == 2 * sum(range(48))
+
+
+@interpreter
 def test_operator_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The operator's schema says what it changes, and its fake stands in for it."""
     monkeypatch.setenv("SPECTRAIN_KERNELS", "triton")

@@ -372,6 +372,16 @@ def test_wide_sums_in_one_call_are_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     assert calls == ["mm", "addmm", "mm", "addmm", "mm"] and errors[1] <= errors[0]
 
 
+@pytest.mark.parametrize("version, takes", [("2.9.1+cu128", False), ("2.10.0", True), ("2.13.0+cpu", True), ("3.0.0a0", True)])
+def test_an_old_torch_adds_outside_of_the_product(version: str, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch 2.9, which we take too, refuses a total in float32 beside factors in half precision on a GPU: it gets a sum."""
+    monkeypatch.setattr(torch, "__version__", version)
+    left, total = torch.zeros(4, 3, dtype=torch.bfloat16, device="meta"), torch.zeros(3, 5, device="meta")
+    with Seen() as seen:
+        module._add_product(total, left, torch.zeros(4, 5, dtype=torch.bfloat16, device="meta"), torch.float32)
+    assert ("aten.addmm.dtype_out" in seen.names) == takes and ("aten.add_.Tensor" in seen.names) != takes
+
+
 class Seen(TorchDispatchMode):
     """The size of the largest tensor that any operation returned, and which operations ran."""
 
