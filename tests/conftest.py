@@ -33,9 +33,11 @@ def prepare() -> None:
     import torch
 
     from tests.composing import composed_once
+    from tests.interpreting import patch_once_a_launch
 
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported anywhere; a GPU compiles kernels
+        patch_once_a_launch()
     hydra.compose = composed_once(hydra.compose)
 
     from spectrain.decoding import calibration

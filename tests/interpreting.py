@@ -1,0 +1,43 @@
+"""Triton's interpreter without most of what it takes.
+
+Whenever a kernel calls a function of its own, the interpreter goes through all of triton.language and puts its stand-ins in
+place of builtins, where they stand already: that is nearly all the time of a test. Here it does so once a launch.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+Names = frozenset[int]
+
+
+def patch_once_a_launch() -> None:
+    """For every kernel that is interpreted from here on; where Triton has no such inner parts any more, nothing is changed."""
+    import triton.language as tl
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    parts = ("_patch_lang", "GridExecutor", "InterpretedFunction", "InterpreterError")
+    if not all(hasattr(interpreter, part) for part in parts):
+        return
+    patched: set[Names] = set()  # which modules of Triton's language a function sees, of those that this launch has patched
+    launch: Callable[..., Any] = interpreter.GridExecutor.__call__
+
+    def seen(function: Any) -> Names:
+        return frozenset(id(value) for value in function.__globals__.values() if value is tl or value is core)
+
+    def launched(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        patched.add(seen(executor.fn))
+        return launch(executor, *args, **kwargs)
+
+    def called(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if (names := seen(function.fn)) not in patched:
+            interpreter._patch_lang(function.fn)
+            patched.add(names)
+        try:
+            return function.rewrite()(*args, **kwargs)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    interpreter.GridExecutor.__call__ = launched
+    interpreter.InterpretedFunction.__call__ = called
