@@ -54,7 +54,8 @@ def default_dtype(device: str, config: Any, dtype: str = "auto") -> torch.dtype:
 def _is_large(config: Any) -> bool:
     """Whether a product with a layer's weights takes longer than starting one."""
     width, inner = config.hidden_size, getattr(config, "intermediate_size", None) or config.hidden_size
-    return bool(width * inner > SMALL)
+    widest = max(inner) if isinstance(inner, (list, tuple)) else inner  # of layers that are not alike
+    return bool(width * widest > SMALL)
 
 
 def default_device(device: str = "auto") -> str:
