@@ -12,7 +12,7 @@ chunk of 2,048 rows keeps products large); its KL divergence wants all of p, [R,
 rows or reads a target's products. docs/engine.md has their launches and bytes beside ours, and cut-cross-entropy's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -456,11 +456,7 @@ def _best_of(said: Said) -> tuple[Tensor, Tensor]:
     if _runs_kernel(said.product):
         found: tuple[Tensor, Tensor] = row_best(said.product, said.scale, said.softcap)
         return found
-    best, log_z = [], []
-    for product in said.product.split(_rows_at_once(said.product)):
-        logits = _finish(product, said.scale, said.softcap)
-        best.append(logits.argmax(-1))
-        log_z.append(logits.logsumexp(-1))
+    best, log_z = zip(*((logits.argmax(-1), logits.logsumexp(-1)) for logits in _blocks(said)))
     return torch.cat(best), torch.cat(log_z)
 
 
@@ -468,8 +464,13 @@ def _likeliest(said: Said) -> Tensor:
     """The likeliest entries [r] of what a target says, without the log-sum-exps where no kernel finds both in one sweep."""
     if _runs_kernel(said.product):
         return _best_of(said)[0]
-    blocks = said.product.split(_rows_at_once(said.product))
-    return torch.cat([_finish(product, said.scale, said.softcap).argmax(-1) for product in blocks])
+    return torch.cat([logits.argmax(-1) for logits in _blocks(said)])
+
+
+def _blocks(said: Said) -> Iterator[Tensor]:
+    """The logits of what a target says, [r, V], of as many rows as torch works on at one time."""
+    for product in said.product.split(_rows_at_once(said.product)):
+        yield _finish(product, said.scale, said.softcap)
 
 
 def _rows_at_once(product: Tensor) -> int:
