@@ -99,11 +99,11 @@ def built(config: Any, tracker: MemoryTracker, dataset: Dataset) -> tuple[Target
     with tracker.counting("building", "drafter weights"):
         drafter: Drafter = build(config.drafter, target=target)
         drafter.prepare(target, dataset.token_counts(target.head.vocab_size))
+    target.pack()  # on a GPU it gives weights other memory, so parts are named behind it
+    pack_linears(drafter)
     for part, module in (("target weights", target), ("drafter weights", drafter)):
         for parameter in module.parameters():
             tracker.name(parameter, part)
-    target.pack()
-    pack_linears(drafter)
     tracker.vocabularies = vocabularies(target, drafter)
     return target, drafter
 
