@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spectrain.errors import UserError
 from spectrain.files import write_text
-from spectrain.models.device import wait
+from spectrain.models.device import recording, wait
 from spectrain.provenance import provenance
 
 Work = Callable[[int], Any]
@@ -128,7 +128,7 @@ class TimedWork:
                 work(i)
         torch.cuda.current_stream(self.device).wait_stream(side)
         captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
+        with recording(captured):
             for i in range(self.launches):
                 work(i)
         return captured.replay

@@ -22,6 +22,7 @@ from spectrain.drafters.context import Context
 from spectrain.errors import UserError
 from spectrain.kernels.round_log import round_log
 from spectrain.models.compiled_layers import compiled_call, compiled_layers
+from spectrain.models.device import recording
 from spectrain.models.features import Features
 from spectrain.models.target import Target
 from spectrain.trees.base import Draft, RootAlone, TreeBuilder
@@ -306,7 +307,7 @@ class Captured:
             parts = self.parts()
             for _ in PARTS[:-1]:
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
+                with recording(graph, pool):
                     next(parts)
                 graphs.append(graph)
         self.state.graphs = graphs

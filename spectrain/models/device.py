@@ -1,8 +1,10 @@
 """What this machine can do at most, measured: the floor under any decoding step."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +14,17 @@ def wait(device: torch.device) -> None:
     """Let a GPU finish what it was given, so that a clock sees it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@contextmanager
+def recording(graph: Any, pool: Any = None) -> Iterator[None]:
+    """`torch.cuda.graph`, which leaves its own stream the current one where what it records fails."""
+    stream = torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            yield
+    finally:
+        torch.cuda.set_stream(stream)
 
 
 @cache

@@ -1,10 +1,15 @@
 """Floors: no forward is promised to be faster than reading its weights."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
 from spectrain.drafters.ngram import Ngram
-from spectrain.models.device import arithmetic, bandwidth, forward_floor, read_weights
+from spectrain.models.device import arithmetic, bandwidth, forward_floor, read_weights, recording
 from spectrain.models.target import Target
 
 CPU = torch.device("cpu")
@@ -25,3 +30,23 @@ def test_floor_is_memory_or_arithmetic(tiny: Target) -> None:
     assert few == 4 * parameters / bandwidth(CPU)
     assert many == 2 * parameters * 1e9 / arithmetic(CPU, torch.float32)
     assert forward_floor(Ngram(tiny), 16, CPU, torch.float32) == 0
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's own context does not: where its end raises, its stream stays the current one. Both errors are told."""
+    current = ["before"]
+
+    @contextmanager
+    def graph(recorded: Any, pool: Any) -> Iterator[None]:
+        current.append("capturing")
+        try:
+            yield
+        finally:
+            raise RuntimeError("capture_end")
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", current.append)
+    with pytest.raises(RuntimeError, match="capture_end") as failed, recording(None):
+        raise ValueError("not permitted while capturing")
+    assert current == ["before", "capturing", "before"] and isinstance(failed.value.__context__, ValueError)
