@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spectrain.kernels import kv_append, kv_commit, linear_divergence, round_log, token_commit, tree_attention, tree_verify
+from spectrain.kernels import (
+    counter,
+    kv_append,
+    kv_commit,
+    linear_divergence,
+    round_log,
+    token_commit,
+    tree_attention,
+    tree_verify,
+)
 from spectrain.kernels.counter import host_key
 from spectrain.kernels.dispatch import runs_on
 from spectrain.trees.token_tree import TokenTree
@@ -81,25 +90,26 @@ def attend(
     lengths: tuple[int, ...],
     nodes: int,
     heads: tuple[int, int] = (32, 8),
-    width: int = 128,
-    window: int | None = None,
-    softcap: float | None = None,
+    widths: tuple[int, int] = (128, 128),
+    **rules: Any,
 ) -> KernelOutcome:
-    """Tree attention over ragged prefixes."""
+    """Tree attention over ragged prefixes, keys and values of these widths; `sinks=True` draws each head a sink."""
     batch, longest = len(lengths), max(lengths)
     tree: TokenTree = random_tree(batch, nodes, device)
     rows = torch.tensor(lengths, device=device)
     positions = rows[:, None] + tree.depths
     seen = tree_attention.Visibility(rows, longest, tree.ancestors, positions, positions)
-    query = torch.randn(batch, nodes, heads[0], width, device=device).to(dtype).transpose(1, 2)
-    storage = torch.randn(2, batch, longest + nodes, heads[1], width, device=device).to(dtype)
-    keys, values = storage.transpose(2, 3)
-    options: dict[str, Any] = {"scale": width**-0.5, "window": window, "softcap": softcap}
+    query = torch.randn(batch, nodes, heads[0], widths[0], device=device).to(dtype).transpose(1, 2)
+    storage = torch.randn(batch, longest + nodes, heads[1], sum(widths), device=device).to(dtype)
+    keys, values = storage.transpose(1, 2).split(widths, -1)
+    options = {"scale": widths[0] ** -0.5} | rules
+    if rules.get("sinks"):
+        options["sinks"] = torch.randn(heads[0], device=device).to(dtype)
     expected = tree_attention.tree_attention_reference(query.double(), keys.double(), values.double(), seen, **options)
     ran = tree_attention._runs_kernel(query, keys, values)
     if ran:  # a dense mask gives these slots a weight of 0, and 0 NaN is NaN
         for row, length in enumerate(lengths):
-            storage[:, row, length + nodes :] = float("nan")
+            storage[row, length + nodes :] = float("nan")
     poison(device, query.numel() * dtype.itemsize, query.numel() * 4)
     return KernelOutcome({"out": tree_attention.tree_attention(query, keys, values, seen, **options)}, {"out": expected}, ran)
 
@@ -222,16 +232,21 @@ CHECKS: dict[str, Check] = {
             "B=1 prefix=8192 N=64": partial(attend, lengths=(8192,), nodes=64),
             "B=1 prefix=32768 N=16": partial(attend, lengths=(32768,), nodes=16),
             "B=8 ragged to 1000 N=64": partial(attend, lengths=(1000, 0, 1, 63, 64, 65, 300, 999), nodes=64),
-            "B=3 ragged to 300 N=100 D=64": partial(attend, lengths=(300, 7, 128), nodes=100, heads=(8, 8), width=64),
+            "B=3 ragged to 300 N=100 D=64": partial(attend, lengths=(300, 7, 128), nodes=100, heads=(8, 8), widths=(64, 64)),
             "28 to 4 heads": partial(attend, lengths=(1000, 150), nodes=64, heads=(28, 4)),
-            "16 to 2 heads of 256": partial(attend, lengths=(1000, 150), nodes=64, heads=(16, 2), width=256),
-            "8 heads of 80": partial(attend, lengths=(1000, 150), nodes=64, heads=(8, 8), width=80),
+            "16 to 2 heads of 256": partial(attend, lengths=(1000, 150), nodes=64, heads=(16, 2), widths=(256, 256)),
+            "8 heads of 80": partial(attend, lengths=(1000, 150), nodes=64, heads=(8, 8), widths=(80, 80)),
             "window 200": partial(attend, lengths=(1000, 150), nodes=64, window=200),
             "softcap 2": partial(attend, lengths=(1000, 150), nodes=64, softcap=2.0),
+            "sinks, window 128, 64 heads of 64": partial(
+                attend, lengths=(1000, 150), nodes=64, heads=(64, 8), widths=(64, 64), window=128, sinks=True
+            ),
+            "keys of 192, values of 128": partial(attend, lengths=(1000, 150), nodes=64, heads=(16, 16), widths=(192, 128)),
         },
         {
-            "B=1 N=1": partial(attend, lengths=(70,), nodes=1, heads=(4, 2), width=16),
-            "B=2 ragged N=9": partial(attend, lengths=(65, 3), nodes=9, heads=(4, 2), width=16),
+            "B=1 N=1": partial(attend, lengths=(70,), nodes=1, heads=(4, 2), widths=(16, 16)),
+            "B=2 ragged N=9": partial(attend, lengths=(65, 3), nodes=9, heads=(4, 2), widths=(16, 16)),
+            "sinks, narrow values": partial(attend, lengths=(65,), nodes=5, heads=(4, 2), widths=(24, 16), sinks=True),
         },
         {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3},
     ),
@@ -276,7 +291,7 @@ CHECKS: dict[str, Check] = {
         {"B=2 N=9": partial(emit, counts=(1, 4), nodes=9, stops=2)},
     ),
     "tree_verify": Check(
-        (tree_verify,),
+        (tree_verify, counter),
         {
             "greedy, B=8 N=64": partial(verdict, rule="greedy", batch=8, nodes=64, vocab=128256),
             "greedy, B=1 N=256": partial(verdict, rule="greedy", batch=1, nodes=256, vocab=32000),
