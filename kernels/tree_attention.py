@@ -361,11 +361,12 @@ def _split_kernel(  # type: ignore[no-untyped-def]
             scale, softcap, BLOCK_N, HEAD_SIZE, VALUE_SIZE,
         )  # fmt: skip
 
-    # Found anew behind the loops, by a 0 that the compiler does not know: where GROUP is no power of two, the divisions would
-    # otherwise be kept in registers since the queries were read, and these spill.
-    row += tl.minimum(num_splits, 0)
-    node = tl.minimum(row // GROUP, num_nodes - 1)
-    head = kv_head * GROUP + row % GROUP
+    # Where GROUP is no power of two, divisions are found anew behind the loops, by a 0 that the compiler does not know: they
+    # would otherwise be kept in registers since the queries were read, and these spill.
+    if GROUP & (GROUP - 1) != 0:
+        row += tl.minimum(num_splits, 0)
+        node = tl.minimum(row // GROUP, num_nodes - 1)
+        head = kv_head * GROUP + row % GROUP
     stored = row < num_nodes * GROUP
     num_rows = tl.num_programs(1) * num_nodes * GROUP
     place = tl.cast(split, tl.int64) * num_rows + (batch * num_nodes + node) * num_kv_heads * GROUP + head
