@@ -10,12 +10,10 @@ import json
 import os
 import re
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -25,17 +23,15 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from spectrain.data.dataset import Dataset
-from spectrain.drafters.base import Drafter, stage_at
+from spectrain.drafters.base import Drafter
 from spectrain.errors import Stopped, UserError, nearest
 from spectrain.eval.comparison import Scored, join
 from spectrain.eval.page import write_report
 from spectrain.eval.report import print_comparison
 from spectrain.files import write_text
-from spectrain.models.device import wait
 from spectrain.models.target import Target
 from spectrain.runs.defaults import measure_unless_asked
-from spectrain.runs.folder import evaluation_name, run_settings, target_name
-from spectrain.runs.fresh import fresh_drafter
+from spectrain.runs.folder import evaluation_name, target_name
 from spectrain.runs.score import evaluate
 from spectrain.runs.tracking import tracked
 from spectrain.runs.train import train
@@ -46,16 +42,15 @@ from spectrain.training.trainer import Trainer
 
 OWN = ("recipes", "run", "compare", "tree", "runs")  # settings of the command that are not a training's
 BATCHES = 2  # full ones, for the speed of several prompts at once
-WARM, TIMED = 2, 10  # steps of a stage before, and while, a recipe's speed is measured
 
 
 @dataclass
 class Comparison:
     """How long each recipe trains, and what is scored beside them.
 
-    The budget is `seconds` of training a recipe or, where given, `tokens`; both become a number of steps before a training
-    begins, seconds by timing a few steps that are then forgotten. `training_free` are drafters that need none. `batch` prompts
-    at once are decoded for throughput, none where it is null. `data_limit` conversations serve all recipes alike.
+    The budget is `seconds` of training a recipe, by the clock, or, where given, `tokens`, as a number of steps. `training_free`
+    are drafters that need none. `batch` prompts at once are decoded for throughput, none where it is null. `data_limit`
+    conversations serve all recipes alike.
     """
 
     seconds: float = 45.0
@@ -79,7 +74,7 @@ def compare(config: DictConfig, asked: Sequence[str]) -> dict[str, Any]:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError("compare: it runs in one process; train with several by spectrain train, then compare the runs")
     comparison: Comparison = build(config.compare)
-    for key in ("max_steps", "epochs"):
+    for key in ("max_steps", "max_minutes", "epochs"):
         if any(key_of(override, 2) == f"trainer.{key}" for override in asked):
             raise UserError(f"trainer.{key}: a comparison trains by compare.seconds or compare.tokens; use one of these")
     if not (config.get("eval") and "_target_" in config.eval):
@@ -206,9 +201,7 @@ class Contest:
         if not (run / "eval" / evaluation_name(config) / "summary.json").exists():
             with said(run):
                 dataset = self.dataset(config)
-                before = run_settings(run) if (run / "config.yaml").exists() else None
-                config.trainer.max_steps = self.steps(config, dataset) if before is None else before["trainer"]["max_steps"]
-                config.trainer.resume = "auto"
+                config.trainer.update(self.allotted(config, dataset) | {"resume": "auto"})
                 train(config, list(self.passed), self.target_for(config), dataset)
             clean_up()
         self.batched(config)
@@ -260,38 +253,15 @@ class Contest:
         drafter: Drafter = build(config.drafter, target=self.target)
         return build(config.target) if drafter.abilities.target_training else self.target
 
-    def steps(self, config: DictConfig, dataset: Dataset) -> int:
-        """How many steps the budget is worth."""
+    def allotted(self, config: DictConfig, dataset: Dataset) -> dict[str, float | None]:
+        """The budget in the trainer's settings: minutes by the clock, or the steps that the tokens are worth."""
+        if self.comparison.tokens is None:
+            return {"max_minutes": self.comparison.seconds / 60, "max_steps": None}
         trainer = Trainer.of(config)
-        if self.comparison.tokens is not None and dataset.is_sample:
-            return max(1, round(self.comparison.tokens / (trainer.batch_tokens * trainer.accumulate)))
-        if self.comparison.tokens is not None:
-            batches = dataset.num_batches(trainer.batching)
-            return max(1, round(self.comparison.tokens * batches / dataset.num_tokens / trainer.accumulate))
-        return max(1, int(self.comparison.seconds / step_seconds(trainer, config, self.target_for(config), dataset)))
-
-
-def step_seconds(trainer: Trainer, config: DictConfig, target: Target, dataset: Dataset) -> float:
-    """Seconds that a step takes on average over a whole training, from a few that really run, in every stage."""
-    drafter = fresh_drafter(config, target, dataset)
-    share = Counter(stage_at(drafter.stages, step, 1000) for step in range(1000))
-    count = len(share) * (WARM + TIMED)
-    short = trainer.trial(count)
-    ends: list[float] = []
-
-    def on_step(step: int) -> None:
-        wait(target.device)
-        ends.append(time.perf_counter())
-
-    target.pack()
-    with TemporaryDirectory() as scratch:
-        short.fit(drafter, target, dataset, build(config.source), Path(scratch), on_step=on_step)
-    total = 0.0
-    for stage, steps in share.items():
-        mine = [step for step in range(count) if stage_at(drafter.stages, step, count) == stage]
-        lasted = [ends[step] - ends[step - 1] for step in mine[WARM:]] or [(ends[-1] - ends[0]) / (count - 1)]
-        total += steps / 1000 * sum(lasted) / len(lasted)
-    return total
+        share = trainer.batch_tokens
+        if not dataset.is_sample:
+            share = dataset.num_tokens / dataset.num_batches(trainer.batching)
+        return {"max_minutes": None, "max_steps": max(1, round(self.comparison.tokens / (share * trainer.accumulate)))}
 
 
 def recipes(named: Any) -> list[str]:

@@ -138,6 +138,7 @@ MISTAKES = {
     "runs/not-there": "no score in it",
     "tree.dept=3": "depth",
     "trainer.max_steps=3": "compare.tokens",
+    "trainer.max_minutes=3": "compare.seconds",
     "eval=none": "leave it out",
     "recipes=[] compare.training_free=[]": "nothing to compare",
 }
@@ -152,6 +153,20 @@ def test_mistakes_are_told(word: str, tmp_path: Path, monkeypatch: pytest.Monkey
     told = capsys.readouterr().err
     assert stopped.value.code == 2 and MISTAKES[word] in told and told.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_seconds_are_the_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget of seconds is one of minutes for the trainer, by which its schedule goes too, and no guess at steps."""
+    given: list[dict[str, Any]] = []
+
+    def train(config: Any, *rest: Any) -> None:
+        given.append(dict(config.trainer))
+        raise UserError("seen enough")
+
+    monkeypatch.setattr("spectrain.eval.compare.train", train)
+    words = "recipes=medusa1", "target=tiny", "compare.seconds=90", *COMMON
+    assert command(*words, f"run={tmp_path / 'out'}")[0] == 2
+    assert [(one["max_minutes"], one["max_steps"], one["resume"]) for one in given] == [(1.5, None, "auto")]
 
 
 def test_recipes_that_copy_text_are_scored_as_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
