@@ -253,7 +253,7 @@ class Contest:
         drafter: Drafter = build(config.drafter, target=self.target)
         return build(config.target) if drafter.abilities.target_training else self.target
 
-    def allotted(self, config: DictConfig, dataset: Dataset) -> dict[str, float | None]:
+    def allotted(self, config: DictConfig, dataset: Dataset) -> dict[str, Any]:
         """The budget in the trainer's settings: minutes by the clock, or the steps that the tokens are worth."""
         if self.comparison.tokens is None:
             return {"max_minutes": self.comparison.seconds / 60, "max_steps": None}
