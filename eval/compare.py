@@ -258,7 +258,7 @@ class Contest:
         if self.comparison.tokens is None:
             return {"max_minutes": self.comparison.seconds / 60, "max_steps": None}
         trainer = Trainer.of(config)
-        share = trainer.batch_tokens
+        share: float = trainer.batch_tokens
         if not dataset.is_sample:
             share = dataset.num_tokens / dataset.num_batches(trainer.batching)
         return {"max_minutes": None, "max_steps": max(1, round(self.comparison.tokens / (share * trainer.accumulate)))}
