@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from random import Random
 from typing import Any
 
 import pyarrow.parquet as pq
+import torch
 
 from spectrain.decoding.overlap import Overlap, check_overlap
 from spectrain.eval.metrics import Turn, speedup
@@ -111,6 +113,10 @@ class Overlapping(Part):
     def check(self, candidate: Candidate) -> None:
         rule = candidate.rule.matched() if candidate.rule.is_open else candidate.rule
         check_overlap(candidate.drafter, candidate.builder, rule, self.outcomes)
+        threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+        if candidate.target.device.type == "cpu" and threads >= cores > 1:
+            print(f"eval.overlap: {threads} threads on {cores} cores leave none to the process that drafts; "
+                  f"OMP_NUM_THREADS={cores - 1} leaves it one")  # fmt: skip
 
     def systems(self, candidate: Candidate, first: System) -> list[System]:
         label = f"the same, drafted ahead, {describe(candidate.builder)}"

@@ -20,12 +20,17 @@ BOTH = (Overlap(), Overlap(pre_verify=True))
 
 
 @pytest.mark.parametrize("way", ["post", "outcomes"])
-def test_overlap_is_scored_beside(shallow: Target, tmp_path: Path, way: str) -> None:
+def test_overlap_is_scored_beside(
+    shallow: Target, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With eval.overlap the same drafter decodes once more, identical too, and its gain stands beside what the rounds promised;
-    of the files that were written, the same is promised."""
+    of the files that were written, the same is promised. Threads that leave it no core are told of."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2 if way == "post" else 64)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     drafter = Causal(shallow, num_layers=1)
     scored = evaluation(tmp_path, overlap=way)
     summary = scored.score(Candidate(shallow, drafter, Chain(2), Greedy(), SETTING), tmp_path / "out")
+    assert ("OMP_NUM_THREADS=1" in capsys.readouterr().out) == (way == "post")
     entry, found = summary["compared"]["overlap"], summary["overlap"]
     assert entry["lossless"]["identical"] == 4 and entry["acceptance_length"] == summary["acceptance_length"]
     assert found["drafts_missed"] > 0 and found["measured"] > 0
