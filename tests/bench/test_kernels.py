@@ -252,7 +252,8 @@ def test_every_kernel_is_checked() -> None:
     sources = Path(kernels.__file__).parents[1].joinpath("kernels").glob("*.py")
     registering = {path.name for path in sources if 'custom_op("spectrain::' in path.read_text()}
     checked = {Path(str(module.__file__)).name for check in correctness.CHECKS.values() for module in check.modules}
-    assert registering <= checked and all(check.cases and check.toy_cases for check in correctness.CHECKS.values())
+    assert checked == registering | {"counter.py"}  # which draws for verification, inside its kernels
+    assert all(check.cases and check.toy_cases for check in correctness.CHECKS.values())
 
 
 def test_a_failing_row_is_kept_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

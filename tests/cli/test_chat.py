@@ -319,13 +319,16 @@ def test_keys_of_a_terminal() -> None:
     shown = b""
 
     def wait_for(mark: bytes, key: bytes = b"") -> None:
-        """Press the key, and again as long as nothing comes: one that comes just before readline waits is lost."""
+        """Press the key, and again after a second without a word: one that comes just before readline waits is lost."""
         nonlocal shown
         start = len(shown)
-        while mark not in shown[start:]:
+        for _ in range(120):
+            if mark in shown[start:]:
+                return
             os.write(terminal, key)
             while select.select([terminal], [], [], 1)[0] and mark not in shown[start:]:
                 shown += os.read(terminal, 65536)
+        raise AssertionError(shown)
 
     try:
         wait_for(b"> ")
