@@ -64,7 +64,8 @@ class Baselines(Part):
         store = self._store(candidate) if COPYING & ({*self.names} - {*TRAINING_FREE} | others) else None
         tree = Auto() if target.sharding == "none" else Eagle2(own.depth, own.budget)
         if "copies" in self.names and drafts and not drafter.abilities.undrawn:
-            found.append(System("copies", f"the same, with copies{judged}", Merged(drafter, Copying(store)), tree, plain))
+            label = f"drafter with copies, {describe(tree)}{judged}"
+            found.append(System("copies", label, Merged(drafter, Copying(store)), tree, plain))
         if "chain" in self.names and not own.is_chain and drafts:
             found.append(System("chain", "the same, chain", drafter, chain, rule))
         name = shipped_for(target) if "shipped" in self.names and candidate.untrained is not None else None

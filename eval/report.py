@@ -29,7 +29,7 @@ def print_table(summary: dict[str, Any]) -> None:
     base = summary["tokens_per_second"]["autoregressive"]
     table.add_row("autoregressive", "1.00", "", f"{base:.1f}", "1.00", "", "", "")
     sweep = summary.get("sweep")
-    for entry in (summary, *shown(summary)):
+    for entry in rows(summary):
         length, speed, lossless = entry["acceptance_length"], entry["speedup"], entry["lossless"]
         identical = f"{lossless['identical']} of {lossless['checked']}" if lossless and lossless["checked"] else ""
         table.add_row(
@@ -44,6 +44,13 @@ def print_table(summary: dict[str, Any]) -> None:
         console.print(sentence, markup=False)
 
 
+def rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a table shows, first what to decode with: the drafter with copies, where these were tried."""
+    found = [summary, *shown(summary)]
+    copies = summary["compared"].get("copies")
+    return found if copies is None else [copies, *(entry for entry in found if entry is not copies)]
+
+
 def shown(summary: dict[str, Any]) -> list[dict[str, Any]]:
     """The systems that the drafter is shown beside, without those that a sweep has a table for."""
     sweep = summary.get("sweep")
@@ -52,10 +59,10 @@ def shown(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 def fastest(summary: dict[str, Any]) -> Iterator[str]:
     """Which row to take here, if any gains."""
-    rows = [entry for entry in (summary, *shown(summary)) if is_possible(entry["speedup"])]
-    if len(rows) < 2:
+    possible = [entry for entry in rows(summary) if is_possible(entry["speedup"])]
+    if len(possible) < 2:
         return
-    best = max(rows, key=lambda entry: entry["speedup"]["ratio"])
+    best = max(possible, key=lambda entry: entry["speedup"]["ratio"])
     speed = best["speedup"]
     if speed["ratio"] > 1:
         yield f"fastest here: {best['label']}, {speed_text(speed)} [{speed_range(speed)}] times as fast as without a drafter"

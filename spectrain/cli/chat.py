@@ -22,16 +22,22 @@ from spectrain.data.chat import prompt_tokens
 from spectrain.data.readers import Embedded, check_text
 from spectrain.decoding.acceptance.lossy import named_lossy
 from spectrain.decoding.generation import Generation
-from spectrain.decoding.session import Choice, Session, captured_or_refused
+from spectrain.decoding.session import Choice, Session, captured_or_refused, check
+from spectrain.drafters.base import Drafter
+from spectrain.drafters.hybrid import Merged
+from spectrain.drafters.shared.copies import Copying
 from spectrain.errors import UserError, nearest
+from spectrain.eval.baselines import goes_by_clock
 from spectrain.eval.systems import describe
 from spectrain.models.target import Target
 from spectrain.runs.drafter_files import load_drafter
-from spectrain.runs.score import load_target
+from spectrain.runs.score import load_target, own_store
 from spectrain.settings.build import build
+from spectrain.trees import Auto
 
 COLOURS = ("green", "cyan", "magenta", "yellow", "blue")  # of one round after the other
 REFRESH = 0.05  # seconds between two pictures of a terminal: more often is not seen, and takes time
+MOST = 16  # nodes of a tree whose size is measured: no larger one pays without a GPU, and each takes a while to be timed
 LEAST = 16  # tokens that an answer must have room for
 COMMANDS = {
     "/help": "this list",
@@ -178,6 +184,7 @@ class Chat:
     system: str | None = None  # a message that comes before all others
     engine: Choice = "auto"  # captured: rounds replayed as CUDA graphs, by default where there is a GPU; eager: a loop
     once: str | None = None  # answer this and leave
+    measured: bool = True  # draft by the tree and the copies that pay on this machine, unless a tree is asked for
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 2:
@@ -221,8 +228,19 @@ class Chat:
         def prompts() -> list[list[int]]:
             return [prompt_tokens(target.tokenizer, messages[:1]) for messages in Embedded(limit=8).conversations()]
 
-        rule, builder = build(config.acceptance), build(config.tree)
-        return Session.prepare(target, load_drafter(config, folder, target), builder, rule, prompts, self.engine)
+        rule, builder, drafter = build(config.acceptance), build(config.tree), load_drafter(config, folder, target)
+        if self.measured and rule.lossless and not Session(target, rule, engine=self.engine).wants_capture:
+            check(drafter, builder, rule)
+            if goes_by_clock(target, drafter, builder) and not drafter.abilities.undrawn:
+                drafter = Merged(drafter, Copying(own_store(config, folder, target, None)))
+                builder, rule = Auto(budget=MOST), rule.matched()
+        return Session.prepare(target, drafter, builder, rule, prompts, self.engine)
+
+
+def named(drafter: Drafter | None) -> str:
+    """A drafter in a word or two."""
+    inside = f"{type(drafter.inner).__name__} with copies" if isinstance(drafter, Merged) else None
+    return inside or type(drafter).__name__
 
 
 @dataclass
@@ -278,7 +296,7 @@ class Talk:
         assert builder is not None, "it was prepared with one"
         slow = "; the first answers take a while, as rounds are compiled" if session.why_eager is None else ""
         return (
-            f"{self.target.name} through {type(session.drafter).__name__}, {describe(builder)}, acceptance "
+            f"{self.target.name} through {named(session.drafter)}, {describe(builder)}, acceptance "
             f"{session.rule.name}{slow}.\n"
             "Tokens in one colour were drafted and accepted together; dim and underlined ones are the target's own. "
             "/help lists what else there is."

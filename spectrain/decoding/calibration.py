@@ -28,6 +28,7 @@ from .generation import Generation
 from .loop import decode
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+LONG = 512  # tokens of a text behind which trees are timed too, where it is not known how long texts will be
 SETTLED_BY, SETTLED_TOKENS = 6, 32  # prompts and tokens of each by which a rule is chosen
 Drawing = tuple[Children, float]  # how children are chosen, and the temperature of what they are drawn from
 BRANCHES = 4  # children of a node by which rules are compared, where the tree branches
@@ -40,10 +41,13 @@ def calibrate(
     rule: AcceptanceRule,
     prompts: list[list[int]],
     max_new_tokens: int = 64,
+    *,
+    longest: int = LONG,
 ) -> Calibration | None:
     """Measure what builders need, on prompts that are not those of the evaluation, and prepare them. None: they need nothing.
 
-    They share the measurement, so they must choose children in the same way.
+    They share the measurement, so they must choose children in the same way. `longest` is how many tokens the longest text
+    has that they are to decode behind.
     """
     needs = {need for builder in builders for need in builder.needs}
     if not needs:
@@ -56,7 +60,7 @@ def calibrate(
         _check_rolled_out(deepest, any(counts))
     if "latency" in needs:
         largest = max((builder for builder in builders if "latency" in builder.needs), key=lambda builder: builder.budget)
-        latency = measure_latency(target, drafter, prompts, largest)
+        latency = measure_latency(target, drafter, prompts, largest, longest)
     calibration = Calibration(hits, counts, latency, rules)
     for builder in builders:
         builder.prepare(calibration)
@@ -251,17 +255,20 @@ class Known(TreeBuilder):
 
 
 def measure_latency(
-    target: Target, drafter: Drafter, prompts: list[list[int]], builder: TreeBuilder, repeats: int = 5
+    target: Target, drafter: Drafter, prompts: list[list[int]], builder: TreeBuilder, longest: int, repeats: int = 5
 ) -> Latency:
-    """Time verification and draft steps over up to the builder's budget of nodes, behind the shortest and longest prompt."""
+    """Time verification and draft steps over up to the builder's budget of nodes, behind the shortest prompt, and behind the
+    longest one said again and again until it has `longest` tokens: attention over a long text costs more for every node."""
     sizes = [size for size in SIZES if size < builder.budget] + [builder.budget]
     verify: dict[int, dict[int, float]] = {}
     step: dict[int, dict[int, float]] = {}
     starts: list[float] = []
     limit = 2 * len(sizes) * (repeats + 1)  # rounds that emit one token, and as many again for lucky ones or empty drafts
-    for prompt in {len(prompt): prompt for prompt in (min(prompts, key=len), max(prompts, key=len))}.values():
+    most = max(prompts, key=len)
+    long = (most * -(-longest // len(most)))[: max(longest, len(most))]
+    fitting = [prompt[: max(1, target.max_length - limit)] for prompt in (min(prompts, key=len), long)]
+    for prompt in {len(prompt): prompt for prompt in fitting}.values():
         probe = Probe(sizes, builder.depth, target.head.vocab_size)
-        prompt = prompt[: max(1, target.max_length - limit)]
         decode(target, [prompt], Greedy(), limit, drafter, probe, ignore_eos=True)
         _check_rolled_out(builder, probe.number > 0)
         length = len(prompt) + limit // 2

@@ -49,6 +49,9 @@ def complete(config: DictConfig) -> tuple[DictConfig, Path]:
         if key not in completed:
             with open_dict(completed):
                 completed[key] = config[key]  # unknown: the schema check will say so
+    if "_target_" in (completed.get("chat") or {}) and "measured" not in completed.chat:
+        with open_dict(completed):
+            completed.chat.measured = not config.get("tree")
     return completed, folder
 
 

@@ -16,6 +16,8 @@ from .measurements import Calibration, Latency
 from .token_tree import TokenTree
 from .trie import Trie
 
+STRIDE = 32  # tokens by which a text grows before the times behind it are looked up again
+
 
 class Measured(TreeBuilder):
     """A builder that needs the time of drafting and verifying."""
@@ -26,7 +28,7 @@ class Measured(TreeBuilder):
 
     def prepare(self, calibration: Calibration) -> None:
         self.latency = calibration.latency
-        self.curves: dict[int, list[float]] = {}  # seconds of every size, by the context that they were measured behind
+        self.curves: dict[int, list[float]] = {}  # seconds of every size, by the length of the text, in steps of STRIDE
 
     def _known(self) -> Latency:
         if self.latency is None:
@@ -35,8 +37,7 @@ class Measured(TreeBuilder):
 
     def _verify_seconds(self, length: int) -> list[float]:
         """Of every size up to the budget, behind texts so long."""
-        latency = self._known()
-        context = latency.bucket(length)
+        latency, context = self._known(), length // STRIDE * STRIDE
         if context not in self.curves:
             self.curves[context] = [latency.verify(size, context) for size in range(1, self.budget + 1)]
         return self.curves[context]
@@ -99,7 +100,8 @@ class Cast(Measured):
     def room(self, prefix: Prefix, tries: list[Trie]) -> int:
         if not (self.costs and weigh_chances(tries)):
             return self.budget
-        tokens = expected_tokens(tries, self.depth, self.budget).sum(1).mean(0).cumsum()
+        nodes = [trie.heaviest(self.depth, self.budget) for trie in tries]
+        tokens = expected_tokens(tries, nodes, self.depth, self.budget).sum(1).mean(0).cumsum()
         return walk_up(tokens.tolist(), self.costs, self.size_gain)
 
 
@@ -117,12 +119,11 @@ def weigh_chances(tries: list[Trie]) -> bool:
     return bool(tries) and all(trie.weighs_chances for trie in tries)
 
 
-def expected_tokens(tries: list[Trie], depth: int, budget: int) -> np.ndarray:
-    """[B, depth + 1, budget] the chance of each text's likeliest node, the second and so on, at the node's depth."""
+def expected_tokens(tries: list[Trie], nodes: list[list[int]], depth: int, budget: int) -> np.ndarray:
+    """[B, depth + 1, budget] the chance of the first of each text's nodes, the second and so on, at the node's depth."""
     found = np.zeros((len(tries), depth + 1, budget))
-    for row, trie in zip(found, tries):
-        nodes = sorted(trie.best(depth, budget), key=trie.weights.__getitem__, reverse=True)
-        row[[trie.depths[node] for node in nodes], range(len(nodes))] = [trie.weights[node] for node in nodes]
+    for row, trie, chosen in zip(found, tries, nodes):
+        row[[trie.depths[node] for node in chosen], range(len(chosen))] = [trie.weights[node] for node in chosen]
     return found
 
 
@@ -134,9 +135,10 @@ class Auto(Measured):
     round's own verification says that the machine is now. (Verification itself is not fitted anew: other work beside a few
     rounds changed the slope of such a fit, and trees grew three times too large.)
 
-    Where copies are known besides, a drafter is asked only if the tokens that it added in earlier rounds, beside copies that
-    promised as much, would take longer to decode without it, the larger trees that they made counted; of the tokens promised
-    as many as came true. Every sixteenth time it is asked to see.
+    Where copies are known besides, a drafter is asked only if the tokens that it adds to what copies promise would take longer
+    to decode without it, the larger trees that they make counted. They are those that it promised in earlier rounds, beside
+    copies that promised as much, of which as many count as proved to be added: kept, where copies alone would have kept fewer.
+    Now and then it is asked to see, the more rarely the more is known.
     """
 
     name = "auto"
@@ -153,10 +155,10 @@ class Auto(Measured):
         self.expected: Tensor | None = None  # [B, depth + 1] of the round that is being verified
         self.levels = 0  # that the drafter made in that round
         self.copy_seconds = 0.0  # of a round's draft that only copies
-        self.promised: float | None = None  # tokens of this round's copies alone ...
-        self.copied = 0.0  # ... and the seconds of verifying them
-        self.joined: float | None = None  # tokens of this round's tree, of a drafter and copies
-        self.hoped = self.kept = 1.0  # running means of such tokens beside the target's own, and of those that were kept
+        self.copies: ReadyTree | None = None  # of this round, if a drafter may be asked beside them
+        self.hoped: float | None = None  # tokens that it promised to add to them in this round
+        self.promised = self.proved = 1.0  # running means of such tokens, and of those that it did add ...
+        self.judged = 4  # ... over so many rounds, which count as if they had held what they promised
         self.added: dict[int, Added] = defaultdict(Added)  # by the drafter, by twice the tokens that copies promised
         self.sizes: list[int] = []  # of every round's tree
 
@@ -197,44 +199,52 @@ class Auto(Measured):
         return draft.best(size)
 
     def asks(self, prefix: Prefix, tries: list[Trie]) -> bool:
-        self.promised, self.length = None, prefix.longest
+        self.copies, self.length = None, prefix.longest
         if not weigh_chances(tries):
             return True
-        size, tokens = self._fastest(expected_tokens(tries, self.depth, self.budget), self.copy_seconds)
-        self.promised, self.copied = tokens, self._known().verify(size, self.length)
-        copied, added = self.copy_seconds + self.copied, self.added[round(2 * tokens)]
+        self.copies = copies = self._fastest(tries, self.copy_seconds)
+        alone, added = self.copy_seconds + copies.seconds, self.added[copies.kind]
         drafting = self.start_seconds - self.copy_seconds + max(0.0, added.levels - 1) * self.step_seconds + added.verifying
-        return added.wants_trial() or (tokens + added.tokens) * copied > tokens * (copied + drafting)
+        tokens = added.tokens * min(1.0, max(0.0, self.proved / max(self.promised, 1e-6)))
+        return added.wants_trial() or tokens * alone > copies.tokens * drafting
 
     def room(self, prefix: Prefix, tries: list[Trie]) -> int:
         """As many as pay, the draft being made: copies and what a drafter's nodes turned out to be worth are weighed alike."""
         if not weigh_chances(tries):
             return self.budget
         self.length = prefix.longest
-        chances = expected_tokens(tries, self.depth, self.budget)
-        spent = self.start_seconds + (self.levels - 1) * self.step_seconds if self.levels else self.copy_seconds
-        size, tokens = self._fastest(chances, spent)
-        if self.levels and self.promised is not None:
-            self.joined, longer = tokens, self._known().verify(size, self.length) - self.copied
-            gained = (tokens - self.promised) * min(1.0, self.kept / max(self.hoped, 1e-6))
-            self.added[round(2 * self.promised)].learn(gained, self.levels, longer, 1 / self.memory)
-        self.expected = torch.from_numpy(chances[:, :, :size].sum(2))
-        return size
+        found, spent = self.copies, self.copy_seconds
+        if self.levels or found is None:
+            spent = self.start_seconds + (self.levels - 1) * self.step_seconds if self.levels else spent
+            found = self._fastest(tries, spent)
+        if self.levels and self.copies is not None:
+            self.hoped = found.tokens - self.copies.tokens
+            added = self.added[self.copies.kind]
+            added.learn(self.hoped, self.levels, found.seconds - self.copies.seconds, 1 / self.memory)
+        self.expected = found.expected
+        return found.size
 
-    def _fastest(self, chances: np.ndarray, spent: float) -> tuple[int, float]:
-        """The best number of nodes after so many seconds of drafting, and the tokens that it promises."""
-        tokens = chances.sum(1).mean(0).cumsum()
-        levels = np.arange(chances.shape[1])[:, None] * (chances.sum(0) > 0)
-        deeper = [self._known().deeper(int(level)) for level in np.maximum.accumulate(levels.max(0))]
-        size = int((tokens / (spent + np.asarray(self._verify_seconds(self.length)) + np.asarray(deeper))).argmax())
-        return size + 1, float(tokens[size])
+    def _fastest(self, tries: list[Trie], spent: float) -> ReadyTree:
+        """The best tree of such nodes after so many seconds of drafting."""
+        nodes = [trie.heaviest(self.depth, self.budget) for trie in tries]
+        chances = expected_tokens(tries, nodes, self.depth, self.budget)
+        tokens, seconds = chances.sum(1).mean(0).cumsum(), np.asarray(self._verify_seconds(self.length))
+        if self._known().level_seconds:
+            levels = np.arange(chances.shape[1])[:, None] * (chances.sum(0) > 0)
+            seconds = seconds + [self._known().deeper(int(level)) for level in np.maximum.accumulate(levels.max(0))]
+        size = int((tokens / (spent + seconds)).argmax()) + 1
+        expected = torch.from_numpy(chances[:, :, :size].sum(2))
+        kept = [set(chosen[:size]) for chosen in nodes]
+        return ReadyTree(size, float(tokens[size - 1]), float(seconds[size - 1]), expected, tries, kept)
 
     def observe(self, round: Round) -> None:
         rate, levels, self.levels = 1 / self.memory, self.levels, 0
-        joined, self.joined = self.joined, None
-        if joined is not None and int(round.counts.min()):  # a row that was done emits nothing
-            self.hoped += rate * (joined - 1 - self.hoped)
-            self.kept += rate * (float(round.counts.float().mean()) - 1 - self.kept)
+        copies, self.copies, hoped, self.hoped = self.copies, None, self.hoped, None
+        if copies is not None and hoped is not None and int(round.counts.min()):  # a row that was done emits nothing
+            self.judged += 1
+            swift = max(rate, 1 / self.judged)
+            self.promised += swift * (hoped - self.promised)
+            self.proved += swift * (copies.added_in(round) - self.proved)
         judged = (round.tree.valid & round.tree.emitted).sum(1)
         if int(judged.max()) == 1:
             return  # nothing was ready to draft
@@ -264,9 +274,42 @@ class Auto(Measured):
         return {**super().settings(), "median_size": middle}
 
 
+@dataclass(frozen=True)
+class ReadyTree:
+    """Of ready continuations, as many nodes as are expected to be the fastest. Shapes: B batch, D depth."""
+
+    size: int  # nodes, the root included
+    tokens: float  # that it promises
+    seconds: float  # of verifying it
+    expected: Tensor  # [B, 1 + D] nodes that are expected to be kept, by depth
+    tries: list[Trie]
+    nodes: list[set[int]]  # of each
+
+    @property
+    def kind(self) -> int:
+        """By which promises are told apart, large ones not: the more kinds there are, the less is known of each."""
+        return min(6, round(2 * self.tokens))
+
+    def added_in(self, outcome: Round) -> float:
+        """How many more tokens a round kept, in which a drafter's nodes were there too, than these alone would have."""
+        assert outcome.path is not None
+        paths = outcome.tree.tokens.gather(1, outcome.path).tolist()
+        kept = [path[1:count] for path, count in zip(paths, outcome.counts.tolist())]
+        return sum(len(tokens) - self._found(row, tokens) for row, tokens in enumerate(kept)) / len(kept)
+
+    def _found(self, row: int, tokens: list[int]) -> int:
+        """How many of the tokens that followed a text's root are a path of these nodes."""
+        node: int | None = 0
+        for length, token in enumerate(tokens):
+            node = None if node is None else self.tries[row].child(node, token)
+            if node not in self.nodes[row]:
+                return length
+        return len(tokens)
+
+
 @dataclass
 class Added:
-    """What a drafter added to copies that promised so much: running means over the rounds that asked it."""
+    """What a drafter promised to add to copies that promised so much: running means over the rounds that asked it."""
 
     tokens: float = 0.0
     levels: float = 1.0
@@ -277,7 +320,7 @@ class Added:
     def wants_trial(self) -> bool:
         """Whether too little is known, or it is long ago."""
         self.since += 1
-        return self.trials < 4 or self.since >= 16
+        return self.trials < 4 or self.since >= 16 * self.trials
 
     def learn(self, tokens: float, levels: int, verifying: float, rate: float) -> None:
         self.trials, self.since = self.trials + 1, 0

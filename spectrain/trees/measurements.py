@@ -14,7 +14,8 @@ from spectrain.files import write_text
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds by number of nodes, at contexts of a few lengths; between measured sizes linear, beyond them too."""
+    """Seconds by number of nodes, behind contexts of a few lengths; between measured sizes linear, beyond them too, and between
+    measured lengths, beyond which those of the nearest hold."""
 
     verify_seconds: dict[int, dict[int, float]]  # context -> nodes -> a target forward with its acceptance
     step_seconds: dict[int, dict[int, float]]  # context -> nodes -> one more draft step over so many nodes
@@ -22,14 +23,10 @@ class Latency:
     level_seconds: float = 0.0  # each level of a tree below the first, where layers keep a state and run it level by level
 
     def verify(self, nodes: float, context: int = 0) -> float:
-        return _between(self.verify_seconds[_bucket(self.verify_seconds, context)], nodes)
-
-    def bucket(self, context: int) -> int:
-        """The measured context that stands for one."""
-        return _bucket(self.verify_seconds, context)
+        return _behind(self.verify_seconds, context, nodes)
 
     def step(self, nodes: float, context: int = 0) -> float:
-        return _between(self.step_seconds[_bucket(self.step_seconds, context)], nodes)
+        return _behind(self.step_seconds, context, nodes)
 
     def draft(self, levels: int, width: float, context: int = 0) -> float:
         """A draft of so many levels, every one after the first over `width` nodes."""
@@ -109,6 +106,7 @@ def _between(table: dict[int, float], nodes: float) -> float:
     return table[low] + (table[high] - table[low]) * (nodes - low) / (high - low)
 
 
-def _bucket(table: dict[int, Any], context: int) -> int:
-    """The nearest measured context that is not shorter, else the longest."""
-    return min((length for length in table if length >= context), default=max(table))
+def _behind(tables: dict[int, dict[int, float]], context: int, nodes: float) -> float:
+    """Of so many nodes behind a context: between the measured lengths linear, beyond them that of the nearest."""
+    nearest = min(max(context, min(tables)), max(tables))
+    return _between({length: _between(table, nodes) for length, table in tables.items()}, nearest)

@@ -72,8 +72,12 @@ class Trie:
 
     def best(self, depth: int, budget: int) -> list[int]:
         """The `budget` heaviest nodes, the root one of them, down to a depth, in their order; among equals the first ones."""
+        return sorted(self.heaviest(depth, budget))
+
+    def heaviest(self, depth: int, budget: int) -> list[int]:
+        """The same, the heaviest first."""
         deep = [node for node, at in enumerate(self.depths) if at <= depth]
-        return sorted(sorted(deep, key=self.weights.__getitem__, reverse=True)[:budget])
+        return sorted(deep, key=self.weights.__getitem__, reverse=True)[:budget]
 
     def path(self, depth: int) -> list[int]:
         """From the root down, always the heaviest child."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from spectrain.cli import chat
@@ -22,10 +23,13 @@ from spectrain.decoding.captured import Captured
 from spectrain.decoding.generation import Generation
 from spectrain.decoding.loop import decode
 from spectrain.decoding.session import Session
+from spectrain.drafters.eagle3 import Eagle3
 from spectrain.drafters.ngram import Ngram
 from spectrain.errors import UserError
 from spectrain.models.target import Target
+from spectrain.runs.drafter_files import save_drafter
 from spectrain.trees import Chain
+from tests.drafters.test_contract import composed
 
 QUESTION = "one two three four one two three four one two"
 
@@ -265,6 +269,43 @@ def test_scripts_get_the_answers_alone(
     assert (status, out) == (0, expected + "\n") and "tokens/s" in err
     lines = f"{text}\n\n/reset\n{text}\n/exit\nnever asked\n"
     assert spoken(monkeypatch, capsys, "drafter=ngram", stdin=lines)[:2] == (0, f"{expected}\n" * 2)
+
+
+@pytest.mark.parametrize(
+    "words, how",
+    [
+        ((), "Eagle3 with copies, auto, up to 16 nodes, acceptance greedy"),
+        (("acceptance=match",), "Eagle3 with copies, auto, up to 16 nodes, acceptance match"),
+        (("tree.budget=5",), "Eagle3, eagle2, 5 nodes, acceptance greedy"),
+        (("chat.measured=false",), "Eagle3, eagle2, 16 nodes, acceptance greedy"),
+        (("tree=chain", "tree.depth=2"), "Eagle3, chain of 2, acceptance greedy"),
+        (("tree=chain", "chat.measured=true"), "Eagle3 with copies, auto, up to 16 nodes, acceptance greedy"),
+    ],
+)
+def test_a_drafter_chats_by_what_pays_here(
+    tiny: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    how: str,
+) -> None:
+    """With copies and a measured tree, unless a tree is asked for or the rule needs drawn children; the answer is the same."""
+    torch.manual_seed(0)
+    drafter = Eagle3(tiny, vocab_size=512)
+    save_drafter(tmp_path, drafter, composed("drafter=eagle3", "+drafter.vocab_size=512", "target=tiny", "tree=eagle2"))
+    greetings, seen = [], Talk.ask
+
+    def ask(self: Talk, text: str) -> Generation | None:
+        greetings.append(self.greeting)
+        return seen(self, text)
+
+    monkeypatch.setattr(Talk, "ask", ask)
+    status, out, err = spoken(monkeypatch, capsys, f"run={tmp_path}", *words, "--once", "What is a bee?")
+    assert status == 0, err
+    assert f"through {how}" in greetings[0]
+    if "greedy" in how:
+        assert out == answered(tiny, asked(tiny, "What is a bee?"), 24) + "\n"
 
 
 def test_a_system_message_is_a_sentence(

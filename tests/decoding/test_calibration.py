@@ -27,7 +27,7 @@ from spectrain.features.batch import Batch
 from spectrain.models.forward_plan import ForwardPlan
 from spectrain.models.target import Target
 from spectrain.trees import Cast, Chain, Eagle2, Sequoia, Static, TreeBuilder
-from spectrain.trees.measurements import Calibration, Latency, RuleForecast, _between, _bucket
+from spectrain.trees.measurements import Calibration, Latency, RuleForecast, _between
 from spectrain.trees.token_tree import Children
 from tests.decoding.test_loop import stop_at
 from tests.trees.tables import VOCAB, Table, soft_scores
@@ -67,18 +67,20 @@ def test_between_is_exact_and_linear() -> None:
     assert _between({5: 2.5}, 1) == _between({5: 2.5}, 40) == 2.5
 
 
-@pytest.mark.parametrize("context, bucket", [(0, 30), (30, 30), (31, 80), (80, 80), (81, 200), (201, 200), (9999, 200)])
-def test_bucket_is_the_nearest_that_is_not_shorter(context: int, bucket: int) -> None:
-    """Past the longest measured context, it is the longest."""
-    assert _bucket(dict.fromkeys([80, 200, 30]), context) == bucket
+def test_latency_between_contexts_is_linear() -> None:
+    """So is that of a tree's size behind every context; beyond the lengths that were measured the nearest holds."""
+    latency = Latency({100: {1: 10.0, 3: 12.0}, 300: {1: 20.0, 3: 26.0}}, {100: {1: 1.0}, 300: {1: 3.0}}, 0.0)
+    assert [latency.verify(1, length) for length in (0, 100, 150, 200, 300, 999)] == [10.0, 10.0, 12.5, 15.0, 20.0, 20.0]
+    assert [latency.verify(2, length) for length in (100, 200, 300)] == [11.0, 17.0, 23.0]
+    assert [latency.step(7, length) for length in (0, 250, 999)] == [1.0, 2.5, 3.0]
 
 
 def test_latency_adds_up() -> None:
     """A draft is its first step and, for every further level, a step of that width, each behind its own context."""
     latency = Latency({10: {1: 1.0, 3: 2.0}, 50: {1: 4.0, 3: 8.0}}, {10: {1: 0.1, 3: 0.3}, 50: {1: 0.5, 3: 0.9}}, 0.25)
-    assert (latency.verify(2), latency.verify(2, 11), latency.verify(5, 99)) == (1.5, 6.0, 12.0)
+    assert (latency.verify(2), latency.verify(2, 30), latency.verify(5, 99)) == (1.5, 3.75, 12.0)
     assert latency.draft(1, 3) == 0.25 and latency.draft(4, 2) == pytest.approx(0.25 + 3 * 0.2)
-    assert latency.draft(3, 2, 20) == pytest.approx(0.25 + 2 * 0.7)
+    assert latency.draft(3, 2, 30) == pytest.approx(0.25 + 2 * 0.45)
 
 
 def test_chances_are_weighted_by_places(tmp_path: Path) -> None:
@@ -303,11 +305,14 @@ def test_calibrate_times_what_needs_it(shallow: Target, prompts: list, eagle3: E
 
 @pytest.mark.parametrize("budget, sizes", [(2, [1, 2]), (4, [1, 2, 4]), (11, [1, 2, 4, 8, 11])])
 def test_every_size_is_timed(shallow: Target, prompts: list, eagle3: Eagle3, budget: int, sizes: list[int]) -> None:
-    """Behind the shortest and the longest prompt, each size up to the budget has a positive time."""
-    latency = measure_latency(shallow, eagle3, prompts, Eagle2(3, budget), repeats=2)
-    contexts = sorted(len(prompt) + 3 * len(sizes) for prompt in prompts)
+    """Behind the shortest prompt, and behind the longest or a text as long as is asked for, each size up to the budget has a
+    positive time."""
+    lengths = sorted(map(len, prompts))
+    longest = lengths[-1] + 7 if budget == 4 else 2
+    latency = measure_latency(shallow, eagle3, prompts, Eagle2(3, budget), longest, repeats=2)
+    contexts = [length + 3 * len(sizes) for length in (lengths[0], max(longest, lengths[-1]))]
     for table in (latency.verify_seconds, latency.step_seconds):
-        assert sorted(table) == [contexts[0], contexts[-1]]
+        assert sorted(table) == contexts
         for seconds in table.values():
             assert list(seconds) == sizes and min(seconds.values()) > 0
     assert latency.start_seconds > 0

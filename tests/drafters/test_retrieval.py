@@ -237,8 +237,7 @@ def test_trees_by_the_clock_weigh_copies(shallow: Target, prompts: list[list[int
     builder = Auto(depth=4, budget=12, top_k=3)
     calibration = calibrate(shallow, drafter, [builder], Greedy(), prompts[:1])
     assert calibration is not None and calibration.latency is not None
-    (verify,) = calibration.latency.verify_seconds.values()
-    assert set(verify) == {1, 2, 4, 8, 12}
+    assert all(set(verify) == {1, 2, 4, 8, 12} for verify in calibration.latency.verify_seconds.values())
     kept = Keeping(builder)
     found = decode(shallow, prompts, Greedy(), 24, drafter, kept)
     assert [one.output for one in found] == [one.output for one in decode(shallow, prompts, Greedy(), 24)]

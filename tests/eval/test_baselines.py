@@ -51,8 +51,11 @@ def answers(target: Target) -> list[list[int]]:
     return [one.output for one in decode(target, prompts, Greedy(), LIMIT)]
 
 
-def test_copies_and_measured_trees_are_shown(shallow: Target, tmp_path: Path, stored: Stored) -> None:
-    """Each row is the target's own output; the store is told; trees by the clock stay in their budget."""
+def test_copies_and_measured_trees_are_shown(
+    shallow: Target, tmp_path: Path, stored: Stored, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each row is the target's own output, that with copies the first; the store is told; trees by the clock stay in their
+    budget."""
     texts = [[3, *said[4:]] for said in answers(shallow)]  # what the target says, but for the beginning
     summary = scored(shallow, tmp_path, stored(texts, "How are you?"))
     assert list(summary["compared"]) == ["auto", "copies", "retrieval"]
@@ -60,6 +63,9 @@ def test_copies_and_measured_trees_are_shown(shallow: Target, tmp_path: Path, st
         assert entry["lossless"]["identical"] == entry["lossless"]["checked"] == 2 and entry["tree"]["name"] == "auto"
     assert summary["setting"]["store"]["near_duplicates"] == 0
     assert summary["setting"]["store"]["tokens"] == sum(len(text) + 1 for text in texts)
+    shown = capsys.readouterr().out
+    places = [shown.index(label) for label in ("autoregressive", "drafter with copies, auto", "drafter, ", "copies alone")]
+    assert places == sorted(places)
     alone = summary["compared"]["auto"]["acceptance_length"]["pooled"]
     assert summary["compared"]["copies"]["acceptance_length"]["pooled"] > alone
 

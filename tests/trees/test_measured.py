@@ -11,7 +11,7 @@ import torch
 from spectrain.errors import UserError
 from spectrain.trees import Auto, Cast, Eagle2
 from spectrain.trees.base import Round
-from spectrain.trees.measured import Measured, walk_up
+from spectrain.trees.measured import Measured, ReadyTree, walk_up
 from spectrain.trees.measurements import Calibration, Latency
 from spectrain.trees.token_tree import TokenTree
 from spectrain.trees.trie import Trie
@@ -40,7 +40,7 @@ def prepared(
 ) -> Any:
     """A builder that knows the cost of a step over n nodes, step n, and of verifying them, base + node n."""
     verify, steps = {n: base + node * n for n in SIZES}, {n: step * n for n in SIZES}
-    other = {8: dict.fromkeys(SIZES, 100.0)} if context else {}  # behind a context that is shorter than the rows'
+    other = {40: dict.fromkeys(SIZES, 100.0)} if context else {}  # behind a context that is longer than the rows'
     builder.prepare(Calibration(latency=Latency({context: verify, **other}, {context: steps, **other}, start)))
     return builder
 
@@ -108,7 +108,7 @@ def summed(ranked: list[list[tuple[Path, float]]], count: int) -> list[float]:
 @pytest.mark.parametrize("depth, budget, top_k, memory", [(1, 5, 3, 1), (4, 16, 4, 2), (6, 40, 6, 3)])
 def test_cast_equals_plain_python(step: float, node: float, depth: int, budget: int, top_k: int, memory: int) -> None:
     """Round after round, with what it remembers of earlier ones, the nodes are those of the plain construction."""
-    builder = prepared(Cast(depth, budget, top_k, memory=memory), step, 1.0, node, context=16)
+    builder = prepared(Cast(depth, budget, top_k, memory=memory), step, 1.0, node, context=9)
     history: list[list[float]] = [[] for _ in range(depth)]
     for turn in range(5):
 
@@ -269,38 +269,69 @@ def test_copies_are_verified_as_far_as_they_pay(name: type[Measured], node: floa
     assert builder.room(context(), tries) == 7
 
 
+def a_round(builder: Auto, tries: list[Trie], drafted: list[float], kept: int) -> bool:
+    """One in which copies promise so much, and with the drafter, if it is asked, `drafted`, of which so many tokens are kept:
+    whether it was asked."""
+    asked = builder.asks(context(), tries)
+    tokens = [[7] * len(drafted), [8] * len(drafted)]
+    for path in tokens:
+        tries[0].add(path, 0.0)
+    if asked:
+        builder.levels = 2
+        joined = copies(drafted)
+        tries[0].weights = joined.weights + [0.0] * (len(tries[0]) - len(joined))
+    builder.room(context(), tries)
+    tree = TokenTree.chain(torch.tensor([[101, *tokens[0]]]))
+    seconds = {"draft": 0.4 if asked else 0.0, "verify": 1 + 0.01 * len(tree.tokens[0]), "accept": 0.0}
+    path = torch.arange(kept)[None]
+    builder.observe(Round(tree, torch.zeros(0), torch.tensor([kept]), seconds, path))
+    return asked
+
+
 def test_auto_asks_a_drafter_as_long_as_it_adds() -> None:
-    """Where copies promise much and the drafter adds nothing, it is left out but for a look now and then; where they promise
-    nothing, it is asked."""
+    """Where copies promise much and the drafter adds nothing, it is left out but for a look now and then, more and more rarely;
+    where they promise nothing, it is asked."""
     builder = prepared(Auto(depth=4, budget=12, top_k=3), 0.2, 1.0, 0.01, 0.2)
     asked: dict[bool, list[bool]] = {True: [], False: []}
-    for turn in range(200):
+    for turn in range(1000):
         sure = turn % 2 == 0
-        tries = [copies([0.9, 0.9, 0.9] if sure else [])]
-        asked[sure].append(builder.asks(context(), tries))
-        if asked[sure][-1]:
-            builder.levels = 2
-            builder.room(context(), [copies([0.9, 0.9, 0.9] if sure else [0.9, 0.9])])
-        builder.levels = 0
+        drafted = [0.9, 0.9, 0.9] if sure else [0.9, 0.9]
+        asked[sure].append(a_round(builder, [copies(drafted if sure else [])], drafted, len(drafted) + 1))
     assert all(asked[False]) and all(asked[True][:4])
-    assert sum(asked[True][4:]) == len(asked[True][4:]) // 16
+    looks = np.flatnonzero(asked[True][4:]) + 1
+    assert np.diff([0, *looks]).tolist() == [16 * trials for trials in range(4, 4 + len(looks))] and len(looks) >= 3
 
 
 @pytest.mark.parametrize("kept", [1, 3])
 def test_auto_leaves_a_drafter_out_none_of_whose_tokens_come_true(kept: int) -> None:
     """It goes on promising 1.6 more than copies, which would pay."""
     builder = prepared(Auto(depth=4, budget=12, top_k=3, memory=8), 0.2, 1.0, 0.01, 0.2)
-    tree = TokenTree.chain(torch.zeros(1, 3, dtype=torch.int64))
-    asked = []
-    for _ in range(60):
-        asked.append(builder.asks(context(), [copies([])]))
-        if asked[-1]:
-            builder.levels = 2
-            builder.room(context(), [copies([0.9, 0.8])])
-            seconds = {"draft": 0.4, "verify": 1.03, "accept": 0.0}
-            builder.observe(Round(tree, torch.zeros(0), torch.tensor([kept]), seconds))
-        builder.levels = 0
-    assert asked[-20:].count(True) == (20 if kept == 3 else 1)
+    asked = [a_round(builder, [copies([])], [0.9, 0.8], kept) for _ in range(60)]
+    assert asked[-20:].count(True) == (20 if kept == 3 else 0)
+
+
+def test_tokens_that_copies_had_too_are_not_added() -> None:
+    """A drafter that is right where copies are right as well is worth nothing beside them, whatever it promises."""
+    for shared, asks in ((True, 0), (False, 20)):
+        builder = prepared(Auto(depth=4, budget=12, top_k=3, memory=8), 0.2, 1.0, 0.01, 0.2)
+        asked = []
+        for _ in range(60):
+            known = copies([0.3, 0.9])
+            if not shared:
+                known.tokens[1:], known.known = [9, 9], {}  # another path
+            asked.append(a_round(builder, [known], [0.95, 0.95], 3))
+        assert asked[-20:].count(True) == asks
+
+
+@pytest.mark.parametrize("counts", [[3, 1], [1, 2]])
+def test_what_a_drafter_added_is_what_copies_lacked(counts: list[int]) -> None:
+    """Tokens kept in a round, less those that a path of the copies' own nodes says, on average over rows."""
+    tries = [copies([0.9, 0.9, 0.9]), copies([0.5])]
+    ready = ReadyTree(3, 2.0, 1.0, torch.zeros(2, 5), tries, [{0, 1}, {0}])  # of the first row one, of the second none
+    tree = TokenTree.chain(torch.tensor([[101, 7, 7, 7], [102, 7, 7, 7]]))
+    path = torch.arange(4).repeat(2, 1)
+    found = ready.added_in(Round(tree, torch.zeros(0), torch.tensor(counts), {}, path))
+    assert found == ((counts[0] - 1 - min(counts[0] - 1, 1)) + (counts[1] - 1)) / 2
 
 
 def test_auto_counts_the_time_of_a_larger_tree_against_a_drafter() -> None:

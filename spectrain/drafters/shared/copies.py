@@ -19,7 +19,7 @@ from spectrain.trees.trie import Trie
 
 from ..context import Context
 
-NEGLIGIBLE = 0.1  # of the mean share of a node: what is rarer has no place in a tree, and thousands of nodes take milliseconds
+NEGLIGIBLE = 0.5  # of the mean share of a node: what is rarer is seldom kept, and hundreds of nodes take a millisecond
 SOURCES = ("context", "store", "drafter")
 LENGTHS = np.array([0, 1, 2, 3, 4, 4, 5, 5, 5, 6])  # the class of a match, by its tokens; the last for longer ones
 KINDS = (len(SOURCES), 7, 9, 4)  # classes of sayings: source, tokens that match, share of the places, and their number, to 3
