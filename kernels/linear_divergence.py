@@ -14,6 +14,7 @@ rows or reads a target's products. docs/engine.md has their launches and bytes b
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -682,6 +683,8 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch
     if _adds_wide(left, dtype):  # no second [V, D], and no sum is rounded on the way
         if total is None:
             return torch.mm(left.t(), right, out_dtype=dtype)
+        if left.is_meta and not _counts_wide_totals():
+            return total.addmm_(left.t(), right)
         return torch.addmm(total, left.t(), right, out_dtype=dtype, out=total)
     if total is None:
         return linear(left.t(), right.t()).to(dtype)
@@ -699,6 +702,17 @@ def _adds_wide(left: Tensor, dtype: torch.dtype) -> bool:
         and runs_on(left.device)
         and _takes_wide_totals(torch.__version__)
     )
+
+
+@cache
+def _counts_wide_totals() -> bool:
+    """Whether this torch knows such a product of tensors without data; 2.11 does not, where a GPU's is right."""
+    left = torch.zeros(1, 1, dtype=torch.bfloat16, device="meta")
+    try:
+        torch.addmm(left.float(), left, left, out_dtype=torch.float32)
+    except TypeError:
+        return False
+    return True
 
 
 def _takes_wide_totals(version: str) -> bool:
