@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from spectrain.models.target import Target
 
 
-PATIENCE = 64  # tokens that a drafter may fall behind: what it catches up with needs slots
+PATIENCE = 256  # tokens that a drafter may fall behind: what it catches up with needs slots
 
 
 class Merged(TrainedInside):
