@@ -4,14 +4,14 @@
 # Minutes: kernels 7; engine 15 (counts and identity 1, single 6, batched 6, training 2); families 3: 25 in all. More where
 # there is time: train 9, score 5, bench 5.
 #
-#   OUT=eval/results bash scripts/gpu_check.sh kernels [ceilings|correctness|table|divergence] [toy]
+#   OUT=eval/results bash scripts/gpu_check.sh kernels [ceilings|correctness|table|tuning|divergence] [toy]
 #   OUT=eval/results bash scripts/gpu_check.sh engine counts|identity|single|batched|training [toy]
 #   OUT=eval/results bash scripts/gpu_check.sh online [toy]
 #   RUNS="DIR ..." OUT=eval/results bash scripts/gpu_check.sh families
 #   TARGET=DIR OUT=eval/results bash scripts/gpu_check.sh bench|train|score
 #   TARGET=DIR OUT=eval/results bash scripts/gpu_check.sh scale [toy]
 #
-# kernels, without a name all four, measures what $OUT/kernels.json has not yet, for 7 minutes at most, and says how much
+# kernels, without a name all five, measures what $OUT/kernels.json has not yet, for 7 minutes at most, and says how much
 # is left; the same call again goes on. So does engine, with $OUT/engine.json, 6 minutes and what the last row takes. With toy
 # they take seconds, on any machine, to see that every line of them runs. kernels needs torch, triton and rich, engine
 # transformers and peft too; the others need what spectrain needs.

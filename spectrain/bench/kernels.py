@@ -1,7 +1,7 @@
 """`spectrain bench kernels`: what the machine can do, whether the kernels are right, and how near they come.
 
 Parts: ceilings (copy bandwidth and a large matrix product, which every part wants first), correctness, table (tree attention
-and what else computes it, at the shape of Llama-3.1-8B) and divergence (the fused loss).
+and what else computes it, at the shape of Llama-3.1-8B), tuning (the same by other tiles) and divergence (the fused loss).
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,9 @@ from .attention import Cell, Geometry, table_row
 from .correctness import judge, named
 from .divergence import Loss, divergence_row
 from .steps import Bench, Step, digest
+from .tuning import tuning_row
 
-Part = Literal["all", "ceilings", "correctness", "table", "divergence"]
+Part = Literal["all", "ceilings", "correctness", "table", "tuning", "divergence"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,12 @@ class KernelSizes:
         middle = self.prefixes[len(self.prefixes) // 2]
         others = [Cell(self.batches[0], middle, self.nodes[0], heads) for heads in self.other_heads]
         return [*most, *others, *(cell for cells in fewer for cell in cells)]
+
+    def tuned(self) -> list[Cell]:
+        """Cells by which tiles are chosen: the largest trees that have goals, a small one, and a single node."""
+        middle, longest = self.prefixes[len(self.prefixes) // 2], self.prefixes[-1]
+        shapes = [(middle, self.nodes[0]), (longest, self.nodes[0]), (middle, self.nodes[len(self.nodes) // 2]), (middle, 1)]
+        return [Cell(self.batches[0], *shape) for shape in dict.fromkeys(shapes)]
 
     def geometry(self, cell: Cell, dtype: torch.dtype, device: torch.device) -> Geometry:
         return Geometry(*(cell.heads or self.heads), dtype, device)
@@ -74,7 +81,12 @@ class KernelBench(Bench):
     def steps(self) -> Iterator[Step]:
         """Everything that the part asks for, what is worth most first: the ceilings, a case of every kernel, the table's first
         sizes, which have goals; the rest."""
-        parts = {"correctness": self.correctness, "table": self.table, "divergence": self.divergence}
+        parts = {
+            "correctness": self.correctness,
+            "table": self.table,
+            "tuning": self.tuning,
+            "divergence": self.divergence,
+        }
         asked = {name: list(steps()) for name, steps in parts.items() if self.part in ("all", name)}
         cases, table = asked.get("correctness", []), asked.get("table", [])
         first = [*self.first_cases(cases), *table[: len(self.sizes.batches) * len(self.sizes.prefixes)]]
@@ -82,7 +94,10 @@ class KernelBench(Bench):
         yield from first
         known = {step.name for step in first}
         yield from (
-            step for name in ("table", "divergence", "correctness") for step in asked.get(name, ()) if step.name not in known
+            step
+            for name in ("tuning", "table", "divergence", "correctness")
+            for step in asked.get(name, ())
+            if step.name not in known
         )
 
     def first_cases(self, cases: list[Step]) -> list[Step]:
@@ -106,6 +121,14 @@ class KernelBench(Bench):
     def table_row(self, cell: Cell) -> dict[str, Any]:
         geometry = self.sizes.geometry(cell, self.dtype, self.device)
         return table_row(cell, geometry, self.results, self.rates(), self.sizes.launches, self.sizes.repeats)
+
+    def tuning(self) -> Iterator[Step]:
+        for cell in self.sizes.tuned():
+            yield Step(f"tuning/{cell.name}", digest(tree_attention), partial(self.tuning_row, cell))
+
+    def tuning_row(self, cell: Cell) -> dict[str, Any]:
+        geometry = self.sizes.geometry(cell, self.dtype, self.device)
+        return tuning_row(cell, geometry, self.results, self.rates(), self.sizes.launches, self.sizes.repeats)
 
     def divergence(self) -> Iterator[Step]:
         rest = self.dtype, self.device, self.sizes.loss_repeats

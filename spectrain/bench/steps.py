@@ -178,6 +178,9 @@ def summary(row: dict[str, Any]) -> str:
     """What the console shows of a row."""
     if "failed" in row:
         return f"failed, {row['failed']}"
+    if "fastest" in row:
+        chosen, fastest = (f"{row[name]} {row['us'][row[name]]['median']:.1f} us" for name in ("chosen", "fastest"))
+        return f"chosen {chosen}, fastest {fastest}, of {len(row['us'])}; not run: {len(row['not_run'])}"
     if "us" in row:
         times = ", ".join(f"{name} {spread['median']:.1f}" for name, spread in row["us"].items())
         without = f"; not run: {', '.join(row['not_run'])}" if row["not_run"] else ""

@@ -37,6 +37,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def all_names() -> set[str]:
     names = {"ceilings/copy", "ceilings/product", *(name for name, *_ in correctness.named(toy=True))}
+    names |= {f"tuning/{cell.name}" for cell in TOY.tuned()}
     return names | {cell.name for cell in TOY.cells()} | {loss.name for loss in TOY.losses()}
 
 
@@ -99,7 +100,7 @@ def test_time_is_limited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert f"{len(all_names())} are left" in capsys.readouterr().out and not path.exists()
 
 
-@pytest.mark.parametrize("part", ["ceilings", "correctness", "table", "divergence"])
+@pytest.mark.parametrize("part", ["ceilings", "correctness", "table", "tuning", "divergence"])
 def test_a_part_brings_its_ceilings(part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is measured alone, after the ceilings."""
     ran: list[str] = []
