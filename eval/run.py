@@ -295,13 +295,13 @@ class Evaluation(Sweeping, Attacking, Learning, Scoring):
     def _calibrate(self, target: Target, systems: list[System]) -> Calibration | None:
         """Prepare every builder that needs it; what was measured for the drafter's own."""
         first, calibration = systems[0], None
-        texts = [prompt_tokens(target.tokenizer, prompt.opening, target.sight) for prompt in self.chosen]
-        longest = max(map(len, texts)) + self.max_new_tokens
         alike = [one.builder for one in systems if one.drafter is first.drafter or one.name in ALIKE]
         for children in dict.fromkeys(builder.children for builder in alike):  # hits depend on how they are chosen
             mine = [builder for builder in alike if builder.children == children]
             if any(builder.needs for builder in mine):
                 prompts = self._calibration_prompts(target)
+                texts = [prompt_tokens(target.tokenizer, prompt.opening, target.sight) for prompt in self.chosen]
+                longest = max(map(len, texts)) + self.max_new_tokens
                 found = calibrate(target, first.drafter, mine, first.rule, prompts, longest=longest)
                 calibration = found if children == first.builder.children else calibration
         return calibration

@@ -4,7 +4,7 @@ Parts: ceilings (copy bandwidth and a large matrix product, which every part wan
 and what else computes it, at the shape of Llama-3.1-8B), tuning (the same by other tiles) and divergence (the fused loss).
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -116,19 +116,16 @@ class KernelBench(Bench):
 
     def table(self) -> Iterator[Step]:
         for cell in self.sizes.cells():
-            yield Step(cell.name, digest(tree_attention), partial(self.table_row, cell))
+            yield Step(cell.name, digest(tree_attention), partial(self.cell_row, table_row, cell))
 
-    def table_row(self, cell: Cell) -> dict[str, Any]:
+    def cell_row(self, measured: Callable[..., dict[str, Any]], cell: Cell) -> dict[str, Any]:
+        """A row of the table, or of the tuning, at this cell."""
         geometry = self.sizes.geometry(cell, self.dtype, self.device)
-        return table_row(cell, geometry, self.results, self.rates(), self.sizes.launches, self.sizes.repeats)
+        return measured(cell, geometry, self.results, self.rates(), self.sizes.launches, self.sizes.repeats)
 
     def tuning(self) -> Iterator[Step]:
         for cell in self.sizes.tuned():
-            yield Step(f"tuning/{cell.name}", digest(tree_attention), partial(self.tuning_row, cell))
-
-    def tuning_row(self, cell: Cell) -> dict[str, Any]:
-        geometry = self.sizes.geometry(cell, self.dtype, self.device)
-        return tuning_row(cell, geometry, self.results, self.rates(), self.sizes.launches, self.sizes.repeats)
+            yield Step(f"tuning/{cell.name}", digest(tree_attention), partial(self.cell_row, tuning_row, cell))
 
     def divergence(self) -> Iterator[Step]:
         rest = self.dtype, self.device, self.sizes.loss_repeats

@@ -213,10 +213,10 @@ class Auto(Measured):
         if not weigh_chances(tries):
             return self.budget
         self.length = prefix.longest
-        found, spent = self.copies, self.copy_seconds
-        if self.levels or found is None:
-            spent = self.start_seconds + (self.levels - 1) * self.step_seconds if self.levels else spent
-            found = self._fastest(tries, spent)
+        if self.levels:
+            found = self._fastest(tries, self.start_seconds + (self.levels - 1) * self.step_seconds)
+        else:
+            found = self.copies or self._fastest(tries, self.copy_seconds)
         if self.levels and self.copies is not None:
             self.hoped = found.tokens - self.copies.tokens
             added = self.added[self.copies.kind]
